@@ -26,9 +26,11 @@ from megatron.training import training
 
 import pretrain_gpt_moe
 from benchmarks.inprocess import note_call
-from megatron.fault_tolerance.repair.leftovers import clear_metrics
+from megatron.fault_tolerance.repair.free import clear_metrics
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.keeper.link import Link
 from moe_ft.loop.failure_report import FailureReport
 
 _LEAVING_S = 20.0  # from the end of the connections until the function has ended
@@ -41,7 +43,8 @@ class Calls:
 
     def __init__(self, flags: list[str], ports: list[int], notes: Path) -> None:
         self._flags, self._ports, self._notes = flags, ports, notes
-        self._links = Links()
+        self._link = Link()
+        self._links = Links(self._link, (Gloo(),))
         self._has_left = threading.Event()
         self._has_left.set()
         for name in ("init_process_group", "new_group"):
@@ -59,7 +62,8 @@ class Calls:
         os.environ["MASTER_PORT"] = str(self._ports[number])
         os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        self._links.begin(number)
+        self._link.round = number
+        self._links.begin()
         self._has_left.clear()
         note_call(self._notes, number, int(rank))
         try:
@@ -69,7 +73,7 @@ class Calls:
 
     def abort(self) -> None:
         """Have the function end with an exception, and wait until it has. Not on its thread."""
-        self._links.end(self._links.round)
+        self._links.end(self._link.round)
         self._has_left.wait(_LEAVING_S)  # the wrapper's own exception would tear up what it closes
 
     def _record(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

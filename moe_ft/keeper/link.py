@@ -30,7 +30,7 @@ class Link:
             token: see the property.
         """
         self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
-        self.round = 0  # that a replacement joined before it began
+        self.round = 0  # that the rank has joined last; a replacement joins one before it begins
         memory = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS + _TOKEN_BYTES))
         self._cells, self._token = memory[: 8 * _NUM_CELLS].cast("d"), memory[8 * _NUM_CELLS :]
         self.token = token

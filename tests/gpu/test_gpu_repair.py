@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.fault_tolerance.repair.environment import set_variables
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.groups import Groups
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.nccl import Nccl
+from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.support import TRY_ON_GPUS
+from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
+from megatron.fault_tolerance.repair.swap import Groups
 from moe_ft.errors import LinksEndedError
+from moe_ft.keeper.link import Link
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.gpu.determinism import deterministic_environment
 from tests.harness import digests, run_ranks, run_training
@@ -51,7 +51,8 @@ def renew_one_rank(folder: str) -> None:
     """Abort groups of NCCL of one rank, and put new backends under them, many times."""
     set_variables(os.environ)
     torch.cuda.set_device(0)
-    recipes, links = Recipes(), Links((Gloo(), Nccl()))
+    recipes, link = Recipes(), Link()
+    links = Links(link, (Gloo(), Nccl()))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 8
     with links.recording():
@@ -75,10 +76,11 @@ def renew_one_rank(folder: str) -> None:
         with pytest.raises(RuntimeError, match="abort"):
             dist.all_reduce(value, group=fast)
         links.leave()
-        groups.drop_others()
-        links.begin(number)
+        groups.drop_later()
+        link.round = number
+        links.begin()
         with links.recording():
-            groups.swap(store, number, TIMEOUT)
+            groups.renew(store, number, TIMEOUT)
         backend = fast._get_backend(torch.device("cuda"))
         assert backend.options.is_high_priority_stream and backend.options.config.max_ctas == 8
         del backend

@@ -18,7 +18,7 @@ from megatron.training.training import pretrain as stock_pretrain
 
 from megatron.fault_tolerance.launch.arguments import unread_flags
 from megatron.fault_tolerance.launch.environment import check_restarts
-from megatron.fault_tolerance.repair.installing import repairing
+from megatron.fault_tolerance.repair.seam import repairing
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.settings import (

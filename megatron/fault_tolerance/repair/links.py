@@ -1,37 +1,108 @@
-"""Links of the process groups of one round, which end together when a rank has died.
+"""Links of the process groups of one round, which end together, and the barrier that ends an iteration.
 
-The transports know them: connections of gloo, communicators of NCCL.
+The transports know them: connections of gloo (gloo.py), communicators of NCCL (nccl.py).
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.transport import Transport
+import torch.distributed as dist
+from megatron.training import get_args, training
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import LinksEndedError
+from moe_ft.keeper.link import Link
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Place of this rank in a group.
+
+    Attributes:
+        store: of the group in this round.
+        rank: in the group.
+        ranks: ``[rank in the group]`` the rank in the job.
+    """
+
+    store: Any
+    rank: int
+    ranks: tuple[int, ...]
+    name: str
+
+
+Maker = Callable[[Place, Any, timedelta], Any]
+
+
+class Transport(ABC):
+    """Backends of one kind. Owned by the training thread, but for `end` and `failure`.
+
+    Links calls `end`, `begin` and `failure` one at a time.
+
+    Attributes:
+        name: of the kind in torch.
+        fails_silently: whether the device runs on after an end, without an exception, on what it had not
+            received.
+    """
+
+    name: str
+    fails_silently: bool
+
+    @abstractmethod
+    def maker(self) -> Maker:
+        """Return what makes the backends of a round: of a place, the options of the group, and a timeout."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """Return what `made_since` needs in order to know what exists now."""
+
+    @abstractmethod
+    def made_since(self, mark: Any) -> Mapping[Any, Any]:
+        """Return what can be ended, and was made since."""
+
+    @abstractmethod
+    def end(self, made: Any) -> int:
+        """Free all threads and kernels that wait for these, and return their number. Any thread."""
+
+    def begin(self) -> None:
+        """Let go of the round before, which all ranks have left."""
+        return
+
+    def failure(self, made: Any) -> str:
+        """Return why one of these has failed without an exception; empty if none has. Any thread."""
+        return ""
+
+    def settle(self) -> None:
+        """Wait until the results of this iteration are there."""
+        return
+
+    def leave(self) -> None:
+        """Leave what an exception has broken off, when `end` has freed everything."""
+        return
 
 
 class Links:
     """The links of the present round. Any thread may end them, once, and only those of its round."""
 
-    def __init__(self, transports: Sequence[Transport] | None = None) -> None:
-        """Prepare.
+    def __init__(self, link: Link, transports: Sequence[Transport]) -> None:
+        """Begin without links.
 
         Args:
-            transports: of the groups, by default gloo; those whose ends raise in all that waits come first.
+            link: has the number of the present round.
+            transports: of the groups; those whose ends raise in all that waits come first.
         """
-        self.transports: Sequence[Transport] = (Gloo(),) if transports is None else transports
+        self._link, self.transports = link, transports
         self._lock = threading.Lock()
-        self._round = 0
-        self._made: list[dict[Any, Any]] = [{} for _ in self.transports]
+        self._made: list[dict[Any, Any]] = [{} for _ in transports]
         self._is_open = True
-
-    @property
-    def round(self) -> int:
-        """Number of the round."""
-        return self._round
 
     @property
     def is_open(self) -> bool:
@@ -58,12 +129,12 @@ class Links:
             if not self._is_open:
                 self._end(made)
 
-    def begin(self, number: int) -> None:
-        """Begin a round, without links. All ranks have left the one before."""
+    def begin(self) -> None:
+        """Begin the present round, without links. All ranks have left the one before."""
         with self._lock:
             for each in self.transports:
                 each.begin()
-            self._round, self._is_open = number, True
+            self._is_open = True
             self._made = [{} for _ in self.transports]
 
     def end(self, number: int) -> int:
@@ -73,7 +144,7 @@ class Links:
             Their number.
         """
         with self._lock:
-            if number != self._round or not self._is_open:
+            if number != self._link.round or not self._is_open:
                 return 0
             self._is_open = False
             return self._end(self._made)
@@ -106,3 +177,53 @@ class Links:
         """Leave what an exception has broken off. The links have ended. Training thread."""
         for each in self.transports:
             each.leave()
+
+
+class EndBarrier:
+    """Barrier that ends an iteration, or an evaluation, on all ranks. Owned by the training thread.
+
+    A rank that dies before it is repaired; after it, the job restarts.
+    """
+
+    def __init__(self, links: Links, recipes: Recipes) -> None:
+        self._links, self._recipes = links, recipes
+        self._group: Any = None  # all ranks
+
+    def make_group(self) -> None:
+        """Make a group of gloo, unless that of all ranks is one. Called by all ranks, once.
+
+        A barrier of NCCL is work for the device, and passes if it is aborted.
+        """
+        if "cpu" not in self._recipes.of_default().by_device:
+            timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+            self._group = dist.new_group(
+                backend="gloo", timeout=timeout, group_desc="moe_ft-together"
+            )
+
+    def install(self, patches: Patches) -> None:
+        """Watch log lines, if their sums may be wrong without an exception, and changes of the timeout."""
+        patches.wrap(training, "update_pg_timeout", self._change_timeout)
+        if self._links.fail_silently:
+            patches.wrap(training, "training_log", self._log)
+
+    def wait(self) -> None:
+        """Return when all ranks have come here with results that count. Called by all ranks.
+
+        Raises:
+            RuntimeError: if one has not, among them LinksEndedError.
+        """
+        self._links.check()
+        dist.barrier(self._group)
+
+    def _change_timeout(
+        self, original: Function, timeout: timedelta, *args: Any, **kwargs: Any
+    ) -> None:
+        """Change the timeout of this group too, which Megatron does not know."""
+        original(timeout, *args, **kwargs)
+        if self._group is not None:
+            _set_pg_timeout(timeout, self._group)
+
+    def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._links.check()
+        return result

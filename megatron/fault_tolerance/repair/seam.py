@@ -1,45 +1,45 @@
 """Repair in place, around Megatron's `train_step`: the loop calls it once and never knows.
 
-This file holds the functions of Megatron that are wrapped, and the decision after an exception. If a rank has
-died (noticing.py), a round of repairs runs (round.py). If another one dies meanwhile, all begin again in the
-next round. Any other exception ends the process: the launcher restarts the job.
+This file holds the functions of Megatron that are wrapped for one call of `pretrain` if the flags ask for it,
+and the decision after an exception. If a rank has died (watcher.py), a round of repairs runs (round.py). If
+another one dies meanwhile, all begin again in the next round. Any other exception ends the process: the
+launcher restarts the job.
 """
 
+import argparse
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.repair.batches import install_reading, training_batches
-from megatron.fault_tolerance.repair.catching_up import CatchingUp
-from megatron.fault_tolerance.repair.evaluating_again import EvaluatingAgain
-from megatron.fault_tolerance.repair.gathered import Gathered
-from megatron.fault_tolerance.repair.groups import Groups
-from megatron.fault_tolerance.repair.joining import Joining, change_timeout
-from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.membership import Membership
-from megatron.fault_tolerance.repair.noticing import MAY_MEAN_DEATH, Noticing
-from megatron.fault_tolerance.repair.phases import Phases
-from megatron.fault_tolerance.repair.position import position_of
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.repair.build import Gathered, Joining, change_timeout
+from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
+from megatron.fault_tolerance.repair.evaluation import EvaluatingAgain, SkippedEvaluations
+from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.links import EndBarrier, Links, Transport
+from megatron.fault_tolerance.repair.meet import Membership, Role
+from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.results import KeptResult
-from megatron.fault_tolerance.repair.round import RoundRunner
-from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
-from megatron.fault_tolerance.repair.step import Step
-from megatron.fault_tolerance.repair.together import Together
-from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.repair.recover import install_reading, training_batches
+from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
+from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link
+from megatron.fault_tolerance.repair.swap import Groups, check_torch
+from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.heartbeat import Heart
-from moe_ft.keeper.link import Link
+from moe_ft.keeper.link import Link, own_link
 from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.saying import say
 
 Function = Callable[..., Any]
 
@@ -52,64 +52,58 @@ class RepairSeam:
         link: Link,
         listeners: Listeners,
         store: Any,
-        rounds: Rounds,
-        watcher: Watcher,
+        connections: tuple[Rounds, Rounds],
         links: Links,
         heart: Heart,
+        rank: int,
     ) -> None:
-        """Prepare.
+        """Wrap nothing yet.
 
         Args:
-            link: to the zygote.
-            listeners: of the loop.
             store: of the job.
-            rounds: over a connection of the training thread.
-            watcher: over another one; it ends `links`.
-            links: of the groups.
+            connections: of the training thread and of the watcher.
             heart: begins to beat when this rank can be replaced.
         """
-        self._link, self._listeners, self._heart = link, listeners, heart
-        self._watcher, self._links, self._recipes = watcher, links, Recipes()
-        self._groups = Groups(links.transports, self._recipes)
-        self._together = Together(links, self._recipes)
-        self._batches, self._evaluations = training_batches(), SkippedEvaluations()
-        self._kept = KeptResult(listeners.loop)
-        self._store = store
-        self._gathered = Gathered(
-            SignedStore(store, lambda: link.token), is_replacement=link.is_replacement
-        )
-        self._joining = Joining(self._recipes) if link.is_replacement else None
-        self._membership = Membership(link, rounds, self._joining)
-        self._noticing = Noticing(link, rounds, self._membership, watcher, links)
-        self._evaluating_again = EvaluatingAgain(
-            watcher, self._together, self._noticing.notice_or_raise, self._repair_evaluation
-        )
-        self._runner = RoundRunner(
+        rounds, watched = connections
+        watcher, membership = Watcher(watched, links, link), Membership(link, rounds, rank)
+        recipes, is_joining = Recipes(), membership.role is Role.JOINING
+        self._rank = Repaired(
             link=link,
-            listeners=listeners,
-            membership=self._membership,
-            groups=self._groups,
-            links=links,
             store=store,
-            batches=self._batches,
-            catching_up=CatchingUp(listeners, watcher, links, self._evaluations),
+            listeners=listeners,
+            membership=membership,
+            joining=Joining(membership, recipes) if is_joining else None,
+            watcher=watcher,
+            links=links,
+            groups=Groups(links.transports, recipes),
+            batches=training_batches(),
+            evaluations=SkippedEvaluations(),
         )
+        self._heart, self._recipes = heart, recipes
+        self._deaths = Deaths(link, rounds, membership, watcher, links)
+        self._end_barrier = EndBarrier(links, recipes)
+        self._gathered = Gathered(SignedStore(store, lambda: link.token), membership.role)
+        self._evaluating_again = EvaluatingAgain(
+            watcher, self._end_barrier, self._deaths.notice_or_raise, self._repair_evaluation
+        )
+        self._built: Built | None = None
         self._step: Step | None = None  # of the last iteration that has begun
 
     @contextmanager
     def below_hooks(self) -> Iterator[None]:
         """Wrap what the hooks of the listeners wrap after it."""
         with Patches() as patches:
-            self._batches.install(patches)
+            self._rank.batches.install(patches)
             install_reading(patches)
-            self._evaluations.install(patches)
-            self._together.install(patches)
+            self._rank.evaluations.install(patches)
+            self._end_barrier.install(patches)
             patches.wrap(dist, "init_process_group", self._record)
             patches.wrap(dist, "new_group", self._record)
             patches.wrap(training, "setup_model_and_optimizer", self._set_up)
             patches.wrap(training, "train_step", self._finish_together)
             patches.wrap(training, "update_pg_timeout", change_timeout)
-            with nullcontext() if self._joining is None else self._joining.installed():
+            joining = self._rank.joining
+            with nullcontext() if joining is None else joining.installed():
                 yield
 
     @contextmanager
@@ -119,21 +113,21 @@ class RepairSeam:
             patches.wrap(training, "train_step", self._train_step)
             patches.wrap(training, "train", self._train)
             self._evaluating_again.install(patches)
-            self._watcher.start()
+            self._rank.watcher.start()
             try:
                 yield
             finally:
-                self._link.disarm()
+                self._rank.link.disarm()
                 self._heart.close()
-                self._watcher.close()
+                self._rank.watcher.close()
 
     def after_setup(self, built: Built, iteration: int) -> None:
         """Have the listeners set up; a replacement only learns where the others are, and does it later."""
-        self._runner.built = built
-        if self._joining is None:
-            self._listeners.after_setup(built, iteration)
+        self._built = built
+        if self._rank.joining is None:
+            self._rank.listeners.after_setup(built, iteration)
         else:
-            self._join_survivors(self._joining)
+            self._join_survivors(self._rank.joining)
 
     def _join_survivors(self, joining: Joining) -> None:
         """Bring this replacement to where the survivors are.
@@ -141,28 +135,27 @@ class RepairSeam:
         Raises:
             RepairError: if they do not come, or have other process groups.
         """
-        position = self._membership.wait_for_survivors()
-        if position.num_groups != self._groups.num_made:
+        position = self._rank.membership.wait_for_survivors()
+        if position.num_groups != self._rank.groups.num_made:
             raise RepairError(
                 f"the others have made {position.num_groups} process groups, and this replacement "
-                f"{self._groups.num_made}"
+                f"{self._rank.groups.num_made}"
             )
-        position.set_counters(get_args())
-        joining.gathers_weights = position.gathers_weights
-        joining.leaves_out_log = position.is_evaluated
-        self._evaluations.draw = position.evaluations_draw
+        set_counters(get_args(), position)
+        joining.follow(position)
+        self._rank.evaluations.draw = position.evaluations_draw
 
     def _record(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        with self._links.recording():
+        with self._rank.links.recording():
             return self._recipes.make(original, *args, **kwargs)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        if not self._link.is_replacement:
+        if self._rank.joining is None:
             self._share_token()
         with self._gathered.installed():
             result = original(*args, **kwargs)
-        self._together.prepare()
-        self._groups.note()
+        self._end_barrier.make_group()
+        self._rank.groups.note()
         return result
 
     def _share_token(self) -> None:
@@ -172,78 +165,145 @@ class RepairSeam:
             RepairError: if this rank uses another store than rank 0.
         """
         tokens: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(tokens, self._link.token)
-        self._link.token = tokens[0]
-        job_store.check_owner(self._store, os.environ, tokens[0])
+        dist.all_gather_object(tokens, self._rank.link.token)
+        self._rank.link.token = tokens[0]
+        job_store.check_owner(self._rank.store, os.environ, tokens[0])
 
     def _finish_together(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave an iteration when all ranks have finished it: outside of it nothing is repaired."""
         result = original(*args, **kwargs)
-        self._together.finish()
+        self._end_barrier.wait()
         return result
 
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except MAY_MEAN_DEATH as error:
-            if self._link.is_armed and self._noticing.notice(error) is not None:
+            if self._rank.link.is_armed and self._deaths.notice(error) is not None:
                 raise RepairError(
                     "a rank has died between two iterations, where only some evaluations are repaired"
                 ) from error
             raise
         finally:
-            self._link.disarm()
+            self._rank.link.disarm()
 
     def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run an iteration; repair if a rank dies in it. A replacement begins with a repair."""
-        step, iteration = Step(original, args, kwargs, self._kept), kwargs["iteration"]
-        self._step = step
-        if self._membership.is_survivor:
+        self._step = step = Step(original, args, kwargs, self._rank.listeners.loop)
+        iteration: int = kwargs["iteration"]
+        if self._rank.membership.role is Role.JOINING:
+            assert self._rank.link.died_s is not None
+            noticed_s = self._rank.link.died_s
+        else:
             self._note_position(step, iteration)
             try:
-                with self._watcher.inside():
+                with self._rank.watcher.inside():
                     result = step.run(iteration)
             except BaseException as error:
-                phases = self._noticing.notice_or_raise(error)
+                noticed_s = self._deaths.notice_or_raise(error)
             else:
                 self._become_replaceable()
                 return result
-        else:
-            assert self._link.died_s is not None
-            phases = Phases(self._link.died_s)
         # Not while the exception is handled: its frames hold what the iteration leaves.
         self._become_replaceable()
-        return self._repair_until_finished(step, iteration, phases)
+        return self._repair_until_finished(step, iteration, noticed_s)
 
     def _note_position(self, step: Step, iteration: int) -> None:
         """Note where the loop is, for a replacement."""
-        self._membership.position = position_of(
+        self._rank.membership.position = position_of(
             get_args(),
             iteration,
-            num_groups=self._groups.num_made,
+            num_groups=self._rank.groups.num_made,
             model=step.parts.model,
-            evaluations_draw=self._evaluations.draw,
+            evaluations_draw=self._rank.evaluations.draw,
         )
 
     def _become_replaceable(self) -> None:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
-        self._link.arm()
+        self._rank.link.arm()
         self._heart.start()
 
-    def _repair_evaluation(self, phases: Phases) -> None:
+    def _repair_evaluation(self, noticed_s: float) -> None:
         """Repair, and run the iteration again whose evaluation was broken off.
 
         A replacement finishes that iteration in its `train_step`.
         """
-        position = self._membership.position
+        position = self._rank.membership.position
         assert self._step is not None and position is not None
-        self._membership.position = replace(position, is_evaluated=True)
-        self._repair_until_finished(self._step, position.iteration, phases)
+        self._rank.membership.position = replace(position, is_evaluated=True)
+        self._repair_until_finished(self._step, position.iteration, noticed_s)
 
-    def _repair_until_finished(self, step: Step, iteration: int, phases: Phases) -> Any:
+    def _repair_until_finished(self, step: Step, iteration: int, noticed_s: float) -> Any:
         """Repair, also what dies during that. Called by all ranks, in the same iteration."""
+        assert self._built is not None
         while True:
             try:
-                return self._runner.run(step, iteration, phases)
+                return repair(self._rank, self._built, step, iteration, Phases(noticed_s))
             except BaseException as error:
-                phases = self._noticing.notice_or_raise(error, Exception)
+                noticed_s = self._deaths.notice_or_raise(error, Exception)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repairing:
+    """Additions to a call of `pretrain`; without repairs there are none.
+
+    Attributes:
+        seam: acts when a rank dies; None without repairs.
+        arguments: of the call.
+    """
+
+    seam: RepairSeam | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def below_hooks(self) -> AbstractContextManager[None]:
+        """Return the context around the seams of the listeners."""
+        return nullcontext() if self.seam is None else self.seam.below_hooks()
+
+    def above_hooks(self) -> AbstractContextManager[None]:
+        """Return the context within the seams of the listeners."""
+        return nullcontext() if self.seam is None else self.seam.above_hooks()
+
+
+def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listeners) -> Repairing:
+    """Return what repairs add to a call of `pretrain`.
+
+    Raises:
+        ConfigError: if repairs are asked for, and this job or process cannot be repaired.
+        RepairError: if the job's store cannot be reached.
+    """
+    if config.recovery.repair == "off":
+        return Repairing()
+    link = checked_link(args, own_link())
+    check_torch()
+    links = Links(link, _transports(args))
+    heart = Heart(link, checked_heartbeat_s(config, args))
+    # Each thread has a connection of its own, made before those that end with a round.
+    deadline_s = 60.0 * args.distributed_timeout_minutes
+    store, watched = (job_store.connect(os.environ, link, deadline_s) for _ in range(2))
+    if link.died_s is None:
+        job_store.take_seat(store, os.environ)
+    connections = (_rounds(store, link, args), _rounds(watched, link, args))
+    seam = RepairSeam(link, listeners, store, connections, links, heart, args.rank)
+    return Repairing(seam=seam, arguments={"store": store})
+
+
+def _rounds(store: Any, link: Link, args: argparse.Namespace) -> Rounds:
+    return Rounds(SignedStore(store, lambda: link.token), args.rank, args.world_size)
+
+
+def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:
+    """Return the transports of this job's groups; those of NCCL need variables before groups are made.
+
+    Raises:
+        ConfigError: if a variable has another value already.
+    """
+    if cpu_device.is_active():
+        return (Gloo(),)
+    added = set_variables(os.environ)
+    if args.rank == 0:
+        sets = "".join(f" {name}={value}" for name, value in added.items())
+        say(
+            "--moe-ft-repair=auto has never run on a GPU (docs/first_day_on_a_gpu.md); it sets"
+            f"{sets or ' no variables'}"
+        )
+    return (Gloo(), Nccl())

@@ -1,6 +1,7 @@
 """Thread that frees the training thread when some rank has died or hung: it may wait for one that lives.
 
-A training thread that does not leave its iteration then waits for nobody: it hangs, and this ends it.
+A training thread that does not leave its iteration then waits for nobody: it hangs, and this ends it. An
+exception of the training thread may also come before the news of a death: `Deaths` waits for it.
 """
 
 import os
@@ -22,6 +23,12 @@ from moe_ft.saying import say
 # that is still in its iteration counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
+_NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died
+
+# Gloo and torch.distributed raise the first, the engine's threads the other.
+MAY_MEAN_DEATH = (RuntimeError, SnapshotError)
+
+Kinds = type[Exception] | tuple[type[Exception], ...]
 
 
 class Watcher:
@@ -32,7 +39,7 @@ class Watcher:
     """
 
     def __init__(self, rounds: Rounds, links: Links, link: Link) -> None:
-        """Prepare.
+        """Do not watch yet.
 
         Args:
             rounds: over the connection.
@@ -73,7 +80,9 @@ class Watcher:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._rounds.poll_s):
-                number = self._links.round
+                number = (
+                    self._link.round
+                )  # before the look at its links: the next round may open them
                 if not self._links.is_open:
                     self._end_if_stuck()
                 elif self._is_broken(number + 1):
@@ -110,3 +119,99 @@ class Watcher:
             + "".join(traceback.format_stack(sys._current_frames()[self._training_thread]))
         )
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deaths:
+    """Tells whether an exception comes from the death of another rank. Owned by the training thread."""
+
+    def __init__(
+        self, link: Link, rounds: Rounds, membership: Membership, watcher: Watcher, links: Links
+    ) -> None:
+        """Know of no death.
+
+        Args:
+            link: to the zygote.
+            rounds: over a connection of the training thread.
+            membership: of this rank.
+            watcher: may have learned of a death before.
+            links: of the groups, which this ends, so that nobody waits for this rank.
+        """
+        self._link, self._rounds, self._membership = link, rounds, membership
+        self._watcher, self._links = watcher, links
+
+    def notice_or_raise(
+        self, error: BaseException, may_mean_death: Kinds = MAY_MEAN_DEATH
+    ) -> float:
+        """Return when this rank learned of a death; disarm and raise the error if no rank has died.
+
+        Args:
+            error: that has ended an iteration, an evaluation or a repair.
+            may_mean_death: exceptions after which the news of a death may still be on its way.
+        """
+        if self._link.is_armed and (reason := why_lost(error)):
+            end_process(reason)
+        noticed_s = self.notice(error, may_mean_death) if isinstance(error, Exception) else None
+        if noticed_s is None:
+            self._link.disarm()
+            raise error
+        return noticed_s
+
+    def notice(self, error: Exception, may_mean_death: Kinds = MAY_MEAN_DEATH) -> float | None:
+        """Return the time since 1970 when this rank learned of a death; None if no rank has died."""
+        raised_s, number = time.time(), self._membership.round + 1
+        if not self._is_declared(number, error, isinstance(error, may_mean_death)):
+            return None
+        self._links.end(number - 1)
+        is_over = self._rounds.is_finished(number - 1)
+        where = "its iteration" if is_over else "a repair"
+        rank = self._membership.rank
+        say(f"rank {rank} has left {where}: a rank has died ({_first_line(error)})")
+        return min(raised_s, self._watcher.noticed_s(number))
+
+    def _is_declared(self, number: int, error: Exception, waits: bool) -> bool:
+        """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
+        begin_s = time.monotonic()
+        if waits and is_timeout(error):
+            self._rounds.time_out(number)
+        while not self._rounds.is_declared(number):
+            # A rank that hangs ends itself then.
+            wait_s = _NOTICE_S + (STUCK_S if self._rounds.has_timed_out(number) else 0.0)
+            if not waits or time.monotonic() - begin_s > wait_s:
+                return False
+            time.sleep(self._rounds.poll_s)
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+@contextmanager
+def ending_after(seconds: float, link: Link) -> Iterator[None]:
+    """End the process, for good, if this context takes longer without any progress of this thread.
+
+    The launcher then restarts the job.
+
+    Args:
+        seconds: from the beginning, or from the last progress (moe_ft/files/waits.py).
+        link: to the zygote, which would replace the process.
+    """
+    begin_s, thread, has_ended = time.monotonic(), threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        wait_s = seconds
+        while not has_ended.wait(wait_s):
+            wait_s = max(begin_s, progress_s(thread)) + seconds - time.monotonic()
+            if wait_s <= 0:
+                link.retire()
+                say(f"a repair has made no progress for {seconds:.0f} s: this rank ends")
+                sys.stdout.flush()
+                os._exit(1)
+
+    watching = threading.Thread(target=watch, name="moe_ft-deadline", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        watching.join()

@@ -1,6 +1,6 @@
 """Members of a round that know where their loop is."""
 
-from megatron.fault_tolerance.repair.position import Position
+from megatron.fault_tolerance.repair.meet import Position
 from moe_ft.keeper.rounds import Member
 
 

@@ -1,6 +1,7 @@
-"""Connections of a round end once, and never those of a later round."""
+"""Links of a round end once, and never those of a later round; an iteration ends with results that count."""
 
 import socket
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,10 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.training import training
 from torch.distributed import ProcessGroupGloo
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.fault_tolerance.repair import sockets
-from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair import gloo
+from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.links import EndBarrier, Links
+from megatron.fault_tolerance.repair.nccl import Nccl
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.errors import LinksEndedError
+from moe_ft.keeper.link import Link
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+@pytest.fixture
+def links(link: Link) -> Links:
+    return Links(link, (Gloo(),))
 
 
 @pytest.fixture
@@ -25,8 +44,7 @@ def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     return socket.create_connection(listener.getsockname()), listener.accept()[0]
 
 
-def test_only_recorded_connections_end(listener: socket.socket) -> None:
-    links = Links()
+def test_only_recorded_connections_end(links: Links, listener: socket.socket) -> None:
     outside = connect(listener)
     with links.recording():
         inside = connect(listener)
@@ -39,10 +57,9 @@ def test_only_recorded_connections_end(listener: socket.socket) -> None:
 
 
 def test_connections_that_are_made_after_the_end_of_their_round_end_at_once(
-    listener: socket.socket,
+    link: Link, links: Links, listener: socket.socket
 ) -> None:
-    links = Links()
-    links.begin(3)
+    link.round = 3
     with links.recording():
         links.end(3)
         pair = connect(listener)
@@ -51,12 +68,14 @@ def test_connections_that_are_made_after_the_end_of_their_round_end_at_once(
         each.close()
 
 
-def test_late_watcher_of_a_round_does_not_end_the_next_one(listener: socket.socket) -> None:
-    links = Links()
-    assert links.round == 0 and links.is_open
+def test_late_watcher_of_a_round_does_not_end_the_next_one(
+    link: Link, links: Links, listener: socket.socket
+) -> None:
+    assert links.is_open
     links.end(0)
     assert not links.is_open
-    links.begin(1)
+    link.round = 1
+    links.begin()
     with links.recording():
         pair = connect(listener)
     assert links.end(0) == 0 and links.is_open
@@ -83,7 +102,7 @@ def outcome(wait: Callable[[], Any]) -> str:
 
 def send_and_end(num_elements: int) -> tuple[str, str]:
     """Send a message and end the connection at the same time; return what both ranks say of it."""
-    links = Links()
+    links = Links(Link(), (Gloo(),))
     with links.recording():
         sender, receiver = pair_of_backends(timeout_s=20)
     given, taken = torch.ones(num_elements), torch.zeros(num_elements)
@@ -94,7 +113,7 @@ def send_and_end(num_elements: int) -> tuple[str, str]:
         sent = outcome(lambda: sender.send([given], 1, 0).wait())
         assert ending.result(60) == 2
         received = receiving.result(60)
-    links.begin(1)
+    links.begin()
     return sent, received
 
 
@@ -106,6 +125,81 @@ def test_nobody_waits_in_vain_for_a_message_whose_connection_ends_when_it_is_sen
     num_messages: int, num_elements: int, quiet_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Gloo forgets a message that is cut, and one that it sends before it sees the end: both ranks wait on.
-    monkeypatch.setattr(sockets, "_QUIET_LOOKS", quiet_looks)
+    monkeypatch.setattr(gloo, "_QUIET_LOOKS", quiet_looks)
     for _ in range(num_messages):
         assert not any("Timed out" in each for each in send_and_end(num_elements))
+
+
+@pytest.fixture
+def recipes() -> Iterator[Recipes]:
+    yield Recipes()
+    dist.destroy_process_group()
+
+
+def make_world(recipes: Recipes) -> None:
+    recipes.make(dist.init_process_group, "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes) -> None:
+    make_world(recipes)
+    count = dist.distributed_c10d._world.group_count
+    barrier = EndBarrier(links, recipes)
+    barrier.make_group()
+    assert dist.distributed_c10d._world.group_count == count, "their group is of gloo already"
+    barrier.wait()
+    links.end(0)
+    with pytest.raises(LinksEndedError, match="what was computed since does not count"):
+        barrier.wait()
+    links.begin()
+    barrier.wait()
+
+
+def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
+    link: Link, recipes: Recipes, loop_args: Namespace
+) -> None:
+    loop_args.distributed_timeout_minutes = 1
+    world = {"store": FakeStore(), "rank": 1, "world_size": 2}
+    recipes.make_fake(dist.init_process_group, default="nccl", backend="fake", **world)
+    with Patches() as patches:
+        patches.wrap(dist, "new_group", recipes.make_fake)
+        barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)
+        barrier.make_group()
+    assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
+
+
+def test_their_group_follows_the_timeout_of_the_others(
+    links: Links, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_world(recipes)
+    changed: list[timedelta] = []
+    monkeypatch.setattr(training, "update_pg_timeout", changed.append)
+    barrier, timeout = EndBarrier(links, recipes), timedelta(seconds=17)
+    with Patches() as patches:
+        barrier.install(patches)
+        training.update_pg_timeout(timeout)  # the group is Megatron's
+        barrier._group = dist.new_group([0], backend="gloo")
+        training.update_pg_timeout(timeout)
+    assert changed == [timeout] * 2
+    backend = barrier._group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timeout
+
+
+@pytest.mark.parametrize("fail_silently", [False, True])
+def test_log_line_of_sums_that_may_be_wrong_ends_with_the_links(
+    fail_silently: bool, link: Link, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_world(recipes)
+    monkeypatch.setattr(training, "training_log", lambda line: line)
+    monkeypatch.setattr(Nccl, "settle", lambda transport: None)  # there is no device
+    links = Links(link, (Gloo(), Nccl()) if fail_silently else (Gloo(),))
+
+    def lines() -> list[Any]:
+        return [training.training_log(1), links.end(0), training.training_log(2)]
+
+    with Patches() as patches:
+        EndBarrier(links, recipes).install(patches)
+        if fail_silently:
+            with pytest.raises(LinksEndedError):
+                lines()
+        else:
+            assert lines() == [1, 0, 2], "gloo would have raised in it"

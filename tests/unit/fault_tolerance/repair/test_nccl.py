@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from megatron.fault_tolerance.repair import nccl as module
-from megatron.fault_tolerance.repair.nccl import Nccl, options_for
-from megatron.fault_tolerance.repair.transport import Place
+from megatron.fault_tolerance.repair.links import Place
+from megatron.fault_tolerance.repair.nccl import (
+    Nccl,
+    end_process,
+    options_for,
+    set_variables,
+    why_lost,
+)
+from moe_ft.errors import ConfigError, SnapshotError
 
 TIMEOUT = timedelta(seconds=30)
 PLACE = Place(store=None, rank=1, ranks=(4, 6), name="17")
@@ -101,3 +109,154 @@ def test_process_whose_groups_cannot_be_aborted_ends(monkeypatch: pytest.MonkeyP
 def test_failure_that_only_a_thread_of_torch_has_seen_is_named() -> None:
     communicator = _Communicator(lambda: None)
     assert Nccl().failure({"3": communicator}) == "NCCL reports TIMEOUT in group 3"
+
+
+ALL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+}
+
+
+def test_variables_that_nobody_has_set_are_set() -> None:
+    environment = {"PATH": "/bin"}
+    added = set_variables(environment)
+    assert added == dict.fromkeys(ALL, "0")
+    assert environment == {"PATH": "/bin", **added}
+    assert set_variables(environment) == {}, "a replacement finds them"
+
+
+def test_variables_that_are_off_already_are_left_alone() -> None:
+    environment = {"NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "False"}
+    before = dict(environment)
+    added = set_variables(environment)
+    assert set(added) == ALL - {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"}
+    assert environment == {**before, **added}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "torch ends the process when another rank has"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "torch ends the process when another rank has died"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "torch looks for no errors"),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1", "torch turns the handling of errors on again"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1", "torch ends the process when an operation has hung"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a rank that has written its flight recorder ends"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000", "a group waits a minute"),
+        ("ENABLE_INTRA_NODE_COMM", "1", "its buffers are shared"),
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "its backends are others"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "groups have wrappers then"),
+    ],
+)
+def test_value_with_which_nothing_is_repaired_is_refused_and_nothing_is_set(
+    name: str, value: str, reason: str
+) -> None:
+    environment = {name: value}
+    message = f"{name}={value} does not work with --moe-ft-repair=auto: {reason}.*Remove it"
+    with pytest.raises(ConfigError, match=message):
+        set_variables(environment)
+    assert environment == {name: value}
+
+
+def test_debug_output_of_torch_is_no_reason_to_refuse() -> None:
+    assert set_variables({"TORCH_DISTRIBUTED_DEBUG": "INFO"})
+
+
+ADVICE = (
+    "\nSearch for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
+    "group__CUDART__TYPES.html for more information.\nCUDA kernel errors might be asynchronously reported "
+    "at some other API call, so the stacktrace below might be incorrect.\nFor debugging consider passing "
+    "CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+FAILURE = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.29.7\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered{ADVICE}"),
+            "an illegal memory access was encountered",
+        ),
+        (
+            RuntimeError(f"CUDA error: uncorrectable ECC error encountered{ADVICE}"),
+            "uncorrectable ECC error encountered",
+        ),
+        (
+            RuntimeError(f"CUDA error: device-side assert triggered{ADVICE}"),
+            "device-side assert triggered",
+        ),
+        (
+            torch.AcceleratorError(f"CUDA error: unspecified launch failure{ADVICE}"),
+            "unspecified launch failure",
+        ),
+        (RuntimeError(f"CUDA error: unknown error{ADVICE}"), "unknown error"),
+        (
+            dist.DistBackendError(
+                f"{FAILURE}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                "Cuda failure 700 'an illegal memory access was encountered'"
+            ),
+            "an illegal memory access was encountered",
+        ),
+    ],
+)
+def test_error_that_stays_with_the_process_is_named(error: Exception, reason: str) -> None:
+    assert why_lost(error) == reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+        ),
+        RuntimeError(f"CUDA error: out of memory{ADVICE}"),
+        RuntimeError(f"CUDA error: invalid argument{ADVICE}"),
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("misaligned address of a file"),
+        RuntimeError("Connection closed by peer [127.0.0.1]:4242"),
+        dist.DistBackendError(
+            "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, "
+            "NCCL version 2.29.7\nncclRemoteError: A call failed possibly due to a network error or a "
+            "remote process exiting prematurely."
+        ),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+        ValueError("unknown error"),
+    ],
+)
+def test_survivors_and_others_have_not_lost_their_device(error: Exception) -> None:
+    assert why_lost(error) == ""
+
+
+def test_error_that_has_led_to_another_one_is_found() -> None:
+    def raise_it() -> None:
+        try:
+            raise torch.AcceleratorError(f"CUDA error: misaligned address{ADVICE}")
+        except RuntimeError as error:
+            raise SnapshotError("the copy has failed") from error
+
+    with pytest.raises(SnapshotError) as caught:
+        raise_it()
+    assert why_lost(caught.value) == "misaligned address"
+
+
+def test_errors_that_have_led_to_each_other_are_looked_at_once() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert why_lost(one) == ""
+
+
+def test_process_ends_like_one_that_is_killed_and_says_why(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        end_process("misaligned address")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    said = capfd.readouterr().err
+    assert "because it cannot use its device any more: misaligned address" in said

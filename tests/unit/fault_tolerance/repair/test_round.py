@@ -20,17 +20,15 @@ from megatron.core.timers import Timers
 from megatron.training import global_vars, training
 
 from megatron.fault_tolerance.repair import round as rounds_of_repair
-from megatron.fault_tolerance.repair.batches import Batches, training_batches
-from megatron.fault_tolerance.repair.catching_up import CatchingUp
-from megatron.fault_tolerance.repair.groups import Groups
+from megatron.fault_tolerance.repair.catch_up import Step
+from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.membership import Membership
-from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.meet import Membership
 from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.results import KeptResult
-from megatron.fault_tolerance.repair.round import RoundRunner
-from megatron.fault_tolerance.repair.skipped_evaluations import SkippedEvaluations
-from megatron.fault_tolerance.repair.step import Step
+from megatron.fault_tolerance.repair.recover import Batches, training_batches
+from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
+from megatron.fault_tolerance.repair.swap import Groups
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError, UnrecoverableError
@@ -87,31 +85,30 @@ class Rank:
     """
 
     def __init__(self, args: Namespace) -> None:
-        store, link, self.links, loop = dist.HashStore(), Link(), Links(), LoopState()
+        store, link, loop = dist.HashStore(), Link(), LoopState()
         declare(signed(store), rank=1, world_size=2, died_s=5.0)
         signed(store).append("round_1/ready", {"rank": 1})
-        rounds = Rounds(signed(store), 0, 2)
+        self.rounds, self.ran = Rounds(signed(store), 0, 2), list[int]()
+        self.links = Links(link, (Gloo(),))
         groups = Groups(self.links.transports, Recipes())
         groups.note()
         self.listener = _Listener(args, loop)
-        listeners = Listeners(loop, [self.listener])
-        membership = Membership(link, rounds, None)
-        membership.position = position_at(5)
-        watcher = Watcher(Rounds(signed(store), 0, 2), self.links, link)
-        self.rounds, self.ran = rounds, list[int]()
-        self.runner = RoundRunner(
+        self.membership = Membership(link, self.rounds, 0)
+        self.membership.position = position_at(5)
+        self._repaired = Repaired(
             link=link,
-            listeners=listeners,
-            membership=membership,
-            groups=groups,
-            links=self.links,
             store=store,
+            listeners=Listeners(loop, [self.listener]),
+            membership=self.membership,
+            joining=None,
+            watcher=Watcher(Rounds(signed(store), 0, 2), self.links, link),
+            links=self.links,
+            groups=groups,
             batches=_without_data(),
-            catching_up=CatchingUp(listeners, watcher, self.links, SkippedEvaluations()),
+            evaluations=SkippedEvaluations(),
         )
-        self.runner.built = ("model", "optimizer", "scheduler")
         args_of_step = ("forward", None, [], Namespace(), "scheduler", "config", lambda: None)
-        self._step = Step(self._train_step, args_of_step, {"iteration": 5}, KeptResult(loop))
+        self._step = Step(self._train_step, args_of_step, {"iteration": 5}, loop)
 
     def _train_step(self, *args: Any, iteration: int) -> str:
         value = torch.ones(1)
@@ -121,7 +118,8 @@ class Rank:
 
     def run(self, phases: Phases) -> Any:
         """Run the round."""
-        return self.runner.run(self._step, 5, phases)
+        built = ("model", "optimizer", "scheduler")
+        return repair(self._repaired, built, self._step, 5, phases)
 
 
 @pytest.fixture
@@ -143,10 +141,10 @@ def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_fini
     phases = Phases(6.0)
     assert rank.run(phases) == "result 5"
     assert rank.ran == [4, 5]
-    suspended, recovered, repair = rank.listener.seen
+    suspended, recovered, repaired = rank.listener.seen
     assert suspended == ("suspend", 5)
     assert recovered == (("model", "optimizer", "scheduler"), 6), "all know the result of 5"
-    assert repair == Repair(
+    assert repaired == Repair(
         number=1,
         iteration=5,
         recovered=4,
@@ -157,7 +155,7 @@ def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_fini
     )
     assert list(phases.seconds) == PHASES
     assert phases.seconds["notice"] == 1.0
-    assert rank.links.round == 1 and rank.rounds.is_finished(1)
+    assert rank.membership.round == 1 and rank.rounds.is_finished(1)
 
 
 def test_round_waits_for_a_rank_that_reads_as_long_as_the_groups_do(
@@ -184,7 +182,7 @@ def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:
 
 
 def test_line_about_a_repair_names_the_ranks_and_counts_iterations_as_log_lines_do() -> None:
-    repair = Repair(
+    done = Repair(
         number=1,
         iteration=6,
         recovered=6,
@@ -194,5 +192,22 @@ def test_line_about_a_repair_names_the_ranks_and_counts_iterations_as_log_lines_
         phases_s={"meet": 1.0, "swap": 0.25},
     )
     end = "replaced in 1.2 s, and iteration 7 finished: no other rank was restarted"
-    assert rounds_of_repair._end_of(repair) == f"rank 2 {end}"
-    assert rounds_of_repair._end_of(replace(repair, dead=(1, 3))) == f"ranks 1, 3 {end}"
+    assert rounds_of_repair._end_of(done) == f"rank 2 {end}"
+    assert rounds_of_repair._end_of(replace(done, dead=(1, 3))) == f"ranks 1, 3 {end}"
+
+
+def test_phases_add_up_to_the_time_since_the_death() -> None:
+    times = iter([12.5, 13.0])
+    phases = Phases(10.25, lambda: next(times))
+    phases.end("free")
+    phases.begin_with(10.0)
+    phases.end("swap")
+    assert phases.seconds == {"notice": 0.25, "free": 2.25, "swap": 0.5}
+    assert sum(phases.seconds.values()) == 13.0 - 10.0
+
+
+def test_clocks_of_two_machines_never_give_negative_seconds() -> None:
+    phases = Phases(10.0, lambda: 9.5)
+    phases.begin_with(11.0)
+    phases.end("free")
+    assert phases.seconds == {"notice": 0.0, "free": 0.0}

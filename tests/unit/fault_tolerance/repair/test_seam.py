@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 from megatron.training import training
 
-from megatron.fault_tolerance.repair import noticing
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.repair import seam, watcher
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import RepairSeam
-from megatron.fault_tolerance.repair.watcher import Watcher
-from moe_ft.errors import LinksEndedError, RepairError
+from megatron.fault_tolerance.repair.seam import repairing as repairing_for
+from moe_ft.config.config import MoeFtConfig, RecoveryConfig
+from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.keeper.heartbeat import Heart
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
@@ -43,12 +47,10 @@ def store() -> Any:
 @pytest.fixture
 def repairing(link: Link, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    watcher, rounds = (
-        Watcher(Rounds(signed(store), 0, 1), links := Links(), link),
-        Rounds(signed(store), 0, 1),
-    )
-    listeners, heart = Listeners(LoopState(), []), Heart(link, limit_s=100.0)
-    yield RepairSeam(link, listeners, store, rounds, watcher, links, heart)
+    connections = (Rounds(signed(store), 0, 1), Rounds(signed(store), 0, 1))
+    links, heart = Links(link, (Gloo(),)), Heart(link, limit_s=100.0)
+    listeners = Listeners(LoopState(), [])
+    yield RepairSeam(link, listeners, store, connections, links, heart, 0)
     dist.destroy_process_group()
 
 
@@ -96,7 +98,7 @@ def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_e
 def test_exception_that_no_death_explains_ends_the_rank_as_ever(
     error: Exception, repairing: RepairSeam, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(noticing, "_NOTICE_S", 0.05)
+    monkeypatch.setattr(watcher, "_NOTICE_S", 0.05)
     ran = step(monkeypatch, error)
     link.arm()
     with (
@@ -113,10 +115,10 @@ def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
     repairing: RepairSeam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that has left a collective computes on, with what it had not received."""
-    monkeypatch.setattr(noticing, "_NOTICE_S", 0.05)
+    monkeypatch.setattr(watcher, "_NOTICE_S", 0.05)
 
     def train_step(*args: Any, iteration: int) -> str:
-        repairing._links.end(0)
+        repairing._rank.links.end(0)
         return "garbage"
 
     monkeypatch.setattr(training, "train_step", train_step)
@@ -142,7 +144,7 @@ def test_rank_that_has_lost_its_device_ends_while_it_can_be_replaced(
             os._exit(7)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    monkeypatch.setattr(noticing, "_NOTICE_S", 0.05)
+    monkeypatch.setattr(watcher, "_NOTICE_S", 0.05)
     assert end() == 7, "an exception of a rank that cannot be replaced"
     link.arm()
     assert end() == -signal.SIGKILL
@@ -169,3 +171,40 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
     ):
         training.train()
     assert not link.is_armed
+
+
+def test_nothing_changes_while_repairs_are_off() -> None:
+    before = training.train_step
+    repair = repairing_for(MoeFtConfig(), Namespace(), Listeners(LoopState(), []))
+    with repair.below_hooks(), repair.above_hooks():
+        assert training.train_step is before
+    assert repair.seam is None and repair.arguments == {}
+
+
+def test_process_without_a_zygote_is_refused() -> None:
+    config = MoeFtConfig(recovery=RecoveryConfig(repair="auto"))
+    with pytest.raises(ConfigError, match="--moe-ft-repair=auto needs ranks that are forked"):
+        repairing_for(config, Namespace(), Listeners(LoopState(), []))
+
+
+def test_groups_of_a_job_on_cpus_are_all_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    (transport,) = seam._transports(Namespace(rank=0))
+    assert isinstance(transport, Gloo)
+
+
+def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_device, "is_active", lambda: False)
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ENABLE_MONITORING": "0"})
+    of_gloo, of_nccl = seam._transports(Namespace(rank=0))
+    assert isinstance(of_gloo, Gloo) and isinstance(of_nccl, Nccl)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    said = capsys.readouterr()
+    line = said.out + said.err
+    assert "--moe-ft-repair=auto has never run on a GPU" in line
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in line
+    assert "TORCH_NCCL_ENABLE_MONITORING=0" not in line
+    seam._transports(Namespace(rank=1))
+    assert capsys.readouterr().out == ""

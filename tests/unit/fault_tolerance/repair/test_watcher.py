@@ -1,15 +1,18 @@
-"""The watcher ends the connections of the present round when the next one is declared, and stuck ranks."""
+"""A death or a hang frees the training thread, and begins a repair; a rank that does not leave ends."""
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from megatron.fault_tolerance.repair import watcher as watchers
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.transport import Made, Maker
 from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.files.patience import waiting
 from moe_ft.keeper.link import Link
@@ -17,150 +20,259 @@ from moe_ft.keeper.rounds import Rounds, declare
 from tests.unit.signed import signed
 from tests.waiting import wait_for
 
+CLOSED = RuntimeError("Connection closed by peer\nand where that was")
 
-def test_declared_round_ends_the_connections_of_the_one_before() -> None:
-    store, links = signed(), Links()
-    watcher = Watcher(Rounds(store, 0, 2), links, Link())
-    watcher.start()
-    try:
+
+class Rank:
+    """Rank 0 of two, in round 0, that can be replaced."""
+
+    def __init__(self, transport: Gloo | None = None) -> None:
+        self.store, self.link = signed(), Link()
+        self.link.arm()
+        self.links = Links(self.link, (transport or Gloo(),))
+        self.rounds = Rounds(self.store, 0, 2)
+        self.watcher = Watcher(Rounds(self.store, 0, 2), self.links, self.link)
+        membership = Membership(self.link, self.rounds, 0)
+        self.deaths = Deaths(self.link, self.rounds, membership, self.watcher, self.links)
+
+    def lose_the_other(self) -> None:
+        """Have the replacement of rank 1 declare the next round."""
+        declare(self.store, rank=1, world_size=2, died_s=5.0)
+
+    def wait_for_the_end(self) -> None:
+        """Wait until the watcher has ended the links."""
+        wait_for(lambda: not self.links.is_open, "the end of the connections")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Have the watcher run."""
+        self.watcher.start()
+        try:
+            yield
+        finally:
+            self.watcher.close()
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_declared_round_ends_the_connections_of_the_one_before(rank: Rank) -> None:
+    with rank.watching():
         before_s = time.time()
-        assert watcher.noticed_s(1) >= before_s, "it has noticed nothing"
-        declare(store, rank=1, world_size=2, died_s=before_s)
-        wait_for(lambda: not links.is_open, "the end of the connections")
-        noticed_s = watcher.noticed_s(1)
+        assert rank.watcher.noticed_s(1) >= before_s, "it has noticed nothing"
+        rank.lose_the_other()
+        rank.wait_for_the_end()
+        noticed_s = rank.watcher.noticed_s(1)
         assert noticed_s >= before_s
-        assert watcher.noticed_s(1) == noticed_s
-        links.begin(1)
-        Rounds(store, 0, 2).finish(1)
-        assert links.is_open
-        declare(store, rank=0, world_size=2, died_s=before_s)
-        wait_for(lambda: not links.is_open, "the end of the connections of round 1")
-    finally:
-        watcher.close()
+        assert rank.watcher.noticed_s(1) == noticed_s
+        rank.link.round = 1
+        rank.links.begin()
+        rank.rounds.finish(1)
+        assert rank.links.is_open
+        rank.lose_the_other()
+        rank.wait_for_the_end()
 
 
-def test_rank_that_timed_out_has_all_leave_their_iteration() -> None:
-    store, links = signed(), Links()
-    watcher = Watcher(Rounds(store, 0, 2), links, Link())
-    watcher.start()
-    try:
-        Rounds(store, 0, 2).time_out(1)
-        wait_for(lambda: not links.is_open, "the end of the connections")
-    finally:
-        watcher.close()
+def test_rank_that_timed_out_has_all_leave_their_iteration(rank: Rank) -> None:
+    with rank.watching():
+        rank.rounds.time_out(1)
+        rank.wait_for_the_end()
 
 
-class _Failing:
+class _Failing(Gloo):
     """A transport on whose links an operation fails that nobody waits for."""
 
-    name, fails_silently, text = "failing", True, ""
+    text = ""
 
-    def mark(self) -> None: ...
-    def settle(self) -> None: ...
-    def leave(self) -> None: ...
-    def maker(self) -> Maker:
-        raise NotImplementedError
-
-    def made_since(self, mark: None) -> dict[str, str]:
-        return {}
-
-    def end(self, made: Made) -> int:
-        return 0
-
-    def failure(self, made: Made) -> str:
+    def failure(self, made: object) -> str:
         return self.text
 
 
 def test_failure_without_an_exception_has_all_leave_their_iteration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store, transport = signed(), _Failing()
-    links = Links((transport,))
-    watcher = Watcher(Rounds(store, 0, 2), links, Link())
-    watcher.start()
-    try:
+    transport = _Failing()
+    rank = Rank(transport)
+    with rank.watching():
         transport.text = "NCCL reports TIMEOUT in group 3"
-        wait_for(lambda: not links.is_open, "the end of the links")
-        assert Rounds(store, 0, 2).has_timed_out(1), "the other ranks learn of it"
-        assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
-    finally:
-        watcher.close()
+        rank.wait_for_the_end()
+    assert rank.rounds.has_timed_out(1), "the other ranks learn of it"
+    assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
 
 
-def end_of(training: Callable[[Watcher, Links], None], link: Link) -> int:
-    """Return how a process ends whose connections end while its training thread does something."""
+def end_of(act: Callable[[Rank], None], rank: Rank) -> int:
+    """Return how a process ends in which the training thread of a rank does something."""
     pid = os.fork()
     if pid == 0:
-        store, links = signed(), Links()
-        watcher = Watcher(Rounds(store, 0, 2), links, link)
-        declare(store, rank=1, world_size=2, died_s=5.0)
-        training(watcher, links)
+        act(rank)
         os._exit(7)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.parametrize(("excused_s", "at_least_s"), [(None, 0.1), (0.2, 0.3)])
 def test_training_thread_that_does_not_leave_its_iteration_ends_the_process_and_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    excused_s: float | None,
+    at_least_s: float,
+    rank: Rank,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(watchers, "STUCK_S", 0.1)
-    link = Link()
 
-    def hang(watcher: Watcher, links: Links) -> None:
-        with watcher.inside():
-            watcher.start()
-            time.sleep(1000)
+    def hang(rank: Rank) -> None:
+        with rank.watcher.inside():
+            rank.watcher.start()
+            if excused_s is None:
+                time.sleep(1000)
+            with waiting(excused_s or 0.0):
+                time.sleep(1000)
 
-    assert end_of(hang, link) == -signal.SIGKILL
-    assert link.hung_s > 0.1
+    rank.lose_the_other()
+    assert end_of(hang, rank) == -signal.SIGKILL
+    assert rank.link.hung_s > at_least_s
     assert "time.sleep(1000)" in capfd.readouterr().err
 
 
 def test_training_thread_that_waits_for_something_else_has_the_time_of_that(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchers, "STUCK_S", 0.3)
-    link = Link()
 
-    def wait(watcher: Watcher, links: Links) -> None:
-        with watcher.inside():
-            watcher.start()
-            wait_for(lambda: not links.is_open, "the end of the connections")
+    def wait(rank: Rank) -> None:
+        with rank.watcher.inside():
+            rank.watcher.start()
+            rank.wait_for_the_end()
             with waiting(1000.0):
                 time.sleep(0.6)
             os.write(2, b"it has its copy")
 
-    assert end_of(wait, link) == 7
-    assert link.hung_s == 0
-
-
-def test_training_thread_that_waits_for_something_else_in_vain_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(watchers, "STUCK_S", 0.1)
-    link = Link()
-
-    def hang(watcher: Watcher, links: Links) -> None:
-        with watcher.inside():
-            watcher.start()
-            with waiting(0.2):
-                time.sleep(1000)
-
-    assert end_of(hang, link) == -signal.SIGKILL
-    assert link.hung_s > 0.3
+    rank.lose_the_other()
+    assert end_of(wait, rank) == 7
+    assert rank.link.hung_s == 0
 
 
 def test_training_thread_that_has_left_its_iteration_may_take_its_time(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchers, "STUCK_S", 0.01)
-    link = Link()
 
-    def leave(watcher: Watcher, links: Links) -> None:
-        watcher.start()
-        wait_for(lambda: not links.is_open, "the end of the connections")
+    def leave(rank: Rank) -> None:
+        rank.watcher.start()
+        rank.wait_for_the_end()
         time.sleep(0.2)
-        with watcher.inside():  # the next round has not begun: it fails by itself
+        with rank.watcher.inside():  # the next round has not begun: it fails by itself
             time.sleep(0.2)
 
-    assert end_of(leave, link) == 7
-    assert link.hung_s == 0
+    rank.lose_the_other()
+    assert end_of(leave, rank) == 7
+    assert rank.link.hung_s == 0
+
+
+def during(rank: Rank, act: Callable[[], Any]) -> threading.Thread:
+    """Act once the rank has looked into the store in vain."""
+    has_looked = threading.Event()
+    is_declared = rank.rounds.is_declared
+
+    def look(number: int) -> bool:
+        found = is_declared(number)
+        has_looked.set()
+        return found
+
+    rank.rounds.is_declared = look  # type: ignore[method-assign]
+
+    def run() -> None:
+        assert has_looked.wait(60)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_death_that_is_known_begins_a_repair_and_ends_the_connections(
+    rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank.lose_the_other()
+    before_s = time.time()
+    assert before_s <= (rank.deaths.notice(CLOSED) or 0) <= time.time()
+    assert not rank.links.is_open and rank.link.is_armed
+    assert capfd.readouterr().err == (
+        "moe_ft: rank 0 has left its iteration: a rank has died (Connection closed by peer)\n"
+    )
+
+
+@pytest.mark.parametrize("error", [CLOSED, SnapshotError("a copy failed")])
+def test_news_of_a_death_may_come_after_the_exception(rank: Rank, error: Exception) -> None:
+    thread = during(rank, rank.lose_the_other)
+    assert rank.deaths.notice(error) is not None
+    thread.join()
+
+
+def test_no_news_are_awaited_after_an_exception_that_no_death_explains(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "_NOTICE_S", 3600.0)
+    assert rank.deaths.notice(ValueError("a mistake")) is None
+    rank.lose_the_other()
+    assert rank.deaths.notice(ValueError("a mistake")) is not None, "it is known"
+
+
+def test_timeout_is_told_to_the_others_who_may_hang(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "_NOTICE_S", 0.02)
+    monkeypatch.setattr(watchers, "STUCK_S", 0.02)
+    assert rank.deaths.notice(CLOSED) is None
+    assert not rank.rounds.has_timed_out(1)
+    assert rank.deaths.notice(RuntimeError("Timed out waiting 1000ms for recv")) is None
+    assert rank.rounds.has_timed_out(1)
+    assert rank.links.is_open
+
+
+@pytest.mark.parametrize("error", [CLOSED, KeyboardInterrupt()])
+def test_exception_without_a_death_is_raised_and_the_rank_is_not_replaced(
+    rank: Rank, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "_NOTICE_S", 0.02)
+    with pytest.raises(type(error)):
+        rank.deaths.notice_or_raise(error)
+    assert not rank.link.is_armed
+
+
+def test_exit_of_the_process_is_no_repair_even_if_a_rank_has_died(rank: Rank) -> None:
+    rank.lose_the_other()
+    with pytest.raises(SystemExit):
+        rank.deaths.notice_or_raise(SystemExit(3))
+    assert not rank.link.is_armed
+
+
+def test_process_ends_for_good_if_a_repair_gets_no_further(rank: Rank) -> None:
+    reader, writer = os.pipe()
+
+    def repair(rank: Rank) -> None:
+        begin_s = time.monotonic()
+        with ending_after(1.0, rank.link):
+            while time.monotonic() - begin_s < 2.5:
+                note_progress()
+                time.sleep(0.05)
+            os.write(writer, b"later")
+            signal.pause()
+
+    assert end_of(repair, rank) == 1
+    os.close(writer)
+    assert os.read(reader, 5) == b"later", "it may take longer while it makes progress"
+    os.close(reader)
+    assert not rank.link.is_armed, "or the zygote would replace it"
+
+
+def test_process_lives_on_if_a_repair_ends_in_time(rank: Rank) -> None:
+    def repair(rank: Rank) -> None:
+        before = threading.active_count()
+        with ending_after(0.05, rank.link):
+            pass
+        assert threading.active_count() == before
+
+    assert end_of(repair, rank) == 7
+    assert rank.link.is_armed

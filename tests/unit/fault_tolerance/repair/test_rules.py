@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.repair.support import TRY_ON_GPUS, checked_link
+from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS, checked_heartbeat_s, checked_link
+from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
 
@@ -122,3 +123,13 @@ def test_job_on_gpus_that_cannot_be_repaired_is_refused(
 def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
         checked_link(args(**changes), Link())
+
+
+def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:
+    args = Namespace(distributed_timeout_minutes=1, distributed_timeout_seconds_after_init=None)
+    config = MoeFtConfig(recovery=RecoveryConfig(repair="auto", repair_heartbeat_s=59.5))
+    assert checked_heartbeat_s(config, args) == 59.5
+    for after_init_s in (10, 59):
+        args.distributed_timeout_seconds_after_init = after_init_s
+        with pytest.raises(ConfigError, match=f"=59.5 must be less than {after_init_s}, .* Lower"):
+            checked_heartbeat_s(config, args)

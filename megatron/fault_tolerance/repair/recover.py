@@ -1,23 +1,45 @@
-"""Data after a repair: new loaders over the data sets that are there, in the loop's iterators."""
+"""Recovery of a state in processes that live on, and of the data that follow it.
 
-from collections.abc import Callable, Iterator
+A repair is a start of checkpointing: the listeners set up again. Data are read by new loaders over the data
+sets that are there, in the loop's iterators.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
+from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.files.patience import waiting
 
 _READ_S = 120.0  # a batch that takes longer hangs
+# With these flags an iteration gives, or writes, more than is kept of it.
+_NEEDING_MORE = (
+    "dsa_indexer_loss_coeff",
+    "log_max_attention_logit",
+    "log_num_zeros_in_grad",
+    "moe_ft_router_log",
+    "mtp_num_layers",
+    "optimizer_cuda_graph",
+    "qk_clip",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_params_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "vision_pretraining",
+)
 
 
 class Batches:
     """The data sets of one part of the loop, kept from when they are built. Owned by the training thread."""
 
     def __init__(self, loader_of: Callable[[Any], Any], counter: str) -> None:
-        """Prepare.
+        """Know no data set yet.
 
         Args:
             loader_of: returns the loader of this part from what Megatron has built; None on a rank that reads
@@ -90,3 +112,49 @@ def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:
 def _cycle(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
+
+
+def recover(
+    listeners: Listeners,
+    batches: Batches,
+    built: Built,
+    parts: LoopParts,
+    positions: Sequence[Position],
+) -> int:
+    """Recover a state, renew the data, and return the iteration that runs next. Called by all ranks.
+
+    Args:
+        positions: of the survivors.
+
+    Raises:
+        RepairError: if there is no state.
+    """
+    args = get_args()
+    listeners.loop.most_iteration = most_iteration(positions, args)
+    try:
+        listeners.after_setup(built, args.iteration)
+    except (ConfigError, UnrecoverableError) as error:
+        # This is no refusal of the job: another start may do better.
+        raise RepairError(f"a repair found no state to continue from: {error}") from error
+    batches.renew(parts.data_iterator)
+    listeners.begin_training(parts)
+    return int(args.iteration)
+
+
+def can_be_kept(args: Any) -> bool:
+    """Return whether the result of an iteration can be made without running it again."""
+    return not any(getattr(args, name, None) for name in _NEEDING_MORE)
+
+
+def most_iteration(positions: Sequence[Position], args: Any) -> int:
+    """Return the latest iteration that can be recovered: the broken one, or the one after it.
+
+    The state after the broken iteration will do if all survivors were in that iteration, and each can still
+    make its result.
+
+    Args:
+        positions: of the survivors.
+    """
+    iterations = {each.iteration for each in positions}
+    is_evaluated = any(each.is_evaluated for each in positions)  # its result was returned before
+    return min(iterations) + (len(iterations) == 1 and can_be_kept(args) and not is_evaluated)

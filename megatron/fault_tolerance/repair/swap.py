@@ -1,39 +1,42 @@
 """New backends under the process groups that Megatron has made, which stay the same objects.
 
-backends.py has how one group gets them, the transports how they are made.
+recipes.py has how each group was made, the transports how a backend is made.
+
+torch's Python functions only add a backend to a group, which keeps all earlier ones until it ends, with their
+threads and descriptors. At its end a group calls `ProcessGroup::release_resources`, which lets go of
+its backends and its store. The function is in torch's public headers and libraries, and only lacks a name in
+Python: ctypes calls it here. It has no arguments. A group has no backend then, as before its first one.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.training import get_args
 from torch.distributed.distributed_c10d import (
+    Backend,
     PrefixStore,
     _get_default_group,
     _set_pg_timeout,
     _world,
 )
 
-from megatron.fault_tolerance.repair.backends import Under, put, release
+from megatron.fault_tolerance.repair.links import Links, Maker, Place, Transport
 from megatron.fault_tolerance.repair.recipes import Recipe, Recipes
-from megatron.fault_tolerance.repair.transport import Maker, Place, Transport
 from moe_ft.errors import ConfigError
 
+_RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
 _COUNT_OF_ROUND = 1_000_000
+_CONNECT_S = 30.0  # for all ranks to make the connections of a group
 
 
 class Groups:
     """The groups that exist when the model is built, on one rank. Owned by the training thread."""
 
     def __init__(self, transports: Sequence[Transport], recipes: Recipes) -> None:
-        """Prepare.
-
-        Args:
-            transports: that make backends.
-            recipes: of all groups.
-        """
         self._transports, self._recipes = transports, recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
         self.num_made = 0  # in the whole job, the same on all ranks
@@ -71,14 +74,14 @@ class Groups:
         for _, group, _ in self._groups:
             _set_pg_timeout(timeout, group)
 
-    def drop_others(self) -> None:
+    def drop_later(self) -> None:
         """Forget groups that were made later. Not collective: their connections have ended."""
         noted = {group for _, group, _ in self._groups}
         for group in [each for each in _world.pg_map if each not in noted]:
             dist.destroy_process_group(group)
         _world.pg_coalesce_state.clear()
 
-    def swap(self, store: Any, number: int, timeout: timedelta) -> None:
+    def renew(self, store: Any, number: int, timeout: timedelta) -> None:
         """End the backends of all groups, and put new ones under them. Called by all ranks.
 
         Args:
@@ -93,30 +96,74 @@ class Groups:
         # In the same order on all ranks, or they wait for each other.
         for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            made = _make(group, recipe, own, makers, timeout)
-            put(group, made, recipe.configuration, _world.pg_names[group], group.group_desc)
+            put(group, recipe, own, makers, timeout)
             _world.pg_map[group] = (recipe.backend, own)
-        default = _get_default_group()
-        backend = self._recipes.of_default().backend
+        default, backend = _get_default_group(), self._recipes.of_default().backend
         _world.pg_map[default] = (backend, PrefixStore("later", prefix))
         _world.group_count = number * _COUNT_OF_ROUND
 
 
-def _make(
+def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
+    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks.
+
+    Args:
+        store: of the job.
+    """
+    links.begin()
+    with links.recording():
+        # A rank may die meanwhile, and nobody can end a wait for its address.
+        groups.renew(store, number, timedelta(seconds=_CONNECT_S))
+    groups.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
+
+
+def put(
     group: Any, recipe: Recipe, store: Any, makers: Mapping[str, Maker], timeout: timedelta
-) -> list[Under]:
-    """Return the backends of a group: one of each kind, as torch makes them."""
-    devices: dict[str, list[Any]] = {}
-    for device, backend in recipe.by_device.items():
-        devices.setdefault(backend, []).append(torch.device(device))
+) -> None:
+    """Put backends under a group that has none: one of each kind, as torch makes them.
+
+    Args:
+        store: of the group in this round.
+        makers: by the name of the kind in torch.
+        timeout: of the backends.
+    """
+    name, description = _world.pg_names[group], group.group_desc
     ranks = tuple(_world.pg_group_ranks[group])
-    made: list[Under] = []
-    for backend, own in devices.items():
-        place = Place(
-            store=PrefixStore(backend, store),
-            rank=group.rank(),
-            ranks=ranks,
-            name=_world.pg_names[group],
+    devices: dict[str, list[torch.device]] = {}
+    for device, kind in recipe.by_device.items():
+        devices.setdefault(kind, []).append(torch.device(device))
+    types = {kind: Backend.backend_type_map[kind] for kind in devices}
+    for kind, own in devices.items():
+        place = Place(store=PrefixStore(kind, store), rank=group.rank(), ranks=ranks, name=name)
+        backend = makers[kind](place, recipe.options, timeout)
+        for each in own:
+            group._register_backend(each, types[kind], backend)
+    group._set_default_backend(types.get("nccl", next(iter(types.values()))))
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    _world.pg_backend_config[group] = recipe.configuration
+
+
+def check_torch() -> None:
+    """Raise ConfigError unless the backends of this torch can be replaced."""
+    if not hasattr(_library(), _RELEASE):
+        raise ConfigError(
+            f"--moe-ft-repair=auto puts new backends under process groups, and torch {torch.__version__} "
+            "has no function that lets the old ones go (c10d::ProcessGroup::release_resources). Leave it "
+            "out, or take the version of torch that moe_ft is tested with (constraints.txt)."
         )
-        made.append(Under(backend, makers[backend](place, recipe.options, timeout), own))
-    return made
+
+
+def release(group: Any) -> None:
+    """End the backends of a group, with their threads and connections.
+
+    Waits for operations that have begun, so the connections that they wait for must have ended. The group has
+    neither a name nor a store afterwards.
+    """
+    function = getattr(_library(), _RELEASE)
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    function(group._id())
+
+
+def _library() -> ctypes.CDLL:
+    """Return torch's own libraries, which are loaded."""
+    return ctypes.CDLL(torch._C.__file__)

@@ -1,4 +1,4 @@
-"""Traces of an iteration that was broken off, in Megatron's globals and in model and optimizer."""
+"""End of a broken iteration: its traces in Megatron's globals, in model and optimizer, and in groups go."""
 
 import gc
 from collections.abc import Iterator
@@ -10,7 +10,18 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import get_timers
 
+from megatron.fault_tolerance.repair.links import Links
+from moe_ft.loop.listeners import Listeners
+from moe_ft.loop.training_loop import LoopParts
+
 _LOOP_TIMER = "interval-time"
+
+
+def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -> None:
+    """Leave the broken iteration, which has ended with an exception. Not collective."""
+    links.leave()
+    listeners.suspend(iteration)
+    clean(parts.model, parts.optimizer, iteration)
 
 
 def clean(model: Any, optimizer: Any, iteration: int) -> None:

@@ -2,7 +2,9 @@
 
 The iteration before it then counts as the broken one. Survivors repair within `evaluate`, so their loop never
 knows. A replacement joins them in the `train_step` of that iteration, leaves out the log line that the others
-have written, and its own loop brings it to the evaluation. skipped_evaluations.py has those before it.
+have written, and its own loop brings it to the evaluation.
+
+Evaluations between the state that a repair recovers and the broken iteration are skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +14,14 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
-from megatron.fault_tolerance.repair import leftovers
-from megatron.fault_tolerance.repair.batches import validation_batches
-from megatron.fault_tolerance.repair.phases import Phases
-from megatron.fault_tolerance.repair.together import Together
+from megatron.fault_tolerance.repair.free import clear_metrics
+from megatron.fault_tolerance.repair.links import EndBarrier
+from megatron.fault_tolerance.repair.recover import validation_batches
 from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.loop_facts import is_evaluated
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.errors import RepairError
+from moe_ft.state.random_states import current_rng
 
 Function = Callable[..., Any]
 _COUNTERS = (
@@ -32,19 +36,19 @@ class EvaluatingAgain:
     def __init__(
         self,
         watcher: Watcher,
-        together: Together,
-        notice: Callable[[BaseException], Phases],
-        repair: Callable[[Phases], None],
+        end_barrier: EndBarrier,
+        notice: Callable[[BaseException], float],
+        repair: Callable[[float], None],
     ) -> None:
-        """Prepare.
+        """Repeat nothing yet.
 
         Args:
             watcher: ends an evaluation that hangs.
-            together: ends one that does not.
-            notice: returns the phases of a repair that begins; raises the exception if no rank has died.
-            repair: repairs, and runs the iteration again that is evaluated.
+            end_barrier: ends one that does not.
+            notice: returns when a death was noticed; raises the exception if no rank has died.
+            repair: repairs from that time on, and runs the iteration again that is evaluated.
         """
-        self._watcher, self._together = watcher, together
+        self._watcher, self._end_barrier = watcher, end_barrier
         self._notice, self._repair = notice, repair
         self._batches = validation_batches()
         self._is_training = False
@@ -71,12 +75,12 @@ class EvaluatingAgain:
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
-                    self._together.finish()  # outside of it nothing is repaired
+                    self._end_barrier.wait()
                 return result
             except BaseException as error:
-                phases = self._notice(error)
+                noticed_s = self._notice(error)
             before.restore()
-            self._repair(phases)
+            self._repair(noticed_s)
             before.restore()
             self._batches.renew(iterators)
             dist.barrier()  # the loop of a replacement is there, and begins an evaluation with one
@@ -101,7 +105,7 @@ class _Loop:
             setattr(get_args(), name, value)
         for each in self._timers:
             each._started = True
-        leftovers.clear_metrics()
+        clear_metrics()
 
 
 def can_begin_again() -> bool:
@@ -114,3 +118,41 @@ def can_begin_again() -> bool:
         or training._seqlen_stats_active
         or training.should_disable_forward_pre_hook(args)
     )
+
+
+class SkippedEvaluations:
+    """Evaluations that are not made again while iterations run again. Owned by the training thread.
+
+    Attributes:
+        draw: whether evaluations draw random numbers, which training would then continue without.
+    """
+
+    def __init__(self) -> None:
+        self.draw = False
+
+    def install(self, patches: Patches) -> None:
+        """Watch the loop evaluate."""
+        patches.wrap(training, "evaluate_and_print_results", self._evaluate)
+
+    def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        before = current_rng()
+        result = original(*args, **kwargs)
+        self.draw = self.draw or current_rng() != before
+        return result
+
+    def skip(self, args: Any, iteration: int) -> None:
+        """Count the samples of the evaluation of an iteration, if there was one, and make none.
+
+        Raises:
+            RepairError: if the random numbers after it are not known.
+        """
+        if not is_evaluated(args, iteration):
+            return
+        if self.draw:
+            raise RepairError(
+                f"iterations before the evaluation of iteration {iteration} would run again, and evaluations "
+                "draw random numbers"
+            )
+        # A list with --full-validation of several sets, each of which is read from its beginning.
+        if isinstance(args.eval_iters, int):
+            args.consumed_valid_samples += args.eval_iters * args.eval_global_batch_size

@@ -4,6 +4,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from megatron.core.rerun_state_machine import (
 )
 from megatron.training import training
 
-from megatron.fault_tolerance.repair.batches import (
+from megatron.fault_tolerance.repair import recover
+from megatron.fault_tolerance.repair.recover import (
     Batches,
+    can_be_kept,
     install_reading,
+    most_iteration,
     training_batches,
     validation_batches,
 )
@@ -122,3 +126,25 @@ def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:
         for each in data_sets:
             training.build_train_valid_test_data_loaders(each)
     return batches
+
+
+def test_flags_that_ask_for_more_exist() -> None:
+    ours = {f"moe_ft_{each.name}" for each in fields(ObservabilityConfig)}
+    assert set(recover._NEEDING_MORE) <= {*flag_classes(), *ours}
+
+
+def test_result_is_not_kept_where_an_iteration_gives_more() -> None:
+    assert can_be_kept(Namespace(qk_clip=False, mtp_num_layers=None))
+    assert not can_be_kept(Namespace(qk_clip=True, mtp_num_layers=None))
+    assert not can_be_kept(Namespace(save_wgrads_interval=5))
+
+
+def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_its_result() -> None:
+    def most(*iterations: int, is_evaluated: bool = False, **flags: bool) -> int:
+        positions = [position_at(each, is_evaluated=is_evaluated) for each in iterations]
+        return most_iteration(positions, Namespace(**flags))
+
+    assert most(4, 4) == 5
+    assert most(4, 5) == 4
+    assert most(4, 4, log_num_zeros_in_grad=True) == 4
+    assert most(4, 4, is_evaluated=True) == 4, "its result was returned before"

@@ -17,13 +17,17 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.timers import Timers
 from megatron.training import global_vars, training
 
-from megatron.fault_tolerance.repair.evaluating_again import EvaluatingAgain, can_begin_again
-from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.phases import Phases
+from megatron.fault_tolerance.repair.evaluation import (
+    EvaluatingAgain,
+    SkippedEvaluations,
+    can_begin_again,
+)
+from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.links import EndBarrier, Links
 from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.together import Together
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
 from tests.unit.signed import signed
@@ -95,12 +99,12 @@ def evaluate(
         iterator = RerunDataIterator(iter(load("validation", loop.consumed_valid_samples)))
         result.append(training.evaluate(None, iterator, model, None, config))
 
-    def notice(error: BaseException) -> Phases:
+    def notice(error: BaseException) -> float:
         if len(repairs) == deaths:
             raise error
-        return Phases(0.0)
+        return 0.0
 
-    def repair(phases: Phases) -> None:
+    def repair(noticed_s: float) -> None:
         assert model[0].training and config.timers is not None
         assert get_rerun_state_machine().get_mode() is RerunMode.VALIDATE_RESULTS
         repairs.append("repair")
@@ -113,10 +117,10 @@ def evaluate(
     monkeypatch.setattr(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
-    watcher = Watcher(Rounds(signed(), 0, 1), links := Links(), Link())
-    together = Together(links, Recipes())
+    links = Links(link := Link(), (Gloo(),))
+    watcher, barrier = Watcher(Rounds(signed(), 0, 1), links, link), EndBarrier(links, Recipes())
     with Patches() as patches:
-        EvaluatingAgain(watcher, together, notice, repair).install(patches)
+        EvaluatingAgain(watcher, barrier, notice, repair).install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 
@@ -152,3 +156,36 @@ def test_evaluation_fails_as_ever_where_a_replacement_would_wait_for_others_befo
     assert not can_begin_again()
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=1)
+
+
+@pytest.fixture
+def evaluations(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> SkippedEvaluations:
+    loop_args.do_valid, loop_args.eval_interval, loop_args.eval_iters = True, 3, 2
+    monkeypatch.setattr(training, "evaluate_and_print_results", lambda draw: draw())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    return SkippedEvaluations()
+
+
+def evaluate_and_print(evaluations: SkippedEvaluations, draws: bool) -> None:
+    with Patches() as patches:
+        evaluations.install(patches)
+        training.evaluate_and_print_results(lambda: torch.rand(1) if draws else None)
+
+
+def test_samples_of_an_evaluation_are_counted(
+    evaluations: SkippedEvaluations, loop_args: Namespace
+) -> None:
+    evaluate_and_print(evaluations, draws=False)
+    for iteration in range(1, 6):
+        evaluations.skip(loop_args, iteration)
+    assert loop_args.consumed_valid_samples == 2 * loop_args.global_batch_size
+
+
+def test_evaluation_with_random_numbers_ends_the_repair(
+    evaluations: SkippedEvaluations, loop_args: Namespace
+) -> None:
+    evaluate_and_print(evaluations, draws=True)
+    evaluate_and_print(evaluations, draws=False)
+    evaluations.skip(loop_args, 4)
+    with pytest.raises(RepairError, match="before the evaluation of iteration 3 would run again"):
+        evaluations.skip(loop_args, 3)

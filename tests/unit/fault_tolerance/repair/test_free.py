@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import global_vars
 
-from megatron.fault_tolerance.repair import leftovers
+from megatron.fault_tolerance.repair import free
 
 
 class _Work:
@@ -53,7 +53,7 @@ def test_everything_that_a_broken_iteration_has_begun_is_as_before_one(
     try:
         machine = get_rerun_state_machine()
         machine.state, machine.current_iteration = RerunState.INITIAL_RUN, 9
-        leftovers.clean([Namespace(bucket_groups=[group])], optimizer, 4)
+        free.clean([Namespace(bucket_groups=[group])], optimizer, 4)
         assert (machine.state, machine.current_iteration) == (RerunState.NOT_RUNNING_YET, 4)
     finally:
         destroy_rerun_state_machine()

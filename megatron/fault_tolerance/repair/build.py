@@ -1,0 +1,215 @@
+"""Setup of a replacement, alone: Megatron's own program runs to its first iteration in a world that is fake.
+
+Model, optimizer, data and all process groups are made as at a start, and nothing is communicated. At the same
+time the survivors leave their iteration.
+
+While ranks build the optimizer, Megatron all-gathers settings of parameter groups: all ranks get the same
+groups, also one whose stage has none for a group. `Gathered` records them as JSON, bit for bit, and answers
+from the record in a replacement.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+from megatron.training import get_args, training
+
+from megatron.fault_tolerance.repair.free import clear_metrics
+from megatron.fault_tolerance.repair.meet import Membership, Position, Role
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.errors import ConfigError, RepairError
+
+_FLOAT = struct.Struct(">d")
+
+Function = Callable[..., Any]
+
+
+class Joining:
+    """A replacement until its first iteration. Owned by the training thread."""
+
+    def __init__(self, membership: Membership, recipes: Recipes) -> None:
+        """Do nothing yet.
+
+        Args:
+            membership: of this rank.
+            recipes: of the groups, which notes what the fake ones stand for.
+        """
+        self._membership, self._recipes, self._groups = membership, recipes, Patches()
+        self._gather: Function | None = None
+        self._gathers_weights = False  # as the others do, with --overlap-param-gather
+        self._leaves_out_log = False  # once: the others have logged the iteration, and evaluate it
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Make the world fake until `end`."""
+        args = get_args()
+        with self._groups, Patches() as patches:
+            patches.set(args, "fake_process_group", True)
+            self._groups.wrap(dist, "init_process_group", self._make_fake_world)
+            # Megatron also makes groups that name a backend.
+            self._groups.wrap(dist, "new_group", self._recipes.make_fake)
+            patches.wrap(training, "setup_model_and_optimizer", _without_loading)
+            patches.wrap(training, "training_log", self._continue_log)
+            patches.wrap(training, "disable_forward_pre_hook", self._keep_hooks)
+            patches.wrap(training, "enable_forward_pre_hook", _enable_hooks)
+            patches.wrap(training, "train_step", self._with_gather)
+            patches.wrap(training, "check_param_hashes_across_dp_replicas", self._check_hashes)
+            yield
+
+    def follow(self, survivors: Position) -> None:
+        """Do what the survivors do from here on."""
+        self._gathers_weights = survivors.gathers_weights
+        self._leaves_out_log = survivors.is_evaluated
+
+    def end(self) -> None:
+        """Make real groups from here on."""
+        self._groups.__exit__()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._membership.role is Role.JOINING
+
+    def _make_fake_world(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Make the group of all ranks, for which Megatron asks for a fake backend."""
+        default = get_args().distributed_backend
+        return self._recipes.make_fake(original, *args, default=default, **kwargs)
+
+    def _keep_hooks(self, original: Function, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Have modules gather weights from the first iteration of this loop on, if others do."""
+        if self._is_alone and self._gathers_weights:
+            # The loop takes the function away next.
+            self._gather = get_model_config(model[0]).param_sync_func
+        else:
+            original(model, *args, **kwargs)
+
+    def _with_gather(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        config = args[5]
+        if config.param_sync_func is None:
+            config.param_sync_func = self._gather
+        return original(*args, **kwargs)
+
+    def _check_hashes(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Leave out the comparison at the beginning of the loop: nothing has been recovered yet."""
+        return True if self._is_alone else original(*args, **kwargs)
+
+    def _continue_log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Log as the others do: the loop logs the first iteration of a process, together with all ranks."""
+        if self._leaves_out_log:
+            self._leaves_out_log = False
+            clear_metrics()
+            return args[5]  # whether memory is still to be reported
+        kwargs["is_first_iteration"] = False
+        return original(*args, **kwargs)
+
+
+def change_timeout(original: Function, *args: Any, **kwargs: Any) -> None:
+    """Change the timeout of the groups without the others: each loop does it in its own second iteration."""
+    with Patches() as patches:
+        patches.set(dist, "barrier", lambda *args, **kwargs: None)
+        original(*args, **kwargs)
+
+
+def _enable_hooks(original: Function, model: Any) -> None:
+    if not any(chunk.remove_forward_pre_hook_handles for chunk in model):
+        original(model)
+
+
+def _without_loading(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Build model and optimizer; their state comes from a recovery, not from --load."""
+    with Patches() as patches:
+        for name in ("load", "pretrained_checkpoint"):
+            patches.set(get_args(), name, None)
+        return original(*args, **kwargs)
+
+
+class Gathered:
+    """What Megatron has all-gathered in a start, in the job's store. Owned by the training thread."""
+
+    def __init__(self, store: SignedStore, role: Role) -> None:
+        """Record, or answer in a replacement.
+
+        Args:
+            store: of the job; its token is known when ranks build the optimizer.
+            role: of this process.
+        """
+        self._store, self._has_record = store, role is Role.JOINING
+        self._count = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Record what is all-gathered in this context, or answer it from the record."""
+        with Patches() as patches:
+            patches.wrap(dist, "all_gather_object", self._gather)
+            yield
+
+    def _gather(
+        self, original: Callable[..., None], values: list[Any], value: Any, group: Any = None
+    ) -> None:
+        if group is not None:
+            original(values, value, group)
+            return
+        key = f"gathered_{self._count}"
+        self._count += 1
+        if self._has_record:
+            if (kept := self._store.get(key)) is None:
+                raise RepairError(
+                    f"{key}, which the ranks have told each other at their start, is not in the job's store"
+                )
+            values[:] = from_json(kept)
+            return
+        original(values, value)
+        kept = to_json(values)  # on all ranks, so that all refuse what cannot be kept
+        if dist.get_rank() == 0:
+            self._store.set(key, kept)
+
+
+def to_json(values: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of all ranks as JSON: each different one once, and which one each rank has.
+
+    Raises:
+        ConfigError: if JSON cannot carry one of them bit for bit.
+    """
+    places: dict[str, int] = {}
+    of_rank = [places.setdefault(json.dumps(_plain(each)), len(places)) for each in values]
+    return {"values": [json.loads(text) for text in places], "of_rank": of_rank}
+
+
+def from_json(kept: dict[str, Any]) -> list[Any]:
+    """Return the values that `to_json` was given."""
+    return [_restored(kept["values"][place]) for place in kept["of_rank"]]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON, with its type where JSON has none for it."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"float": _FLOAT.pack(value).hex()}
+    if kind in (list, tuple):
+        return {kind.__name__: [_plain(each) for each in value]}
+    if kind is dict:
+        return {"dict": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    raise ConfigError(
+        f"--moe-ft-repair=auto keeps what ranks tell each other while they build the optimizer, and {value!r}"
+        f" is a {kind.__name__}: only numbers, texts, lists, tuples and dicts of them can be kept. Leave the "
+        "flag out."
+    )
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return _FLOAT.unpack(bytes.fromhex(inner))[0]
+    if kind == "dict":
+        return {_restored(key): _restored(each) for key, each in inner}
+    restored = [_restored(each) for each in inner]
+    return tuple(restored) if kind == "tuple" else restored

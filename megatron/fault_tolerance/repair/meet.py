@@ -1,0 +1,192 @@
+"""Meeting of the ranks of a round in the job's store: who is replaced, and where the survivors' loop stands.
+
+moe_ft/keeper/rounds.py has the rounds. Nothing here knows Megatron, or communicates in another way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from typing import Any
+
+from moe_ft.errors import RepairError
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Member, Rounds
+
+# For the slowest rank to leave its fence and iteration, and for the replacement to be built.
+_MEETING_S = 180.0
+
+
+class Role(Enum):
+    """Role of this process in the repair of a rank."""
+
+    SURVIVOR = auto()  # it trains, or was training when another rank died
+    JOINING = auto()  # it takes the place of a rank that has died, and is alone: then JOINED
+    JOINED = auto()  # it has met the others; a SURVIVOR once an iteration is finished
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Counters of the loop as its next, or broken, iteration begins.
+
+    Attributes:
+        num_groups: process groups that have been made; the same on all ranks, or they do not fit together.
+        do_train, do_valid, do_test: parts for which there are data. Only ranks that read data know, and
+            Megatron has told the others.
+        gathers_weights: whether modules gather their weights before they run (--overlap-param-gather). They
+            do after the first optimizer step of the loop.
+        evaluations_draw: whether evaluations draw random numbers.
+        is_evaluated: whether all have finished and logged the iteration, and a rank has died while they
+            evaluated its state.
+    """
+
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    skipped_train_samples: int
+    num_floating_point_operations_so_far: float
+    num_groups: int
+    do_train: bool
+    do_valid: bool
+    do_test: bool
+    gathers_weights: bool
+    evaluations_draw: bool
+    is_evaluated: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Met:
+    """A round in which all ranks have met.
+
+    Attributes:
+        round: its number.
+        members: ``[rank]``
+        positions: of the members that know where their loop is.
+    """
+
+    round: int
+    members: Sequence[Member]
+    positions: Sequence[Position]
+
+    @property
+    def survivors_position(self) -> Position:
+        """Position of the survivors' loop; where they differ, the latest."""
+        return max(self.positions, key=lambda each: each.iteration)
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Ranks that are replaced in this round."""
+        return tuple(each.rank for each in self.members if each.died_s is not None)
+
+    @property
+    def died_s(self) -> float:
+        """Time since 1970 when the first of them died."""
+        return min(each.died_s for each in self.members if each.died_s is not None)
+
+    @property
+    def hung_s(self) -> dict[int, float]:
+        """Seconds for which ranks had hung that were killed for it, by rank."""
+        return {each.rank: each.hung_s for each in self.members if each.hung_s}
+
+
+def met(number: int, members: Sequence[Member]) -> Met:
+    """Return a round in which these have met.
+
+    Raises:
+        RepairError: if there are no survivors, or only some were in an evaluation.
+    """
+    positions = [Position(**each.facts) for each in members if each.facts]
+    if not positions:
+        raise RepairError("all ranks have died: nothing is left to repair")
+    if len({each.is_evaluated for each in positions}) > 1:
+        raise RepairError("some ranks were in an evaluation, and others were not")
+    return Met(round=number, members=members, positions=positions)
+
+
+class Membership:
+    """One rank in the rounds of a start. Owned by the training thread.
+
+    Attributes:
+        rank: in the job.
+        role: of this process.
+        position: of the loop when its last iteration began; None before that. A replacement has that of the
+            survivors at first.
+    """
+
+    def __init__(self, link: Link, rounds: Rounds, rank: int) -> None:
+        """Begin in the round that a replacement has joined before it was built, or in the start.
+
+        Args:
+            link: to the zygote; it keeps the number of the round.
+            rounds: over a connection of the training thread.
+            rank: see the class.
+        """
+        self.role = Role.SURVIVOR if link.died_s is None else Role.JOINING
+        self.position: Position | None = None
+        self._link, self._rounds, self.rank = link, rounds, rank
+        self._met: Met | None = None  # the last round in which all have met
+
+    @property
+    def round(self) -> int:
+        """Number of the round that this rank has joined last; 0 is the start."""
+        return self._link.round
+
+    def wait_for_survivors(self) -> Position:
+        """Return where the survivors are, in the round that this replacement has joined or in a later one.
+
+        Raises:
+            RepairError: if they do not come, or there are none.
+        """
+        while True:
+            try:
+                members = self._rounds.wait_for_all(self.round, _MEETING_S)
+                break
+            except RepairError:
+                if not self._rounds.is_declared(self.round + 1):
+                    raise
+                self._join_next()  # the one before is broken
+        self._met = met(self.round, members)
+        self.position = self._met.survivors_position
+        return self.position
+
+    def meet(self) -> Met:
+        """Meet the others in the round that was declared; a replacement has met them. Called by all ranks.
+
+        Raises:
+            RepairError: if some do not come, the round is broken, or the members do not fit together.
+        """
+        if self.role is Role.JOINING:
+            self.role = Role.JOINED
+        else:
+            self._join_next()
+            self._met = met(self.round, self._rounds.wait_for_all(self.round, _MEETING_S))
+        assert self._met is not None
+        return self._met
+
+    def _join_next(self) -> None:
+        """Take part in the next round, which was declared."""
+        link, is_survivor = self._link, self.role is Role.SURVIVOR
+        member = Member(
+            rank=self.rank,
+            died_s=None if is_survivor else link.died_s,
+            hung_s=0.0 if is_survivor else link.predecessor_hung_s,
+            facts={} if self.position is None else self.position.facts(),
+        )
+        link.round += 1
+        self._rounds.join(link.round, member)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all members can make connections. Called by all ranks.
+
+        Raises:
+            RepairError: if some cannot in time, or the round is broken.
+        """
+        self._rounds.wait_until_ready(self.round, _MEETING_S)
+
+    def finish(self) -> None:
+        """Note that the broken iteration is finished: from now on this rank is like any other."""
+        self._rounds.finish(self.round)
+        self.role = Role.SURVIVOR

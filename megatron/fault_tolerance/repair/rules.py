@@ -1,0 +1,93 @@
+"""Jobs whose ranks can be replaced in place; others are refused at the start, with the reason."""
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
+from moe_ft.errors import ConfigError
+from moe_ft.keeper import job_store
+from moe_ft.keeper.link import Link
+
+TRY_ON_GPUS = "MOE_FT_TRY_REPAIR_ON_GPUS"
+_SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
+
+# A flag, perhaps with the one value that is meant, and why it is refused.
+_RULES: Mapping[str, str] = {
+    "--dataloader-type external": "nobody knows how its position is set",
+    "--async-save": "all ranks wait together for a save that a new process does not know of",
+    "--ckpt-assume-constant-structure": "a new process plans checkpoints that the others have planned already",
+    "--phase-transition-iterations": "the position in the data is counted from the transition",
+    "--skip-train": "nothing is trained",
+    "--hybrid-context-parallel": "its iterator is not renewed",
+}
+_RULES_ON_GPUS: Mapping[str, str] = {
+    "--cuda-graph-impl": "captured graphs hold communicators that are not there any more",
+    "--use-nccl-ub": "its memory is registered with communicators that are not there any more",
+    "--use-sharp": "its groups have to be the first ones that NCCL makes, which a repair does not know",
+    "--tp-comm-overlap": _SHARED_MEMORY,
+    "--moe-token-dispatcher-type flex": _SHARED_MEMORY,
+    "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",
+}
+
+
+def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
+    """Return the link to the zygote.
+
+    Raises:
+        ConfigError: if the process has none, or the job cannot be repaired.
+    """
+    if link is None:
+        raise ConfigError(
+            "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
+            "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
+        )
+    if job_store.is_shared(os.environ):
+        raise ConfigError(
+            "--moe-ft-repair=auto needs a store of its own for each start, and torchrun shares the one that "
+            "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave the flag out."
+        )
+    on_cpus = cpu_device.is_active()
+    if not on_cpus and os.environ.get(TRY_ON_GPUS) != "1":
+        raise ConfigError(
+            "--moe-ft-repair=auto replaces ranks that train on CPUs: what it does on GPUs is written, and "
+            f"has never run on one. Leave it out, or set {TRY_ON_GPUS}=1 to try it "
+            "(docs/first_day_on_a_gpu.md)."
+        )
+    refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
+    if args.world_size == 1:
+        refused["one rank"] = "nobody survives"
+    if not on_cpus:
+        refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
+    for what, reason in refused.items():
+        raise ConfigError(
+            f"--moe-ft-repair=auto does not work with {what}: {reason}. Leave one of them out."
+        )
+    return link
+
+
+def _is_used(args: argparse.Namespace, what: str) -> bool:
+    flag, _, value = what.partition(" ")
+    name = "nccl_ub" if flag == "--use-nccl-ub" else flag.removeprefix("--").replace("-", "_")
+    given = getattr(args, name)
+    return given == value if value else bool(given) and given != "none"
+
+
+def checked_heartbeat_s(config: MoeFtConfig, args: argparse.Namespace) -> float:
+    """Return after how many seconds a silent rank is killed.
+
+    Raises:
+        ConfigError: if the other ranks would give up before.
+    """
+    limit_s, timeout_s = config.recovery.repair_heartbeat_s, timeout_of_groups_s(args)
+    if limit_s >= timeout_s:
+        raise ConfigError(
+            f"{flag_of('repair_heartbeat_s')}={limit_s:g} must be less than {timeout_s:g}, the seconds of "
+            "--distributed-timeout-minutes or --distributed-timeout-seconds-after-init: the others would "
+            "give up before a rank that hangs is killed. Lower it."
+        )
+    return limit_s
