@@ -34,12 +34,6 @@ class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
     def __init__(self, membership: Membership, recipes: Recipes) -> None:
-        """Do nothing yet.
-
-        Args:
-            membership: of this rank.
-            recipes: of the groups, which notes what the fake ones stand for.
-        """
         self._membership, self._recipes, self._groups = membership, recipes, Patches()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
@@ -129,15 +123,9 @@ def _without_loading(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class Gathered:
-    """What Megatron has all-gathered in a start, in the job's store. Owned by the training thread."""
+    """Record of what Megatron all-gathers in a start, in the job's store. Owned by the training thread."""
 
     def __init__(self, store: SignedStore, role: Role) -> None:
-        """Record, or answer in a replacement.
-
-        Args:
-            store: of the job; its token is known when ranks build the optimizer.
-            role: of this process.
-        """
         self._store, self._has_record = store, role is Role.JOINING
         self._count = 0
 

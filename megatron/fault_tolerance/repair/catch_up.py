@@ -30,6 +30,12 @@ from moe_ft.loop.training_loop import LoopParts
 
 Function = Callable[..., Any]
 
+_COUNTERS = (
+    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+    "num_floating_point_operations_so_far",
+)
+_PARTS = ("do_train", "do_valid", "do_test")
+
 
 class Step:
     """A call of `train_step` by Megatron's loop, to be made again for any iteration.
@@ -45,13 +51,6 @@ class Step:
         kwargs: Mapping[str, Any],
         loop: LoopState,
     ) -> None:
-        """Keep a call.
-
-        Args:
-            original: `train_step`.
-            args, kwargs: that the loop has called it with.
-            loop: says whether an iteration is being replayed.
-        """
         forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward = args
         self._original, self._kwargs, self._loop = original, kwargs, loop
         self._scheduler, self._forward_backward = scheduler, forward_backward
@@ -166,7 +165,8 @@ def _run_and_count(
     """Do what the loop has done with an iteration: skip it, or run it and leave out its evaluation."""
     args = get_args()
     if iteration + 1 in args.iterations_to_skip:
-        _begin(iteration)
+        clear_metrics()
+        begin_iteration(args, iteration)
         with watcher.inside():
             training.dummy_train_step(step.parts.data_iterator)
         count_iteration(args, is_skipped=True)
@@ -177,14 +177,10 @@ def _run_and_count(
 
 
 def _run(step: Step, iteration: int, watcher: Watcher) -> Any:
-    _begin(iteration)
-    with watcher.inside():
-        return step.run(iteration)
-
-
-def _begin(iteration: int) -> None:
     clear_metrics()
     begin_iteration(get_args(), iteration)
+    with watcher.inside():
+        return step.run(iteration)
 
 
 def position_of(
@@ -193,31 +189,19 @@ def position_of(
     """Return the position of a loop that has begun an iteration and not counted it."""
     return Position(
         iteration=iteration,
-        consumed_train_samples=args.consumed_train_samples,
-        consumed_valid_samples=args.consumed_valid_samples,
-        skipped_train_samples=args.skipped_train_samples,
-        num_floating_point_operations_so_far=args.num_floating_point_operations_so_far,
         num_groups=num_groups,
-        do_train=bool(args.do_train),
-        do_valid=bool(args.do_valid),
-        do_test=bool(args.do_test),
         gathers_weights=any(getattr(each, "remove_forward_pre_hook_handles", ()) for each in model),
         evaluations_draw=evaluations_draw,
+        **{name: getattr(args, name) for name in _COUNTERS},
+        **{name: bool(getattr(args, name)) for name in _PARTS},
     )
 
 
 def set_counters(args: Any, position: Position) -> None:
     """Have Megatron's loop begin, or continue, at a position."""
     args.iteration = args.curr_iteration = position.iteration
-    args.consumed_train_samples = position.consumed_train_samples
-    args.consumed_valid_samples = position.consumed_valid_samples
-    args.skipped_train_samples = position.skipped_train_samples
-    args.num_floating_point_operations_so_far = position.num_floating_point_operations_so_far
-    args.do_train, args.do_valid, args.do_test = (
-        position.do_train,
-        position.do_valid,
-        position.do_test,
-    )
+    for name in (*_COUNTERS, *_PARTS):
+        setattr(args, name, getattr(position, name))
     update_num_microbatches(position.consumed_train_samples, consistency_check=False)
 
 
@@ -228,15 +212,8 @@ def begin_iteration(args: Any, iteration: int) -> None:
 
 
 def count_iteration(args: Any, *, is_skipped: bool = False) -> None:
-    """Do what Megatron's loop does after an iteration that is not the last one to be run here.
-
-    Args:
-        is_skipped: whether its batch was only read (--iterations-to-skip).
-    """
+    """Do what Megatron's loop does after an iteration; of a skipped one the batch was only read."""
     num_samples = samples_of_iteration(args)
+    num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
     args.consumed_train_samples += num_samples
-    args.skipped_train_samples += (
-        num_samples
-        if is_skipped
-        else get_current_global_batch_size() - get_current_running_global_batch_size()
-    )
+    args.skipped_train_samples += num_samples if is_skipped else num_left_out

@@ -43,8 +43,6 @@ class EvaluatingAgain:
         """Repeat nothing yet.
 
         Args:
-            watcher: ends an evaluation that hangs.
-            end_barrier: ends one that does not.
             notice: returns when a death was noticed; raises the exception if no rank has died.
             repair: repairs from that time on, and runs the iteration again that is evaluated.
         """

@@ -25,13 +25,7 @@ def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -
 
 
 def clean(model: Any, optimizer: Any, iteration: int) -> None:
-    """Leave model, optimizer and Megatron's globals as they are between two iterations.
-
-    Args:
-        model: ``[chunk]``.
-        optimizer: the outermost one.
-        iteration: that runs next.
-    """
+    """Leave model, optimizer and Megatron's globals as they are before an iteration."""
     machine = get_rerun_state_machine()
     machine.state, machine.current_iteration = RerunState.NOT_RUNNING_YET, iteration
     for name, timer in get_timers()._timers.items():

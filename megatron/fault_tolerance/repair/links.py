@@ -25,18 +25,12 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Place of this rank in a group.
-
-    Attributes:
-        store: of the group in this round.
-        rank: in the group.
-        ranks: ``[rank in the group]`` the rank in the job.
-    """
+    """Place of this rank in a group, whose store is new in each round."""
 
     store: Any
-    rank: int
-    ranks: tuple[int, ...]
-    name: str
+    rank: int  # in the group
+    ranks: tuple[int, ...]  # [rank in the group] the rank in the job
+    name: str  # of the group
 
 
 Maker = Callable[[Place, Any, timedelta], Any]
@@ -93,12 +87,7 @@ class Links:
     """The links of the present round. Any thread may end them, once, and only those of its round."""
 
     def __init__(self, link: Link, transports: Sequence[Transport]) -> None:
-        """Begin without links.
-
-        Args:
-            link: has the number of the present round.
-            transports: of the groups; those whose ends raise in all that waits come first.
-        """
+        """Begin without links; transports whose ends raise in all that waits come first."""
         self._link, self.transports = link, transports
         self._lock = threading.Lock()
         self._made: list[dict[Any, Any]] = [{} for _ in transports]
@@ -138,11 +127,7 @@ class Links:
             self._made = [{} for _ in self.transports]
 
     def end(self, number: int) -> int:
-        """End the links of a round, unless they have ended or another round has begun.
-
-        Returns:
-            Their number.
-        """
+        """End the links of a round, unless they have ended or it is over. Return their number."""
         with self._lock:
             if number != self._link.round or not self._is_open:
                 return 0
@@ -155,10 +140,8 @@ class Links:
     def failure(self) -> str:
         """Return why links have failed without an exception; empty if none have. Any thread."""
         with self._lock:
-            found = (
-                each.failure(own) for each, own in zip(self.transports, self._made, strict=True)
-            )
-            return next((failure for failure in found if failure), "")
+            pairs = zip(self.transports, self._made, strict=True)
+            return next(filter(None, (each.failure(own) for each, own in pairs)), "")
 
     def check(self) -> None:
         """Wait for what this rank is computing. It counts only if the links are still there then.

@@ -59,17 +59,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Met:
-    """A round in which all ranks have met.
-
-    Attributes:
-        round: its number.
-        members: ``[rank]``
-        positions: of the members that know where their loop is.
-    """
+    """A round in which all ranks have met."""
 
     round: int
-    members: Sequence[Member]
-    positions: Sequence[Position]
+    members: Sequence[Member]  # by rank
+    positions: Sequence[Position]  # of those that know where their loop is
 
     @property
     def survivors_position(self) -> Position:
@@ -107,23 +101,15 @@ def met(number: int, members: Sequence[Member]) -> Met:
 
 
 class Membership:
-    """One rank in the rounds of a start. Owned by the training thread.
+    """One rank in the rounds of a start. Owned by the training thread, as its connection.
 
     Attributes:
-        rank: in the job.
-        role: of this process.
         position: of the loop when its last iteration began; None before that. A replacement has that of the
             survivors at first.
     """
 
     def __init__(self, link: Link, rounds: Rounds, rank: int) -> None:
-        """Begin in the round that a replacement has joined before it was built, or in the start.
-
-        Args:
-            link: to the zygote; it keeps the number of the round.
-            rounds: over a connection of the training thread.
-            rank: see the class.
-        """
+        """Begin in the round that the link has: a replacement joined it before it was built."""
         self.role = Role.SURVIVOR if link.died_s is None else Role.JOINING
         self.position: Position | None = None
         self._link, self._rounds, self.rank = link, rounds, rank

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron.fault_tolerance.repair.links import Maker, Place, Transport
 from moe_ft.errors import ConfigError
+from moe_ft.recovery.site import say
 
 _ABORT_S = 15.0
 _DRAIN_S = 20.0
@@ -140,7 +141,6 @@ class Nccl(Transport):
 
 
 def _backend(group: Any) -> Any:
-    """Return the backend of NCCL of a group; None if it has none."""
     if _ANY_GPU not in group._device_types:
         return None
     backend = group._get_backend(_ANY_GPU)
@@ -155,13 +155,9 @@ def _make(place: Place, given: Any, timeout: timedelta) -> Any:
 
 
 def options_for(place: Place, given: Any, timeout: timedelta) -> Any:
-    """Return the options of a new backend.
+    """Return the options of a new backend: those that the group was made with, if it was given any.
 
-    Args:
-        place: of the rank in the group.
-        given: options that the group was made with, which keep their priority and their communicator's
-            configuration; None if it had none.
-        timeout: of its operations.
+    They keep their priority and the configuration of their communicator.
     """
     options = given
     if options is None:  # as torch does
@@ -257,10 +253,7 @@ def why_lost(error: BaseException) -> str:
 
 def end_process(reason: str) -> NoReturn:
     """End this process at once: its zygote replaces it if it is armed, or the launcher restarts the job."""
-    line = (
-        f"moe_ft: process {os.getpid()} ends, because it cannot use its device any more: {reason}"
-    )
-    print(line, file=sys.stderr, flush=True)
+    say(f"process {os.getpid()} ends, because it cannot use its device any more: {reason}")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")

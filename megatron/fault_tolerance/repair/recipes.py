@@ -23,15 +23,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The way in which a group was made.
+    """The way in which a group was made."""
 
-    Attributes:
-        backend: as torch was asked for it, such as "nccl" or "cpu:gloo,cuda:nccl".
-        options: of the backend; None for its defaults.
-    """
-
-    backend: str
-    options: Any = None
+    backend: str  # as torch was asked for it, such as "nccl" or "cpu:gloo,cuda:nccl"
+    options: Any = None  # None for its defaults
 
     @property
     def by_device(self) -> dict[str, str]:
@@ -83,7 +78,6 @@ class Recipes:
 
         Args:
             original: function of torch, perhaps around `make`.
-            args, kwargs: of the call.
             default: backend to note, if not the one that is asked for.
         """
         arguments = _arguments(original, args, kwargs)

@@ -44,7 +44,7 @@ class Batches:
         Args:
             loader_of: returns the loader of this part from what Megatron has built; None on a rank that reads
                 nothing.
-            counter: Megatron's argument that counts the samples of this part.
+            counter: Megatron's argument that counts its samples.
         """
         self._loader_of, self._counter = loader_of, counter
         self._data_sets: list[Any] = []  # [virtual stage]
@@ -73,12 +73,12 @@ class Batches:
 
 
 def training_batches() -> Batches:
-    """Return the data of training, which note nothing yet."""
+    """Return the data of training."""
     return Batches(lambda loaders: loaders[0], "consumed_train_samples")
 
 
 def validation_batches() -> Batches:
-    """Return the data of evaluations during training, likewise."""
+    """Return the data of evaluations during training."""
     # Megatron's are a list, of which --full-validation alone has more than one.
     return Batches(lambda loaders: next(iter(loaders[1] or ()), None), "consumed_valid_samples")
 
@@ -95,13 +95,7 @@ def install_reading(patches: Patches) -> None:
 
 
 def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:
-    """Have an iterator of Megatron continue after some samples of a data set.
-
-    Args:
-        iterator: a RerunDataIterator.
-        data_set: that it reads.
-        num_consumed: samples, on all ranks together.
-    """
+    """Have a RerunDataIterator continue after some samples, which all ranks together have consumed."""
     iterator.advance()
     iterator.iterable = None  # ends the workers of the old one
     loader = training.build_pretraining_data_loader(data_set, num_consumed)
@@ -123,9 +117,6 @@ def recover(
 ) -> int:
     """Recover a state, renew the data, and return the iteration that runs next. Called by all ranks.
 
-    Args:
-        positions: of the survivors.
-
     Raises:
         RepairError: if there is no state.
     """
@@ -141,20 +132,13 @@ def recover(
     return int(args.iteration)
 
 
-def can_be_kept(args: Any) -> bool:
-    """Return whether the result of an iteration can be made without running it again."""
-    return not any(getattr(args, name, None) for name in _NEEDING_MORE)
-
-
 def most_iteration(positions: Sequence[Position], args: Any) -> int:
     """Return the latest iteration that can be recovered: the broken one, or the one after it.
 
     The state after the broken iteration will do if all survivors were in that iteration, and each can still
     make its result.
-
-    Args:
-        positions: of the survivors.
     """
     iterations = {each.iteration for each in positions}
     is_evaluated = any(each.is_evaluated for each in positions)  # its result was returned before
-    return min(iterations) + (len(iterations) == 1 and can_be_kept(args) and not is_evaluated)
+    is_kept = not any(getattr(args, name, None) for name in _NEEDING_MORE)
+    return min(iterations) + (len(iterations) == 1 and is_kept and not is_evaluated)

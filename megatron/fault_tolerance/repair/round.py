@@ -37,25 +37,17 @@ _REPAIR_S = 600.0  # without progress, until training runs again
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repaired:
-    """One rank that is repaired: objects of a whole start that the phases work on.
-
-    Owned by the training thread.
-
-    Attributes:
-        store: of the job.
-        joining: of a replacement; None in the first process of a rank.
-        batches: of training.
-    """
+    """One rank that is repaired: objects of a whole start, owned by the training thread."""
 
     link: Link
-    store: Any
+    store: Any  # of the job
     listeners: Listeners
     membership: Membership
-    joining: Joining | None
+    joining: Joining | None  # None in the first process of a rank
     watcher: Watcher
     links: Links
     groups: Groups
-    batches: Batches
+    batches: Batches  # of training
     evaluations: SkippedEvaluations
 
 
@@ -63,12 +55,7 @@ class Phases:
     """Seconds of a repair by phase: they follow each other without a gap, from the death of the rank."""
 
     def __init__(self, noticed_s: float, now: Callable[[], float] = time.time) -> None:
-        """Begin.
-
-        Args:
-            noticed_s: time since 1970 when this rank learned of the death.
-            now: the same clock.
-        """
+        """Begin at the time since 1970 when this rank learned of the death."""
         self._noticed_s = self._last_s = noticed_s
         self._now = now
         self.seconds: dict[str, float] = {"notice": 0.0}
@@ -88,10 +75,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
     """Repair, and return the result of the broken iteration. Called by all ranks.
 
     Args:
-        built: model, optimizer and scheduler.
         step: the call that was broken off, or that a replacement makes.
         iteration: that was broken off.
-        phases: begun with the death.
 
     Raises:
         Exception: anything, if another rank dies meanwhile.

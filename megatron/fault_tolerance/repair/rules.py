@@ -19,7 +19,9 @@ _SHARED_MEMORY = "its buffers are shared with the process that has died, and are
 _RULES: Mapping[str, str] = {
     "--dataloader-type external": "nobody knows how its position is set",
     "--async-save": "all ranks wait together for a save that a new process does not know of",
-    "--ckpt-assume-constant-structure": "a new process plans checkpoints that the others have planned already",
+    "--ckpt-assume-constant-structure": (
+        "a new process plans checkpoints that the others have planned already"
+    ),
     "--phase-transition-iterations": "the position in the data is counted from the transition",
     "--skip-train": "nothing is trained",
     "--hybrid-context-parallel": "its iterator is not renewed",

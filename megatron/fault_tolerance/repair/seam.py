@@ -57,13 +57,7 @@ class RepairSeam:
         heart: Heart,
         rank: int,
     ) -> None:
-        """Wrap nothing yet.
-
-        Args:
-            store: of the job.
-            connections: of the training thread and of the watcher.
-            heart: begins to beat when this rank can be replaced.
-        """
+        """Wrap nothing yet; the connections are those of the training thread and of the watcher."""
         rounds, watched = connections
         watcher, membership = Watcher(watched, links, link), Membership(link, rounds, rank)
         recipes, is_joining = Recipes(), membership.role is Role.JOINING
@@ -245,22 +239,17 @@ class RepairSeam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repairing:
-    """Additions to a call of `pretrain`; without repairs there are none.
-
-    Attributes:
-        seam: acts when a rank dies; None without repairs.
-        arguments: of the call.
-    """
+    """Contexts and arguments of a call of `pretrain`; without repairs they are empty."""
 
     seam: RepairSeam | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def below_hooks(self) -> AbstractContextManager[None]:
-        """Return the context around the seams of the listeners."""
+        """Return the context around those of the listeners."""
         return nullcontext() if self.seam is None else self.seam.below_hooks()
 
     def above_hooks(self) -> AbstractContextManager[None]:
-        """Return the context within the seams of the listeners."""
+        """Return the context within those of the listeners."""
         return nullcontext() if self.seam is None else self.seam.above_hooks()
 
 

@@ -70,7 +70,7 @@ class Groups:
             )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have operations give up after some time."""
+        """Have operations give up after this time."""
         for _, group, _ in self._groups:
             _set_pg_timeout(timeout, group)
 
@@ -87,7 +87,6 @@ class Groups:
         Args:
             store: of the job.
             number: of the round.
-            timeout: of the new backends.
         """
         for _, group, _ in self._groups:
             release(group)
@@ -104,11 +103,7 @@ class Groups:
 
 
 def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
-    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks.
-
-    Args:
-        store: of the job.
-    """
+    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks."""
     links.begin()
     with links.recording():
         # A rank may die meanwhile, and nobody can end a wait for its address.
@@ -124,7 +119,6 @@ def put(
     Args:
         store: of the group in this round.
         makers: by the name of the kind in torch.
-        timeout: of the backends.
     """
     name, description = _world.pg_names[group], group.group_desc
     ranks = tuple(_world.pg_group_ranks[group])

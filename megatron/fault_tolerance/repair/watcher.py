@@ -32,20 +32,13 @@ Kinds = type[Exception] | tuple[type[Exception], ...]
 
 
 class Watcher:
-    """Watches the job's store over a connection of its own.
+    """Watches the job's store over a connection of its own, and ends the links of a broken round.
 
     The training thread starts and closes it, and sets `_inside_since_s`. Its own thread sets everything else
     that changes. Each reads what the other sets.
     """
 
     def __init__(self, rounds: Rounds, links: Links, link: Link) -> None:
-        """Do not watch yet.
-
-        Args:
-            rounds: over the connection.
-            links: of the groups, which this ends.
-            link: to the zygote.
-        """
         self._rounds, self._links, self._link = rounds, links, link
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="moe_ft-repair", daemon=True)
@@ -122,20 +115,14 @@ class Watcher:
 
 
 class Deaths:
-    """Tells whether an exception comes from the death of another rank. Owned by the training thread."""
+    """Tells whether an exception comes from the death of another rank. Owned by the training thread.
+
+    It ends the links then, so that nobody waits for this rank.
+    """
 
     def __init__(
         self, link: Link, rounds: Rounds, membership: Membership, watcher: Watcher, links: Links
     ) -> None:
-        """Know of no death.
-
-        Args:
-            link: to the zygote.
-            rounds: over a connection of the training thread.
-            membership: of this rank.
-            watcher: may have learned of a death before.
-            links: of the groups, which this ends, so that nobody waits for this rank.
-        """
         self._link, self._rounds, self._membership = link, rounds, membership
         self._watcher, self._links = watcher, links
 
@@ -188,13 +175,9 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def ending_after(seconds: float, link: Link) -> Iterator[None]:
-    """End the process, for good, if this context takes longer without any progress of this thread.
+    """End the process, for good, if this thread makes no progress in this context for so long.
 
-    The launcher then restarts the job.
-
-    Args:
-        seconds: from the beginning, or from the last progress (moe_ft/files/waits.py).
-        link: to the zygote, which would replace the process.
+    Progress is that of moe_ft/files/waits.py. The launcher then restarts the job.
     """
     begin_s, thread, has_ended = time.monotonic(), threading.get_ident(), threading.Event()
 

@@ -125,18 +125,12 @@ def evaluate(
     return result[0], megatrons.seen, repairs
 
 
-def test_evaluation_that_nothing_breaks_off_is_made_once(
-    loop: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result, seen, repairs = evaluate(monkeypatch, loop, 0, deaths=0)
-    assert (result, seen, repairs) == ([20, 30], [(32, 20)], [])
-
-
+@pytest.mark.parametrize("deaths", [0, 2])
 def test_evaluation_begins_again_with_its_samples_after_each_repair(
-    loop: Namespace, monkeypatch: pytest.MonkeyPatch
+    deaths: int, loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, seen, repairs = evaluate(monkeypatch, loop, 2, deaths=2)
-    assert (result, seen, repairs) == ([20, 30], [(32, 20)] * 3, ["repair"] * 2)
+    result, seen, repairs = evaluate(monkeypatch, loop, deaths, deaths=deaths)
+    assert (result, seen, repairs) == ([20, 30], [(32, 20)] * (1 + deaths), ["repair"] * deaths)
     assert (loop.consumed_train_samples, loop.consumed_valid_samples) == (32, 40)
     training.get_timers()("eval-time").stop()  # asserts that it is running, as the loop does next
 
@@ -170,15 +164,6 @@ def evaluate_and_print(evaluations: SkippedEvaluations, draws: bool) -> None:
     with Patches() as patches:
         evaluations.install(patches)
         training.evaluate_and_print_results(lambda: torch.rand(1) if draws else None)
-
-
-def test_samples_of_an_evaluation_are_counted(
-    evaluations: SkippedEvaluations, loop_args: Namespace
-) -> None:
-    evaluate_and_print(evaluations, draws=False)
-    for iteration in range(1, 6):
-        evaluations.skip(loop_args, iteration)
-    assert loop_args.consumed_valid_samples == 2 * loop_args.global_batch_size
 
 
 def test_evaluation_with_random_numbers_ends_the_repair(

@@ -19,7 +19,6 @@ from megatron.training import training
 from megatron.fault_tolerance.repair import recover
 from megatron.fault_tolerance.repair.recover import (
     Batches,
-    can_be_kept,
     install_reading,
     most_iteration,
     training_batches,
@@ -85,10 +84,6 @@ def test_each_virtual_stage_continues_with_its_own_data_if_it_reads_any(
     assert [next(each) for each in iterators if each is not None] == [2, 12]
 
 
-def test_rank_without_data_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted(monkeypatch, [None]).renew(None)
-
-
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("loaders", [None, [None]])
 def test_validation_continues_with_its_own_count_on_ranks_that_read_it(
@@ -131,12 +126,6 @@ def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:
 def test_flags_that_ask_for_more_exist() -> None:
     ours = {f"moe_ft_{each.name}" for each in fields(ObservabilityConfig)}
     assert set(recover._NEEDING_MORE) <= {*flag_classes(), *ours}
-
-
-def test_result_is_not_kept_where_an_iteration_gives_more() -> None:
-    assert can_be_kept(Namespace(qk_clip=False, mtp_num_layers=None))
-    assert not can_be_kept(Namespace(qk_clip=True, mtp_num_layers=None))
-    assert not can_be_kept(Namespace(save_wgrads_interval=5))
 
 
 def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_its_result() -> None:

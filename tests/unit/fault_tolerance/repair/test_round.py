@@ -3,10 +3,10 @@
 The others are in the store only; tests/distributed/test_repair.py has whole jobs.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,7 +136,7 @@ def rank(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank
 
 
 def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_finished(
-    rank: Rank,
+    rank: Rank, capfd: pytest.CaptureFixture[str]
 ) -> None:
     phases = Phases(6.0)
     assert rank.run(phases) == "result 5"
@@ -156,6 +156,8 @@ def test_round_recovers_a_state_and_runs_iterations_until_the_broken_one_is_fini
     assert list(phases.seconds) == PHASES
     assert phases.seconds["notice"] == 1.0
     assert rank.membership.round == 1 and rank.rounds.is_finished(1)
+    line = r"moe_ft: rank 1 replaced in \d+\.\d s, and iteration 6 finished: no other rank was restarted"
+    assert re.search(line, capfd.readouterr().err), "log lines count from 1 as well"
 
 
 def test_round_waits_for_a_rank_that_reads_as_long_as_the_groups_do(
@@ -179,21 +181,6 @@ def test_round_without_a_state_is_no_refusal_of_the_job(rank: Rank) -> None:
         rank.run(Phases(6.0))
     assert not rank.rounds.is_finished(1)
     assert rank.ran == []
-
-
-def test_line_about_a_repair_names_the_ranks_and_counts_iterations_as_log_lines_do() -> None:
-    done = Repair(
-        number=1,
-        iteration=6,
-        recovered=6,
-        dead=(2,),
-        hung_s={},
-        is_replacement=False,
-        phases_s={"meet": 1.0, "swap": 0.25},
-    )
-    end = "replaced in 1.2 s, and iteration 7 finished: no other rank was restarted"
-    assert rounds_of_repair._end_of(done) == f"rank 2 {end}"
-    assert rounds_of_repair._end_of(replace(done, dead=(1, 3))) == f"ranks 1, 3 {end}"
 
 
 def test_phases_add_up_to_the_time_since_the_death() -> None:

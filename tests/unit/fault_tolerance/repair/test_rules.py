@@ -36,10 +36,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: True)
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_supported_job_gets_its_link() -> None:
+def test_supported_job_gets_its_link(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link()
-    assert checked_link(args(), link) is link
+    assert checked_link(args(), link) is link, "a job on GPUs may be tried"
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    assert checked_link(args(cuda_graph_impl="local"), link) is link, "no GPU is used"
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -78,28 +79,30 @@ def test_gpu_is_refused_unless_somebody_wants_to_try(
         checked_link(args(), Link())
 
 
-@pytest.mark.usefixtures("on_gpu")
-def test_job_on_gpus_may_be_tried() -> None:
-    link = Link()
-    assert checked_link(args(), link) is link
+ON_GPUS_ONLY = [
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: captured graphs hold"),
+    ({"nccl_ub": True}, "--use-nccl-ub: its memory is registered"),
+    ({"use_sharp": True}, "--use-sharp: its groups have to be the first"),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap: its buffers are shared"),
+    ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: its buffers"),
+    (
+        {"pipeline_model_parallel_comm_backend": "ucc"},
+        "--pipeline-model-parallel-comm-backend ucc: only backends of NCCL and gloo",
+    ),
+]
+ANYWHERE = [
+    ({"dataloader_type": "external"}, "--dataloader-type external: nobody knows"),
+    ({"async_save": True}, "--async-save: all ranks wait"),
+    ({"ckpt_assume_constant_structure": True}, "--ckpt-assume-constant-structure: a new"),
+    ({"phase_transition_iterations": [3]}, "--phase-transition-iterations: the position"),
+    ({"skip_train": True}, "--skip-train: nothing is trained"),
+    ({"hybrid_context_parallel": True}, "--hybrid-context-parallel: its iterator"),
+    ({"world_size": 1}, "one rank: nobody survives"),
+]
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"async_save": True}, "--async-save: all ranks wait"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: captured graphs hold"),
-        ({"nccl_ub": True}, "--use-nccl-ub: its memory is registered"),
-        ({"use_sharp": True}, "--use-sharp: its groups have to be the first"),
-        ({"tp_comm_overlap": True}, "--tp-comm-overlap: its buffers are shared"),
-        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: its buffers"),
-        (
-            {"pipeline_model_parallel_comm_backend": "ucc"},
-            "--pipeline-model-parallel-comm-backend ucc: only backends of NCCL and gloo",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [*ON_GPUS_ONLY, ANYWHERE[1]])
 def test_job_on_gpus_that_cannot_be_repaired_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
@@ -108,18 +111,7 @@ def test_job_on_gpus_that_cannot_be_repaired_is_refused(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dataloader_type": "external"}, "--dataloader-type external: nobody knows"),
-        ({"async_save": True}, "--async-save: all ranks wait"),
-        ({"ckpt_assume_constant_structure": True}, "--ckpt-assume-constant-structure: a new"),
-        ({"phase_transition_iterations": [3]}, "--phase-transition-iterations: the position"),
-        ({"skip_train": True}, "--skip-train: nothing is trained"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel: its iterator"),
-        ({"world_size": 1}, "one rank: nobody survives"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), ANYWHERE)
 def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
         checked_link(args(**changes), Link())

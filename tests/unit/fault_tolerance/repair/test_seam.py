@@ -94,23 +94,6 @@ def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_e
     assert ran == [7]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("a mistake")])
-def test_exception_that_no_death_explains_ends_the_rank_as_ever(
-    error: Exception, repairing: RepairSeam, link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watcher, "_NOTICE_S", 0.05)
-    ran = step(monkeypatch, error)
-    link.arm()
-    with (
-        repairing.below_hooks(),
-        repairing.above_hooks(),
-        pytest.raises(type(error), match=str(error)),
-    ):
-        training.train_step(*ARGUMENTS, iteration=3)
-    assert not link.is_armed
-    assert ran == [3]
-
-
 def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
     repairing: RepairSeam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
