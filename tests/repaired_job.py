@@ -15,6 +15,7 @@ NUM_ITERATIONS = 8
 PP_EP = {"pp": 2, "ep": 2}
 DENSE = ("dense",)
 SPARSE = ("sparse", "--moe-ft-window", "3")
+LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
 PHASES = ("forward", "backward", "in-step", "after-step")
 _LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
 
@@ -57,16 +58,20 @@ class RepairedJob:
         num_ranks: int = 4,
         extra: Sequence[str] = (),
         changes: Mapping[str, Any] | None = None,
-        max_restarts: int = 0,
+        **options: Any,
     ) -> KeptResult:
-        """Run the job to its end."""
+        """Run the job to its end; options are those of `run_kept`."""
         self.num_ranks = num_ranks
-        return run_kept(
-            self.flags(faults, strategy, layout, extra, changes),
-            num_ranks,
-            log=self.folder / "log",
-            max_restarts=max_restarts,
-        ).check()
+        flags = self.flags(faults, strategy, layout, extra, changes)
+        return run_kept(flags, num_ranks, log=self.folder / "log", **options).check()
+
+    def events(self, rank: int, kind: str) -> list[dict[str, Any]]:
+        """Return the events of one kind of a rank."""
+        return events(self.folder / "events", rank, kind)
+
+    def logged(self) -> list[int]:
+        """Return the iterations that have a log line, in their order."""
+        return [int(number) for number in _LOG_LINE.findall((self.folder / "log").read_text())]
 
     def nodes(
         self,
@@ -128,26 +133,23 @@ class RepairedJob:
             logged: iterations that have a log line.
             is_exact: whether the result is that of the job without faults.
         """
-        log = self.folder / "events"
         seen = []
         for rank in range(self.num_ranks):
-            lines = events(log, rank, "repair")
+            lines = self.events(rank, "repair")
             assert [line["round"] for line in lines] == list(range(1, len(dead) + 1))
             assert [line["dead_ranks"] for line in lines] == [[each] for each in dead]
             assert [line["is_replacement"] for line in lines] == [rank == each for each in dead]
             assert [line["broken_iteration"] for line in lines] == list(broken)
-            targets = [line["target_iteration"] for line in events(log, rank, "recovery")]
+            targets = [line["target_iteration"] for line in self.events(rank, "recovery")]
             assert [line["recovered_iteration"] for line in lines] == targets
             seen.append(targets)
-            pids = [line["pid"] for line in events(log, rank, "start")]
+            pids = [line["pid"] for line in self.events(rank, "start")]
             assert len(pids) == 1 + len(dead)
             assert len(set(pids)) == 1 + list(dead).count(rank), "survivors keep their processes"
-            assert events(log, rank, "stopped") == []
+            assert self.events(rank, "stopped") == []
         assert all(each == seen[0] for each in seen)
         for found, allowed in zip(seen[0], recovered, strict=True):
             assert found in allowed
-        text = (self.folder / "log").read_text()
-        found_lines = [int(number) for number in _LOG_LINE.findall(text)]
-        assert found_lines == list(logged), "each log line comes once"
+        assert self.logged() == list(logged), "each log line comes once"
         if is_exact:
             assert self.digests() == self.expected()

@@ -4,21 +4,11 @@ The launcher never learns of it: nothing is restarted. What cannot be repaired i
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.harness import events
-from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
-
-LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
-
-
-@pytest.mark.rest
-def test_killed_rank_is_replaced_and_the_others_keep_their_processes(repaired: RepairedJob) -> None:
-    result = repaired.run("kill:0@4:backward")
-    assert result.num_restarts == 0
-    repaired.check([0], [4], [{3, 4}])
+from tests.repaired_job import DENSE, LOCAL, NUM_ITERATIONS, PHASES, PP_EP, SPARSE, RepairedJob
 
 
 def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
@@ -33,22 +23,20 @@ def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_t
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("rank", [0, 2, 3])
-def test_rank_of_pipeline_and_experts_is_replaced_in_every_phase(
-    repaired: RepairedJob, rank: int, phase: str, strategy: Sequence[str]
+@pytest.mark.parametrize(
+    ("rank", "layout", "num_ranks"),
+    [(0, PP_EP, 4), (2, PP_EP, 4), (3, PP_EP, 4), (0, {}, 2), (1, {}, 2)],
+)
+def test_rank_of_pipeline_and_experts_or_of_data_parallelism_is_replaced_in_every_phase(
+    repaired: RepairedJob,
+    rank: int,
+    layout: Mapping[str, int],
+    num_ranks: int,
+    phase: str,
+    strategy: Sequence[str],
 ) -> None:
-    repaired.run(f"kill:{rank}@4:{phase}", strategy=strategy)
-    repaired.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_of_data_parallelism_is_replaced_in_every_phase(
-    repaired: RepairedJob, rank: int, phase: str, strategy: Sequence[str]
-) -> None:
-    repaired.run(f"kill:{rank}@4:{phase}", strategy=strategy, layout={}, num_ranks=2)
+    fault = f"kill:{rank}@4:{phase}"
+    repaired.run(fault, strategy=strategy, layout=layout, num_ranks=num_ranks)
     repaired.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
 
 
@@ -61,7 +49,7 @@ def test_evaluations_storage_and_upstream_logs_continue_after_a_repair(
         "kill:3@5:backward",
         strategy=(
             *("dense", "--moe-ft-persist-dir", str(storage), "--moe-ft-persist-interval", "2"),
-            *("--moe-ft-upstream-log", "--moe-ft-breakpoints"),
+            *LOCAL,
         ),
         extra=("--eval-interval", "2", "--eval-iters", "1"),
     )
@@ -87,8 +75,8 @@ def test_failure_that_cannot_be_repaired_is_restarted(
     result = repaired.run(*faults, max_restarts=1)
     assert result.num_restarts == 1
     for rank in range(repaired.num_ranks):
-        assert events(repaired.folder / "events", rank, "repair") == []
-        assert events(repaired.folder / "events", rank, "end")[-1]["reason"] == "finished"
+        assert repaired.events(rank, "repair") == []
+        assert repaired.events(rank, "end")[-1]["reason"] == "finished"
     assert repaired.digests() == repaired.expected()
 
 

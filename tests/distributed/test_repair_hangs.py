@@ -5,19 +5,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.harness import events
-from tests.kept_job import ROOT, run_kept
-from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, PP_EP, SPARSE, RepairedJob
+from tests.kept_job import ROOT
+from tests.repaired_job import DENSE, LOCAL, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
 
 DEADLINE_S = 300
 HEARTBEAT = ("--moe-ft-repair-heartbeat-s", "8")
-LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
-_LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
 
 
 def hung_ranks(job: RepairedJob) -> list[list[str]]:
     """Return ``[rank]`` those that were killed because they hung, as each rank has noted it."""
-    lines = [events(job.folder / "events", rank, "repair")[-1] for rank in range(job.num_ranks)]
+    lines = [job.events(rank, "repair")[-1] for rank in range(job.num_ranks)]
     assert all(seconds > 8 for line in lines for seconds in line["hung_s"].values())
     return [list(line["hung_s"]) for line in lines]
 
@@ -40,8 +37,7 @@ def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
     repaired: RepairedJob,
 ) -> None:
     patience = ("--distributed-timeout-minutes", "1")
-    flags = repaired.flags(["hang:2@4:backward"], SPARSE, PP_EP, patience)
-    run_kept(flags, 4, log=repaired.folder / "log", deadline_s=DEADLINE_S).check()
+    repaired.run("hang:2@4:backward", strategy=SPARSE, extra=patience, deadline_s=DEADLINE_S)
     repaired.check([2], [4], [{3}])
     assert hung_ranks(repaired) == [["2"]] * 4
     text = (repaired.folder / "log").read_text()
@@ -52,13 +48,12 @@ def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
 @pytest.mark.timeout(900)
 def test_timeout_of_the_flag_counts_before_and_after_a_repair(repaired: RepairedJob) -> None:
     """The second hang is that of the replacement, which has set the timeout of its groups alone."""
-    flags = repaired.flags(
-        ["hang:2@4:backward", "hang:2@6:forward"],
-        (*DENSE, *HEARTBEAT),
-        PP_EP,
-        ("--distributed-timeout-seconds-after-init", "40"),
+    repaired.run(
+        *("hang:2@4:backward", "hang:2@6:forward"),
+        strategy=(*DENSE, *HEARTBEAT),
+        extra=("--distributed-timeout-seconds-after-init", "40"),
+        deadline_s=DEADLINE_S,
     )
-    run_kept(flags, 4, log=repaired.folder / "log", deadline_s=DEADLINE_S).check()
     repaired.check([2, 2], [4, 6], [{3, 4}, {5, 6}])
     assert hung_ranks(repaired) == [["2"]] * 4
     text = (repaired.folder / "log").read_text()
@@ -74,21 +69,15 @@ def test_rank_that_hangs_in_a_recovery_has_the_launcher_restart_the_job(
     repaired: RepairedJob, kind: str
 ) -> None:
     second = "hang:3@3:recovery" if "replacement" in kind else "hang:1@3:recovery"
-    flags = repaired.flags(["kill:3@4:forward", second], DENSE, PP_EP)
-    log = repaired.folder / "log"
-    result = run_kept(flags, 4, log=log, max_restarts=1, deadline_s=DEADLINE_S).check()
+    result = repaired.run("kill:3@4:forward", second, max_restarts=1, deadline_s=DEADLINE_S)
     assert result.num_restarts == 1
-    assert f"inflicts {second} on itself" in log.read_text()
+    assert f"inflicts {second} on itself" in result.log.read_text()
     for rank in range(repaired.num_ranks):
-        assert events(repaired.folder / "events", rank, "repair") == []
+        assert repaired.events(rank, "repair") == []
         # The restart, and for some ranks the repair before, whose recovery ends on each rank by itself.
-        targets = [
-            each["target_iteration"]
-            for each in events(repaired.folder / "events", rank, "recovery")
-        ]
-        assert targets, "nothing was recovered"
-        assert set(targets) <= {3, 4}
-        assert events(repaired.folder / "events", rank, "end")[-1]["reason"] == "finished"
+        targets = {each["target_iteration"] for each in repaired.events(rank, "recovery")}
+        assert targets and targets <= {3, 4}
+        assert repaired.events(rank, "end")[-1]["reason"] == "finished"
     assert repaired.digests() == repaired.expected()
 
 
@@ -102,7 +91,7 @@ make, made = gloo.ProcessGroupGloo, []
 
 def die(*arguments):
     made.append(arguments)
-    if len(made) == 3 and os.environ["RANK"] == "1" and not own_link().is_replacement:
+    if len(made) == 3 and os.environ["RANK"] == "1" and own_link().died_s is None:
         os.kill(os.getpid(), signal.SIGKILL)
     return make(*arguments)
 
@@ -135,18 +124,15 @@ def test_death_during_a_repair_begins_the_next_round(
     if second == "swap":
         faults, script = faults[:1], repaired.folder / "script.py"
         script.write_text(DIES_IN_SWAP)
-    flags = repaired.flags(faults, (*strategy, *HEARTBEAT), PP_EP, ())
-    log = repaired.folder / "log"
-    run_kept(flags, 4, log=log, script=str(script), deadline_s=DEADLINE_S).check()
+    strategy = (*strategy, *HEARTBEAT)
+    repaired.run(*faults, strategy=strategy, script=str(script), deadline_s=DEADLINE_S)
     for rank in range(repaired.num_ranks):
-        (line,) = events(repaired.folder / "events", rank, "repair")
+        (line,) = repaired.events(rank, "repair")
         assert (line["round"], line["dead_ranks"]) == (2, dead)
-        pids = {each["pid"] for each in events(repaired.folder / "events", rank, "start")}
+        pids = {each["pid"] for each in repaired.events(rank, "start")}
         assert (len(pids) > 1) == (rank in dead), "survivors keep their processes"
     assert hung_ranks(repaired) == [["0"] if second.startswith("stop") else []] * 4
-    assert [int(each) for each in _LOG_LINE.findall(log.read_text())] == list(
-        range(1, NUM_ITERATIONS + 1)
-    )
+    assert repaired.logged() == list(range(1, NUM_ITERATIONS + 1))
     assert repaired.digests() == repaired.expected()
 
 
@@ -157,9 +143,9 @@ def test_ranks_that_die_at_about_the_same_time_are_replaced(
 ) -> None:
     assert repaired.run("kill:0@4:forward", "kill:3@4:forward", strategy=strategy).num_restarts == 0
     for rank in (1, 2):
-        lines = events(repaired.folder / "events", rank, "repair")
+        lines = repaired.events(rank, "repair")
         assert sorted(each for line in lines for each in line["dead_ranks"]) == [0, 3]
-        assert len({line["pid"] for line in events(repaired.folder / "events", rank, "start")}) == 1
+        assert len({line["pid"] for line in repaired.events(rank, "start")}) == 1
     assert repaired.digests() == repaired.expected()
 
 
@@ -172,5 +158,5 @@ def test_deaths_in_repair_after_repair_have_the_launcher_restart_the_job(
     assert result.num_restarts == 1
     assert "3 rounds of repairs were broken before" in result.log.read_text()
     for rank in range(repaired.num_ranks):
-        assert events(repaired.folder / "events", rank, "repair") == []
+        assert repaired.events(rank, "repair") == []
     assert repaired.digests() == repaired.expected()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.harness import events
 from tests.kept_job import ROOT
 from tests.nodes import Nodes
 from tests.repaired_job import RepairedJob
@@ -28,11 +27,10 @@ DYING = ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"
 
 def check(job: RepairedJob, *, num_starts: int) -> None:
     """Check that ranks were started so often, one death was repaired, and the bits are the same."""
-    log = job.folder / "events"
     for rank in range(job.num_ranks):
-        assert len(events(log, rank, "repair")) == 1
-        assert len(events(log, rank, "start")) >= num_starts + 1
-        assert [line["reason"] for line in events(log, rank, "end")] == ["finished"]
+        assert len(job.events(rank, "repair")) == 1
+        assert len(job.events(rank, "start")) >= num_starts + 1
+        assert [line["reason"] for line in job.events(rank, "end")] == ["finished"]
     assert job.digests() == job.expected()
 
 
@@ -133,7 +131,7 @@ def test_stranger_in_the_store_runs_no_code_and_does_not_end_the_job(
         nodes.start("node0")
         wait_until_trained(nodes, "node0")
         plant(int(nodes.variable("node0", "MASTER_PORT")), mark)
-        assert events(repaired.folder / "events", 0, "repair") == [], "the stranger was too late"
+        assert repaired.events(0, "repair") == [], "the stranger was too late"
         codes = nodes.wait()
     text = nodes.log("node0")
     assert codes == [0], text[-3000:]
