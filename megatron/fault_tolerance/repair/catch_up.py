@@ -6,6 +6,7 @@ returned and from the norm in the record.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class Step:
         for name, entry in get_moe_metrics_tracker().metrics.items():
             if name in self._metrics:
                 entry.values.copy_(self._metrics[name])
-        stepped = _Stepped(grad_norm)
+        outcome = (grad_norm is not None, grad_norm, None)  # made, norm, no number of zeros
+        stepped = SimpleNamespace(zero_grad=lambda: None, step=lambda increment=0: outcome)
         return self._call(iteration, stepped, stepped, lambda *args, **kwargs: self._losses)
 
     def _call(
@@ -109,19 +111,6 @@ class Step:
         data = (parts.forward_step, parts.data_iterator, parts.model)
         args = (*data, optimizer, scheduler, parts.config, forward_backward)
         return self._original(*args, **{**self._kwargs, "iteration": iteration})
-
-
-class _Stepped:
-    """Optimizer and scheduler that have stepped."""
-
-    def __init__(self, grad_norm: float | None) -> None:
-        self._grad_norm = grad_norm
-
-    def zero_grad(self) -> None: ...
-
-    def step(self, increment: int = 0) -> tuple[bool, float | None, None]:
-        """Return whether the step was made, the norm of the gradients, and no number of zeros."""
-        return self._grad_norm is not None, self._grad_norm, None
 
 
 def catch_up(

@@ -1,7 +1,6 @@
-"""End of a broken iteration: its traces in Megatron's globals, in model and optimizer, and in groups go."""
+"""End of a broken iteration: its traces in Megatron's globals, and in model and optimizer, go."""
 
 import gc
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -18,24 +17,25 @@ _LOOP_TIMER = "interval-time"
 
 
 def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -> None:
-    """Leave the broken iteration, which has ended with an exception. Not collective."""
+    """Leave the broken iteration, which has ended with an exception. Not collective.
+
+    Model, optimizer and Megatron's globals are then as before an iteration.
+    """
     links.leave()
     listeners.suspend(iteration)
-    clean(parts.model, parts.optimizer, iteration)
-
-
-def clean(model: Any, optimizer: Any, iteration: int) -> None:
-    """Leave model, optimizer and Megatron's globals as they are before an iteration."""
     machine = get_rerun_state_machine()
     machine.state, machine.current_iteration = RerunState.NOT_RUNNING_YET, iteration
     for name, timer in get_timers()._timers.items():
         if name != _LOOP_TIMER and getattr(timer, "_started", False):
             timer._started = False
     clear_metrics()
-    for chunk in model:
-        for group in _bucket_groups(chunk):
-            _begin_again(group)
-    forget_answers(optimizer)
+    for chunk in parts.model:
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, name, ()):
+                _begin_again(group)
+    for each in (parts.optimizer, *getattr(parts.optimizer, "chained_optimizers", ())):
+        # All ask again what costs a collective and is asked once: a replacement has to ask.
+        each._has_grad_norm_group_cache = None
     gc.collect()  # the frames of the exception hold activations, and contexts that must end now
 
 
@@ -43,12 +43,6 @@ def clear_metrics() -> None:
     """Forget numbers that the iterations so far have added up for the next log line."""
     get_moe_metrics_tracker().clear()
     MTPLossLoggingHelper.tracker = {}
-
-
-def forget_answers(optimizer: Any) -> None:
-    """Have all ranks ask again what costs a collective and is asked once: a replacement has to ask."""
-    for each in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
-        each._has_grad_norm_group_cache = None
 
 
 def _begin_again(group: Any) -> None:
@@ -62,8 +56,3 @@ def _begin_again(group: Any) -> None:
     group.param_gather_dispatched = False
     group.is_first_batch = True
     group.golden_per_param_grad_ready_counts, group.per_param_grad_ready_counts = {}, {}
-
-
-def _bucket_groups(chunk: Any) -> Iterator[Any]:
-    for name in ("bucket_groups", "expert_parallel_bucket_groups"):
-        yield from getattr(chunk, name, ())

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn, override
 
@@ -24,7 +25,7 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron.fault_tolerance.repair.links import Maker, Place, Transport
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.site import say
+from moe_ft.saying import say
 
 _ABORT_S = 15.0
 _DRAIN_S = 20.0
@@ -129,15 +130,13 @@ class Nccl(Transport):
             RuntimeError: with the error of the device.
         """
         _close_batches()
-        errors: list[RuntimeError] = []
-        device = torch.cuda.current_device()
-        thread = threading.Thread(target=_synchronize, args=(device, errors), daemon=True)
-        thread.start()
-        thread.join(_DRAIN_S)
-        if thread.is_alive():
+        pool = ThreadPoolExecutor(1)
+        try:
+            pool.submit(torch.cuda.synchronize, torch.cuda.current_device()).result(_DRAIN_S)
+        except TimeoutError:
             end_process(f"it has not come to an end within {_DRAIN_S:.0f} s of the aborts")
-        if errors:
-            raise errors[0]
+        finally:
+            pool.shutdown(wait=False)
 
 
 def _backend(group: Any) -> Any:
@@ -189,13 +188,6 @@ def _close_batches() -> None:
             except RuntimeError as error:
                 # Nobody can tell what the thread's next operation would do.
                 end_process(f"a batch of sends could not be ended: {error}")
-
-
-def _synchronize(device: int, errors: list[RuntimeError]) -> None:
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        errors.append(error)
 
 
 def set_variables(environment: MutableMapping[str, str]) -> dict[str, str]:

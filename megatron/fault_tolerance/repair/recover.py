@@ -4,7 +4,8 @@ A repair is a start of checkpointing: the listeners set up again. Data are read 
 sets that are there, in the loop's iterators.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunDataIterator
@@ -100,12 +101,7 @@ def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:
     iterator.iterable = None  # ends the workers of the old one
     loader = training.build_pretraining_data_loader(data_set, num_consumed)
     is_cyclic = get_args().dataloader_type == "cyclic"
-    iterator.iterable = _cycle(loader) if is_cyclic else iter(loader)
-
-
-def _cycle(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+    iterator.iterable = chain.from_iterable(repeat(loader)) if is_cyclic else iter(loader)
 
 
 def recover(

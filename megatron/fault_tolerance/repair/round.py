@@ -130,13 +130,9 @@ def _report(rank: Repaired, met: Met, iteration: int, recovered: int, phases: Ph
     )
     rank.listeners.after_repair(done)
     if own == 0:
-        say(_end_of(done))
-
-
-def _end_of(done: Repair) -> str:
-    """Return a line for people. They count iterations from 1, as log lines do."""
-    names = ("rank " if len(done.dead) == 1 else "ranks ") + ", ".join(map(str, done.dead))
-    return (
-        f"{names} replaced in {sum(done.phases_s.values()):.1f} s, and iteration "
-        f"{done.iteration + 1} finished: no other rank was restarted"
-    )
+        names = ("rank " if len(met.dead) == 1 else "ranks ") + ", ".join(map(str, met.dead))
+        # People count iterations from 1, as log lines do.
+        say(
+            f"{names} replaced in {sum(phases.seconds.values()):.1f} s, and iteration {iteration + 1} "
+            "finished: no other rank was restarted"
+        )

@@ -116,19 +116,15 @@ class RepairSeam:
                 self._rank.watcher.close()
 
     def after_setup(self, built: Built, iteration: int) -> None:
-        """Have the listeners set up; a replacement only learns where the others are, and does it later."""
+        """Have the listeners set up; a replacement only learns where the others are, and does it later.
+
+        Raises:
+            RepairError: if the others do not come, or have other process groups.
+        """
         self._built = built
         if self._rank.joining is None:
             self._rank.listeners.after_setup(built, iteration)
-        else:
-            self._join_survivors(self._rank.joining)
-
-    def _join_survivors(self, joining: Joining) -> None:
-        """Bring this replacement to where the survivors are.
-
-        Raises:
-            RepairError: if they do not come, or have other process groups.
-        """
+            return
         position = self._rank.membership.wait_for_survivors()
         if position.num_groups != self._rank.groups.num_made:
             raise RepairError(
@@ -136,7 +132,7 @@ class RepairSeam:
                 f"{self._rank.groups.num_made}"
             )
         set_counters(get_args(), position)
-        joining.follow(position)
+        self._rank.joining.follow(position)
         self._rank.evaluations.draw = position.evaluations_draw
 
     def _record(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -1,27 +1,57 @@
-"""Members of a round that know where their loop is."""
+"""Ranks of a round of repairs, and the process groups of one process."""
 
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
-from moe_ft.keeper.rounds import Member
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.watcher import Watcher
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Member, Rounds
+from tests.unit.signed import signed
 
 
-def position_at(iteration: int, *, is_evaluated: bool = False) -> Position:
+class Watched:
+    """Rank 0 of some ranks in round 0, with a watcher of its links."""
+
+    def __init__(self, num_ranks: int = 1, transport: Gloo | None = None) -> None:
+        self.job_store, self.link = dist.HashStore(), Link()
+        self.store = signed(self.job_store)
+        self.links = Links(self.link, (transport or Gloo(),))
+        self.rounds = Rounds(self.store, 0, num_ranks)
+        self.watcher = Watcher(Rounds(self.store, 0, num_ranks), self.links, self.link)
+
+
+def position_at(iteration: int, **changes: Any) -> Position:
     """Return the position of a loop in an iteration of 8 samples."""
-    return Position(
-        iteration=iteration,
-        consumed_train_samples=iteration * 8,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        num_floating_point_operations_so_far=0.0,
-        num_groups=9,
-        do_train=True,
-        do_valid=False,
-        do_test=False,
-        gathers_weights=False,
-        evaluations_draw=False,
-        is_evaluated=is_evaluated,
+    counters = {
+        "consumed_train_samples": iteration * 8,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "num_floating_point_operations_so_far": 0.0,
+        "num_groups": 9,
+    }
+    flags = dict.fromkeys(
+        ("do_valid", "do_test", "gathers_weights", "evaluations_draw", "is_evaluated"), False
     )
+    return Position(iteration=iteration, do_train=True, **{**counters, **flags, **changes})
 
 
-def survivor(rank: int, iteration: int, *, is_evaluated: bool = False) -> Member:
+def survivor(rank: int, iteration: int, **changes: Any) -> Member:
     """Return a rank that has left an iteration, or the evaluation after it."""
-    return Member(rank=rank, facts=position_at(iteration, is_evaluated=is_evaluated).facts())
+    return Member(rank=rank, facts=position_at(iteration, **changes).facts())
+
+
+def make_world(recipes: Recipes) -> None:
+    """Make the world of one rank."""
+    recipes.make(dist.init_process_group, "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def fake_world(recipes: Recipes, backend: str, rank: int = 1) -> None:
+    """Make the world of a replacement, as Megatron does with a fake process group."""
+    world = {"store": FakeStore(), "rank": rank, "world_size": 2}
+    recipes.make_fake(dist.init_process_group, default=backend, backend="fake", **world)

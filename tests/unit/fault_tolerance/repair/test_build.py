@@ -5,7 +5,6 @@ import math
 import pickle
 import struct
 from argparse import Namespace
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,7 +107,7 @@ def test_replacement_gathers_weights_in_its_first_iteration_if_the_others_do(
     chunk, joining = _Chunk(), Joining(membership, Recipes())
     loop_args.fake_process_group = False
     with joining.installed():
-        joining.follow(replace(position_at(4), gathers_weights=gathers))
+        joining.follow(position_at(4, gathers_weights=gathers))
         training.disable_forward_pre_hook([chunk], param_sync=False)  # as Megatron's loop begins
         chunk.config.param_sync_func = None
         joining.end()

@@ -5,7 +5,7 @@ That results equal those without a failure is in tests/distributed/test_local_re
 
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, override
 
 import pytest
 import torch
@@ -28,31 +28,25 @@ from megatron.fault_tolerance.repair.catch_up import (
     set_counters,
 )
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
-from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
-from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
-from tests.unit.fault_tolerance.repair.members import position_at
-from tests.unit.signed import signed
+from tests.unit.fault_tolerance.repair.members import Watched, position_at
 
 BROKEN = 5
+METRIC = "load_balancing_loss"
+DATA = ("forward", "data", "model", "config")
 
 
-class _Replays(LoopListener):
-    """Notes that a window is replayed."""
+class _Optimizer:
+    """Steps without skipping."""
 
-    def __init__(self, events: list[Any]) -> None:
-        self._events = events
-
-    def replay_if_due(self, forward_backward: Any = None) -> None:
-        self._events.append(("replay", forward_backward is not None))
+    def zero_grad(self) -> None: ...
+    def step(self) -> tuple[bool, float, None]:
+        return True, 0.5, None
 
 
-class Rank:
+class Rank(LoopListener):
     """A rank that has recovered the state of iteration 3, and was in iteration 5.
 
     Attributes:
@@ -63,49 +57,76 @@ class Rank:
 
     def __init__(self, args: Namespace) -> None:
         args.iterations_to_skip, args.consumed_train_samples = [], 3 * args.global_batch_size
-        self.args, self.events, loop = args, list[Any](), LoopState()
-        self._listeners = Listeners(loop, [_Replays(self.events)])
-        self._links = Links(link := Link(), (Gloo(),))
-        self._watcher = Watcher(Rounds(signed(), 0, 1), self._links, link)
-        self.evaluations = SkippedEvaluations()
-        parts = ("forward", "data", "model", "optimizer", "scheduler", "config", lambda: None)
-        self._step = Step(self._train_step, parts, {"iteration": BROKEN}, loop)
+        self.args, self.events, self.loop = args, list[Any](), LoopState()
+        self._watched, self.evaluations = Watched(), SkippedEvaluations()
+        scheduler = Namespace(step=lambda increment: None)
+        given = (*DATA[:3], _Optimizer(), scheduler, DATA[3], self._forward_backward)
+        self.step = Step(self._train_step, given, {"iteration": BROKEN, "scale": 10}, self.loop)
 
-    def _train_step(self, *args: Any, iteration: int) -> str:
+    def _train_step(self, *args: Any, iteration: int, scale: int) -> tuple[Any, ...]:
+        """Do what Megatron's does, in short."""
         assert self.args.curr_iteration == iteration
         assert get_rerun_state_machine().current_iteration == iteration
+        *data, optimizer, scheduler, config, schedule = args
+        optimizer.zero_grad()
+        losses, stepped = schedule(scale=scale), optimizer.step()
+        scheduler.step(increment=8)
+        return (*data, config, losses, stepped)
+
+    def _forward_backward(self, *, scale: int) -> list[int]:
+        iteration = self.args.curr_iteration
         self.note(iteration)
-        return f"result {iteration}"
+        get_moe_metrics_tracker().record(METRIC, torch.tensor(float(iteration)), 1, 2)
+        return [scale * iteration]
+
+    @override
+    def replay_if_due(self, forward_backward: Any = None) -> None:
+        self.note(("replay", forward_backward is not None))
 
     def note(self, event: Any) -> None:
         """Note what runs."""
         self.events.append((event, self.args.consumed_train_samples))
 
+    def run(self, iteration: int) -> Any:
+        """Run one iteration."""
+        begin_iteration(self.args, iteration)
+        return self.step.run(iteration)
+
     def catch_up(self, first: int = 3) -> Any:
         """Return the result of the broken iteration."""
         return catch_up(
-            self._step,
+            self.step,
             first,
             BROKEN,
             position_at(BROKEN),
-            listeners=self._listeners,
-            watcher=self._watcher,
-            links=self._links,
+            listeners=Listeners(self.loop, [self]),
+            watcher=self._watched.watcher,
+            links=self._watched.links,
             evaluations=self.evaluations,
         )
 
 
 @pytest.fixture
-def rank(loop_args: Namespace) -> Iterator[Rank]:
+def rank(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", None)
     initialize_rerun_state_machine()
     yield Rank(loop_args)
     destroy_rerun_state_machine()
 
 
+def metric() -> float:
+    return float(get_moe_metrics_tracker().metrics[METRIC].values[0])
+
+
+REPLAY = (("replay", True), 24)
+RESULT = (*DATA, [50], (True, 0.5, None))
+
+
 def test_all_iterations_run_and_all_but_the_broken_one_are_counted(rank: Rank) -> None:
-    assert rank.catch_up() == "result 5"
-    assert rank.events == [("replay", True), (3, 24), (4, 32), (5, 40)]
+    assert rank.catch_up() == RESULT
+    assert rank.events == [REPLAY, (3, 24), (4, 32), (5, 40)]
     assert rank.args.consumed_train_samples == 40, "the loop counts the last one itself"
+    assert metric() == 5.0, "a log line is about one iteration"
 
 
 def test_iteration_that_the_loop_has_skipped_is_skipped_again(
@@ -115,8 +136,8 @@ def test_iteration_that_the_loop_has_skipped_is_skipped_again(
     rank.args.iterations_to_skip = [5]
     rank.args.do_valid, rank.args.eval_interval = True, 5
     rank.evaluations.draw = True  # the loop does not evaluate after an iteration that it skips
-    assert rank.catch_up() == "result 5"
-    assert rank.events == [("replay", True), (3, 24), ("data", 32), (5, 40)]
+    assert rank.catch_up() == RESULT
+    assert rank.events == [REPLAY, (3, 24), ("data", 32), (5, 40)]
     assert rank.args.skipped_train_samples == 8
     assert rank.args.consumed_valid_samples == 0
 
@@ -130,97 +151,38 @@ def test_evaluations_before_the_broken_iteration_are_counted_or_end_the_repair(r
         rank.catch_up()
 
 
-def test_result_is_answered_where_the_state_after_the_broken_iteration_was_recovered(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Step, "answer", lambda step, iteration, norm: f"answer {iteration}")
-    rank.args.consumed_train_samples = 48
-    assert rank.catch_up(first=BROKEN + 1) == "answer 5"
-    assert rank.events == [("replay", True)]
-    assert rank.args.consumed_train_samples == 40, "the loop has yet to count it"
-
-
-NAME = "load_balancing_loss"
-
-
-class _Optimizer:
-    """Steps without skipping."""
-
-    def zero_grad(self) -> None: ...
-    def step(self) -> tuple[bool, float, None]:
-        return True, 0.5, None
-
-
-def metric() -> float:
-    return float(get_moe_metrics_tracker().metrics[NAME].values[0])
-
-
-class Calls:
-    """A call of `train_step` whose iterations return and record their number."""
-
-    def __init__(self, args: Namespace) -> None:
-        self._args, self.loop = args, LoopState()
-        parts = ("forward", "data", "model", _Optimizer(), Namespace(step=lambda increment: None))
-        given = (*parts, "config", self._forward_backward)
-        self.step = Step(self._train_step, given, {"iteration": 3, "scale": 10}, self.loop)
-
-    def _train_step(self, *args: Any, iteration: int, scale: int) -> tuple[Any, ...]:
-        """Do what Megatron's does, in short."""
-        self._args.curr_iteration = iteration
-        *others, optimizer, scheduler, config, schedule = args
-        optimizer.zero_grad()
-        losses, stepped = schedule(scale=scale), optimizer.step()
-        scheduler.step(increment=8)
-        return (*others, config, losses, stepped)
-
-    def _forward_backward(self, *, scale: int) -> list[int]:
-        iteration = self._args.curr_iteration
-        get_moe_metrics_tracker().record(NAME, torch.tensor(float(iteration)), 1, 2)
-        return [scale * iteration]
-
-
-@pytest.fixture
-def calls(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", None)
-    return Calls(loop_args)
-
-
-def test_step_runs_any_iteration_with_what_else_the_loop_has_given(calls: Calls) -> None:
-    data = ("forward", "data", "model", "config")
-    assert calls.step.run(4) == (*data, [40], (True, 0.5, None))
-    assert calls.step.run(3) == (*data, [30], (True, 0.5, None))
-    parts = calls.step.parts
-    assert (parts.forward_step, parts.data_iterator, parts.model, parts.config) == data
-    assert metric() == 7.0, "metrics of training add up as ever"
-
-
 @pytest.mark.parametrize("norm", [2.5, None])
-def test_answer_has_what_the_iteration_has_returned_and_recorded(
-    calls: Calls, norm: float | None
+def test_result_is_answered_where_the_state_after_the_broken_iteration_was_recovered(
+    rank: Rank, norm: float | None
 ) -> None:
-    calls.step.run(4)
+    rank.run(BROKEN)
     get_moe_metrics_tracker().clear()  # what a broken iteration leaves is
-    data = ("forward", "data", "model", "config")
-    assert calls.step.answer(4, norm) == (*data, [40], (norm is not None, norm, None))
-    assert metric() == 4.0
+    rank.loop.grad_norm = norm
+    rank.args.consumed_train_samples = 48
+    rank.events.clear()
+    assert rank.catch_up(first=BROKEN + 1) == (*DATA, [50], (norm is not None, norm, None))
+    assert rank.events == [(("replay", True), 48)], "nothing is computed"
+    assert rank.args.consumed_train_samples == 40, "the loop has yet to count it"
+    assert metric() == 5.0
 
 
-def test_metrics_are_those_of_the_last_iteration_of_a_replay(calls: Calls) -> None:
-    calls.loop.is_replaying = True
-    calls.step.run(3)
-    calls.step.run(4)
-    assert metric() == 4.0
-    get_moe_metrics_tracker().clear()
-    calls.step.answer(4, 1.5)
-    assert metric() == 4.0
+def test_metrics_are_those_of_the_last_iteration_of_a_replay(rank: Rank) -> None:
+    rank.run(3)
+    rank.run(4)
+    assert metric() == 7.0, "those of training add up as ever"
+    rank.loop.is_replaying = True
+    rank.run(5)
+    assert metric() == 5.0
+    parts = rank.step.parts
+    assert (parts.forward_step, parts.data_iterator, parts.model, parts.config) == DATA
 
 
-def test_rank_that_has_not_kept_the_iteration_gives_the_repair_up(calls: Calls) -> None:
-    with pytest.raises(RepairError, match="after iteration 4 was recovered, and its result is not"):
-        calls.step.answer(4, 1.5)
-    calls.step.run(3)
+def test_rank_that_has_not_kept_the_iteration_gives_the_repair_up(rank: Rank) -> None:
+    with pytest.raises(RepairError, match="after iteration 5 was recovered, and its result is not"):
+        rank.catch_up(first=BROKEN + 1)
+    rank.run(4)
     with pytest.raises(RepairError):
-        calls.step.answer(4, 1.5)
+        rank.catch_up(first=BROKEN + 1)
 
 
 @pytest.mark.parametrize("hooks", [{}, {"module": "hook"}])
@@ -246,8 +208,6 @@ def test_replacement_begins_where_the_survivors_are(
 def test_iterations_are_counted_as_the_loop_counts_them(rank: Rank) -> None:
     args = rank.args
     args.consumed_train_samples = 0
-    begin_iteration(args, 7)
-    assert args.curr_iteration == get_rerun_state_machine().current_iteration == 7
     count_iteration(args)
     assert args.consumed_train_samples == args.global_batch_size
     assert args.skipped_train_samples == 0

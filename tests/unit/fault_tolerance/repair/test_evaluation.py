@@ -22,15 +22,11 @@ from megatron.fault_tolerance.repair.evaluation import (
     SkippedEvaluations,
     can_begin_again,
 )
-from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import EndBarrier, Links
+from megatron.fault_tolerance.repair.links import EndBarrier
 from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds
-from tests.unit.signed import signed
+from tests.unit.fault_tolerance.repair.members import Watched
 
 PER_STEP = 10  # samples
 
@@ -117,10 +113,10 @@ def evaluate(
     monkeypatch.setattr(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
-    links = Links(link := Link(), (Gloo(),))
-    watcher, barrier = Watcher(Rounds(signed(), 0, 1), links, link), EndBarrier(links, Recipes())
+    watched = Watched()
+    barrier = EndBarrier(watched.links, Recipes())
     with Patches() as patches:
-        EvaluatingAgain(watcher, barrier, notice, repair).install(patches)
+        EvaluatingAgain(watched.watcher, barrier, notice, repair).install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 

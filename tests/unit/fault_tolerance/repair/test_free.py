@@ -1,6 +1,7 @@
 """Traces of a broken iteration are removed from Megatron's globals, the model and the optimizer."""
 
 from argparse import Namespace
+from typing import override
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import global_vars
 
-from megatron.fault_tolerance.repair import free
+from megatron.fault_tolerance.repair.free import free
+from megatron.fault_tolerance.repair.links import Links
+from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
+from moe_ft.loop.training_loop import LoopParts
 
 
 class _Work:
@@ -28,8 +32,16 @@ class _Work:
         raise RuntimeError("Connection closed by peer")
 
 
+class _Suspended(LoopListener):
+    iteration = 0
+
+    @override
+    def suspend(self, iteration: int) -> None:
+        self.iteration = iteration
+
+
 def test_everything_that_a_broken_iteration_has_begun_is_as_before_one(
-    monkeypatch: pytest.MonkeyPatch,
+    links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timers = Timers(2, "minmax")
     monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", timers)
@@ -49,11 +61,14 @@ def test_everything_that_a_broken_iteration_has_begun_is_as_before_one(
     )
     inner = Namespace(_has_grad_norm_group_cache={"dp": True})
     optimizer = Namespace(_has_grad_norm_group_cache={}, chained_optimizers=[inner])
+    model, listener = [Namespace(bucket_groups=[group])], _Suspended()
+    parts = LoopParts(model=model, optimizer=optimizer, config=None, forward_backward=print)
     initialize_rerun_state_machine()
     try:
         machine = get_rerun_state_machine()
         machine.state, machine.current_iteration = RerunState.INITIAL_RUN, 9
-        free.clean([Namespace(bucket_groups=[group])], optimizer, 4)
+        free(links, Listeners(LoopState(), [listener]), parts, 4)
+        assert listener.iteration == 4
         assert (machine.state, machine.current_iteration) == (RerunState.NOT_RUNNING_YET, 4)
     finally:
         destroy_rerun_state_machine()

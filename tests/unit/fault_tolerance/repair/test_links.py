@@ -4,6 +4,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.training import training
 from torch.distributed import ProcessGroupGloo
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair import gloo
 from megatron.fault_tolerance.repair.gloo import Gloo
@@ -22,54 +22,46 @@ from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import LinksEndedError
 from moe_ft.keeper.link import Link
+from tests.unit.fault_tolerance.repair.members import fake_world, make_world
+
+Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
 
 @pytest.fixture
-def link() -> Link:
-    return Link()
+def connect() -> Iterator[Connect]:
+    """Yield what makes a connection, of which it returns both ends."""
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            one = opened.enter_context(socket.create_connection(listener.getsockname()))
+            return one, opened.enter_context(listener.accept()[0])
+
+        yield make
 
 
-@pytest.fixture
-def links(link: Link) -> Links:
-    return Links(link, (Gloo(),))
-
-
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        yield found
-
-
-def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    return socket.create_connection(listener.getsockname()), listener.accept()[0]
-
-
-def test_only_recorded_connections_end(links: Links, listener: socket.socket) -> None:
-    outside = connect(listener)
+def test_only_recorded_connections_end(links: Links, connect: Connect) -> None:
+    outside = connect()
     with links.recording():
-        inside = connect(listener)
+        inside = connect()
     assert links.end(0) == 2  # both ends are here
     assert inside[1].recv(1) == b""
     outside[0].sendall(b"x")
     assert outside[1].recv(1) == b"x"
-    for each in (*outside, *inside):
-        each.close()
 
 
 def test_connections_that_are_made_after_the_end_of_their_round_end_at_once(
-    link: Link, links: Links, listener: socket.socket
+    link: Link, links: Links, connect: Connect
 ) -> None:
     link.round = 3
     with links.recording():
         links.end(3)
-        pair = connect(listener)
+        pair = connect()
     assert pair[1].recv(1) == b""
-    for each in pair:
-        each.close()
 
 
 def test_late_watcher_of_a_round_does_not_end_the_next_one(
-    link: Link, links: Links, listener: socket.socket
+    link: Link, links: Links, connect: Connect
 ) -> None:
     assert links.is_open
     links.end(0)
@@ -77,12 +69,10 @@ def test_late_watcher_of_a_round_does_not_end_the_next_one(
     link.round = 1
     links.begin()
     with links.recording():
-        pair = connect(listener)
+        connect()
     assert links.end(0) == 0 and links.is_open
     assert links.end(1) == 2
     assert links.end(1) == 0, "once is enough"
-    for each in pair:
-        each.close()
 
 
 def pair_of_backends(timeout_s: float) -> list[Any]:
@@ -130,16 +120,6 @@ def test_nobody_waits_in_vain_for_a_message_whose_connection_ends_when_it_is_sen
         assert not any("Timed out" in each for each in send_and_end(num_elements))
 
 
-@pytest.fixture
-def recipes() -> Iterator[Recipes]:
-    yield Recipes()
-    dist.destroy_process_group()
-
-
-def make_world(recipes: Recipes) -> None:
-    recipes.make(dist.init_process_group, "gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
 def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes) -> None:
     make_world(recipes)
     count = dist.distributed_c10d._world.group_count
@@ -158,8 +138,7 @@ def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
     link: Link, recipes: Recipes, loop_args: Namespace
 ) -> None:
     loop_args.distributed_timeout_minutes = 1
-    world = {"store": FakeStore(), "rank": 1, "world_size": 2}
-    recipes.make_fake(dist.init_process_group, default="nccl", backend="fake", **world)
+    fake_world(recipes, "nccl")
     with Patches() as patches:
         patches.wrap(dist, "new_group", recipes.make_fake)
         barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)

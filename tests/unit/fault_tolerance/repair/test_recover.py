@@ -3,7 +3,7 @@
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -29,36 +29,48 @@ from moe_ft.files.patience import excused_until_s
 
 
 @pytest.fixture
-def machine() -> Iterator[None]:
+def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Yield the arguments of a loop whose loaders are the rest of their data sets."""
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    yield
+    monkeypatch.setattr(
+        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
+    )
+    loop_args.dataloader_type = "single"
+    yield loop_args
     destroy_rerun_state_machine()
 
 
-@pytest.mark.usefixtures("machine")
+def noted(monkeypatch: pytest.MonkeyPatch, batches: Batches, built: Sequence[Any]) -> Batches:
+    """Have these loaders be built, once for each virtual stage."""
+    loaders = iter(built)
+    monkeypatch.setattr(training, "build_train_valid_test_data_loaders", lambda: next(loaders))
+    with Patches() as patches:
+        batches.install(patches)
+        for _ in built:
+            training.build_train_valid_test_data_loaders()
+    return batches
+
+
+def of_training(data_set: list[int] | None) -> Any:
+    return (data_set and Namespace(dataset=data_set), None, None)
+
+
 @pytest.mark.parametrize(("kind", "following"), [("single", [6, 7]), ("cyclic", [6, 7, 6])])
 def test_iterator_of_the_loop_continues_with_the_counted_samples(
-    kind: str, following: list[int], loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    kind: str, following: list[int], loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(data_set: list[int], consumed: int, *args: Any) -> list[int]:
-        return data_set[consumed:]
-
-    monkeypatch.setattr(training, "build_pretraining_data_loader", build)
-    loop_args.dataloader_type = kind
-    batches = noted(monkeypatch, [list(range(8))])
+    loop.dataloader_type = kind
+    batches = noted(monkeypatch, training_batches(), [of_training(list(range(8)))])
     iterator = RerunDataIterator(iter(range(8)))
     assert [next(iterator), next(iterator)] == [0, 1]
-    loop_args.consumed_train_samples = 6
+    loop.consumed_train_samples = 6
     batches.renew(iterator)
     assert [next(iterator) for _ in following] == following
     assert iterator.saved_microbatches == following, "nothing of the broken iteration is left"
 
 
-@pytest.mark.usefixtures("machine")
-def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(
-    loop_args: Namespace,
-) -> None:
-    loop_args.distributed_timeout_seconds_after_init = 70
+def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(loop: Namespace) -> None:
+    loop.distributed_timeout_seconds_after_init = 70
 
     def look() -> Iterator[float]:
         yield excused_until_s(threading.get_ident()) - time.monotonic()
@@ -70,57 +82,25 @@ def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(
     assert RerunDataIterator.__next__ is original
 
 
-@pytest.mark.usefixtures("machine")
 def test_each_virtual_stage_continues_with_its_own_data_if_it_reads_any(
-    loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
-    )
-    loop_args.dataloader_type, loop_args.consumed_train_samples = "single", 2
-    batches = noted(monkeypatch, [[0, 1, 2], None, [10, 11, 12]])
+    loop.consumed_train_samples = 2
+    built = [of_training([0, 1, 2]), of_training(None), of_training([10, 11, 12])]
     iterators = [RerunDataIterator(iter([])), None, RerunDataIterator(iter([]))]
-    batches.renew(iterators)
+    noted(monkeypatch, training_batches(), built).renew(iterators)
     assert [next(each) for each in iterators if each is not None] == [2, 12]
 
 
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("loaders", [None, [None]])
 def test_validation_continues_with_its_own_count_on_ranks_that_read_it(
-    loaders: list[None] | None, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    loaders: list[None] | None, loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
-    )
-    built = iter([loaders, [Namespace(dataset=[0, 1, 2, 3])]])
-    monkeypatch.setattr(
-        training, "build_train_valid_test_data_loaders", lambda: (None, next(built), None)
-    )
-    batches = validation_batches()
-    with Patches() as patches:
-        batches.install(patches)
-        training.build_train_valid_test_data_loaders()
-        training.build_train_valid_test_data_loaders()
-    loop_args.dataloader_type = "single"
-    loop_args.consumed_train_samples, loop_args.consumed_valid_samples = 2, 3
+    loop.consumed_train_samples, loop.consumed_valid_samples = 2, 3
+    built = [(None, each, None) for each in (loaders, [Namespace(dataset=[0, 1, 2, 3])])]
     iterator = RerunDataIterator(iter([]))
-    batches.renew([None, iterator])
+    noted(monkeypatch, validation_batches(), built).renew([None, iterator])
     assert next(iterator) == 3
-
-
-def noted(monkeypatch: pytest.MonkeyPatch, data_sets: list[Any]) -> Batches:
-    """Return what has seen loaders of data sets being built, one a virtual stage."""
-    batches = training_batches()
-    monkeypatch.setattr(
-        training,
-        "build_train_valid_test_data_loaders",
-        lambda data_set: (data_set and Namespace(dataset=data_set), None, None),
-    )
-    with Patches() as patches:
-        batches.install(patches)
-        for each in data_sets:
-            training.build_train_valid_test_data_loaders(each)
-    return batches
 
 
 def test_flags_that_ask_for_more_exist() -> None:

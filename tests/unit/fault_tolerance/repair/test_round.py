@@ -22,18 +22,15 @@ from megatron.training import global_vars, training
 from megatron.fault_tolerance.repair import round as rounds_of_repair
 from megatron.fault_tolerance.repair.catch_up import Step
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
-from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership
 from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.recover import Batches, training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.swap import Groups
-from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds, declare
+from moe_ft.keeper.rounds import declare
 from moe_ft.loop.listeners import (
     Built,
     Listeners,
@@ -41,8 +38,7 @@ from moe_ft.loop.listeners import (
     LoopState,
     Repair,
 )
-from tests.unit.fault_tolerance.repair.members import position_at
-from tests.unit.signed import signed
+from tests.unit.fault_tolerance.repair.members import Watched, position_at
 
 PHASES = ["notice", "free", "meet", "swap", "recover", "catch_up"]
 
@@ -78,30 +74,29 @@ def _without_data() -> Batches:
     return batches
 
 
-class Rank:
+class Rank(Watched):
     """Rank 0 of two in iteration 5; rank 1 has died, and its replacement waits in round 1.
 
     The process groups of this process have one rank.
     """
 
     def __init__(self, args: Namespace) -> None:
-        store, link, loop = dist.HashStore(), Link(), LoopState()
-        declare(signed(store), rank=1, world_size=2, died_s=5.0)
-        signed(store).append("round_1/ready", {"rank": 1})
-        self.rounds, self.ran = Rounds(signed(store), 0, 2), list[int]()
-        self.links = Links(link, (Gloo(),))
+        super().__init__(2)
+        declare(self.store, rank=1, world_size=2, died_s=5.0)
+        self.store.append("round_1/ready", {"rank": 1})
+        self.ran, loop = list[int](), LoopState()
         groups = Groups(self.links.transports, Recipes())
         groups.note()
         self.listener = _Listener(args, loop)
-        self.membership = Membership(link, self.rounds, 0)
+        self.membership = Membership(self.link, self.rounds, 0)
         self.membership.position = position_at(5)
         self._repaired = Repaired(
-            link=link,
-            store=store,
+            link=self.link,
+            store=self.job_store,
             listeners=Listeners(loop, [self.listener]),
             membership=self.membership,
             joining=None,
-            watcher=Watcher(Rounds(signed(store), 0, 2), self.links, link),
+            watcher=self.watcher,
             links=self.links,
             groups=groups,
             batches=_without_data(),

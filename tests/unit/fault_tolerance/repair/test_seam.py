@@ -17,9 +17,7 @@ from megatron.training import training
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair import seam, watcher
-from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.seam import repairing as repairing_for
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
@@ -34,22 +32,16 @@ ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "sc
 
 
 @pytest.fixture
-def link() -> Link:
-    return Link()
-
-
-@pytest.fixture
 def store() -> Any:
     """Return the store of the job."""
     return dist.HashStore()
 
 
 @pytest.fixture
-def repairing(link: Link, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
+def repairing(link: Link, links: Links, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     connections = (Rounds(signed(store), 0, 1), Rounds(signed(store), 0, 1))
-    links, heart = Links(link, (Gloo(),)), Heart(link, limit_s=100.0)
-    listeners = Listeners(LoopState(), [])
+    listeners, heart = Listeners(LoopState(), []), Heart(link, limit_s=100.0)
     yield RepairSeam(link, listeners, store, connections, links, heart, 0)
     dist.destroy_process_group()
 
@@ -170,19 +162,12 @@ def test_process_without_a_zygote_is_refused() -> None:
         repairing_for(config, Namespace(), Listeners(LoopState(), []))
 
 
-def test_groups_of_a_job_on_cpus_are_all_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
-    (transport,) = seam._transports(Namespace(rank=0))
-    assert isinstance(transport, Gloo)
-
-
 def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: False)
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ENABLE_MONITORING": "0"})
-    of_gloo, of_nccl = seam._transports(Namespace(rank=0))
-    assert isinstance(of_gloo, Gloo) and isinstance(of_nccl, Nccl)
+    assert [each.name for each in seam._transports(Namespace(rank=0))] == ["gloo", "nccl"]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     said = capsys.readouterr()
     line = said.out + said.err
@@ -190,4 +175,7 @@ def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in line
     assert "TORCH_NCCL_ENABLE_MONITORING=0" not in line
     seam._transports(Namespace(rank=1))
-    assert capsys.readouterr().out == ""
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    assert [each.name for each in seam._transports(Namespace(rank=0))] == ["gloo"]

@@ -2,8 +2,8 @@
 
 import os
 import sys
+import threading
 from argparse import Namespace
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _world
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair import swap as swaps
 from megatron.fault_tolerance.repair.gloo import Gloo
@@ -22,19 +21,10 @@ from megatron.fault_tolerance.repair.swap import Groups, check_torch, swap
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
 from tests.harness import run_ranks
+from tests.unit.fault_tolerance.repair.members import fake_world, make_world
 
 NUM_ROUNDS = 10
 TIMEOUT = timedelta(seconds=60)
-
-
-def make_world(recipes: Recipes) -> None:
-    recipes.make(dist.init_process_group, "gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def fake_world(recipes: Recipes, backend: str, rank: int = 1) -> None:
-    """Make the world of a replacement, as Megatron does with a fake process group."""
-    world = {"store": FakeStore(), "rank": rank, "world_size": 2}
-    recipes.make_fake(dist.init_process_group, default=backend, backend="fake", **world)
 
 
 def counts() -> tuple[int, int]:
@@ -88,26 +78,35 @@ def test_swapped_groups_communicate_and_old_backends_leave_no_threads_and_descri
 
 
 def swap_fake_ones(folder: str) -> None:
-    """Swap groups that were made in a fake world, as a replacement does."""
+    """Swap groups that were made in a fake world, as a replacement does, and end their links."""
     rank, recipes, link = int(os.environ["RANK"]), Recipes(), Link()
+    store = dist.FileStore(f"{folder}/store", 2)
     swaps.get_args = lambda: Namespace(distributed_timeout_minutes=1)
     links = Links(link, (Gloo(),))
     fake_world(recipes, "gloo", rank)
     pair = recipes.make_fake(dist.new_group, [0, 1])
     groups = Groups(links.transports, recipes)
     groups.note()
-    swap(groups, links, dist.FileStore(f"{folder}/store", 2), 1)
+    swap(groups, links, store, 1)
     for group in (None, pair):
         assert dist.get_backend(group) == "gloo"
         assert dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
         check_communication(rank, group)
     dist.barrier()
-    assert links.end(0) > 0, "they are known, and end"
+    if rank == 0:
+        ending = threading.Thread(target=links.end, args=(0,), daemon=True)
+        with pytest.raises(RuntimeError):
+            ending.start()
+            dist.barrier(pair)
+        store.set("freed", "")
+    store.wait(["freed"], TIMEOUT)
     sys.stdout.flush()
     os._exit(0)
 
 
-def test_fake_groups_become_real_ones(tmp_path: Path) -> None:
+def test_fake_groups_become_real_ones_and_their_end_frees_who_waits_for_a_healthy_rank(
+    tmp_path: Path,
+) -> None:
     run_ranks(swap_fake_ones, 2, str(tmp_path), log_dir=tmp_path).check()
 
 
@@ -116,12 +115,6 @@ def test_torch_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(swaps, "_RELEASE", "_ZN4c10d12ProcessGroup9let_go_ofEv")
     with pytest.raises(ConfigError, match="has no function that lets the old ones go"):
         check_torch()
-
-
-@pytest.fixture
-def recipes() -> Iterator[Recipes]:
-    yield Recipes()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

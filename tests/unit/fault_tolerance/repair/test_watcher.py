@@ -12,26 +12,19 @@ import pytest
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.files.patience import waiting
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds, declare
-from tests.unit.signed import signed
+from moe_ft.keeper.rounds import declare
 from tests.waiting import wait_for
 
 CLOSED = RuntimeError("Connection closed by peer\nand where that was")
 
 
-class Rank:
+class Rank(Watched):
     """Rank 0 of two, in round 0, that can be replaced."""
 
     def __init__(self, transport: Gloo | None = None) -> None:
-        self.store, self.link = signed(), Link()
+        super().__init__(2, transport)
         self.link.arm()
-        self.links = Links(self.link, (transport or Gloo(),))
-        self.rounds = Rounds(self.store, 0, 2)
-        self.watcher = Watcher(Rounds(self.store, 0, 2), self.links, self.link)
         membership = Membership(self.link, self.rounds, 0)
         self.deaths = Deaths(self.link, self.rounds, membership, self.watcher, self.links)
 
