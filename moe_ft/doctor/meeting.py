@@ -2,28 +2,27 @@
 
 torchrun's store, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. Training meets at the same address.
 
-Whoever reaches the store can write to it. Values therefore carry a proof of the token that the launch was
-given. Without one anybody can make the proof: then a lie may cost a wrong row, and nothing else.
+Whoever reaches the store can write to it. Values are therefore signed with the token that the launch was
+given (signed_store.py). Without one anybody can sign: then a lie may cost a wrong row, and nothing else.
 """
 
-import hmac
 import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from moe_ft.doctor.place import TOKEN_NAME, Place
 from moe_ft.engine.links.addresses import listen
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, CorruptStateError
 
 _POLL_S = 0.05
 _OPERATION_S = 10.0  # of one request to the store
 _PREFIX = "moe_ft_doctor"
-_HASH, _PROOF_BYTES = "sha256", 64  # in hexadecimal
-_MOST_BYTES = 16 << 20  # of a value: the roster of 10,000 nodes has 2 MiB
+_NO_TOKEN = "none"  # that anybody knows
 
 
 class Meeting(Protocol):
@@ -78,22 +77,23 @@ class StoreMeeting:
             _wait_for_listener(place.master, deadline_s)
         import torch.distributed as dist  # only here: commands start without torch
 
-        self._rank, self._token = place.rank, place.token.encode()
+        self._rank = place.rank
         # torch would listen on all interfaces.
         listener = _listen(place.master) if is_master else None
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
             *place.master,
             is_master=is_master,
             master_listen_fd=listener,
             timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
             wait_for_workers=False,
         )
-        self._store.set_timeout(timedelta(seconds=_OPERATION_S))
+        store.set_timeout(timedelta(seconds=_OPERATION_S))
+        self._store = SignedStore(store, lambda: place.token or _NO_TOKEN, _refuse)
 
     def show(self, name: str, value: Any) -> None:
         """Write a value to the store; raises RuntimeError if it does not answer."""
-        key, content = _key(name, self._rank), msgspec.json.encode(value)
-        self._store.set(key, (self._proof(key, content) + content).decode())
+        # JSON in JSON: what msgspec writes, its decoders check.
+        self._store.set(_key(name, self._rank), msgspec.json.encode(value).decode())
 
     def collect[T](
         self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
@@ -102,27 +102,25 @@ class StoreMeeting:
         found: dict[int, T] = {}
         missing = list(ranks)
         while True:
-            there = [rank for rank in missing if self._store.check([_key(name, rank)])]
-            for rank in there:
-                found[rank] = self._read(_key(name, rank), decoder)
+            for rank in missing:
+                if (value := self._read(_key(name, rank), decoder)) is not None:
+                    found[rank] = value
             missing = [rank for rank in missing if rank not in found]
             if not missing or time.monotonic() > deadline_s:
                 return found
             time.sleep(_POLL_S)
 
-    def _read[T](self, key: str, decoder: msgspec.json.Decoder[T]) -> T:
-        """Return a value; raise CorruptStateError if it is not one of this launch."""
-        value = self._store.get(key)
-        proof, content = value[:_PROOF_BYTES], value[_PROOF_BYTES:]
-        if len(value) > _MOST_BYTES or not hmac.compare_digest(proof, self._proof(key, content)):
-            raise CorruptStateError(f"'{key}' has no proof of this process's {TOKEN_NAME}")
+    def _read[T](self, key: str, decoder: msgspec.json.Decoder[T]) -> T | None:
+        """Return a value, None if it is not there; raise CorruptStateError if it is of another launch."""
         try:
-            return decoder.decode(content)
-        except (ValueError, RecursionError) as error:
+            content = self._store.get(key)
+            return None if content is None else decoder.decode(content)
+        except (ValueError, RecursionError, TypeError) as error:
             raise CorruptStateError(f"'{key}' is no value of doctor: {error}") from error
 
-    def _proof(self, key: str, content: bytes) -> bytes:
-        return hmac.digest(self._token, key.encode() + b" " + content, _HASH).hex().encode()
+
+def _refuse(key: str, reason: str) -> NoReturn:
+    raise CorruptStateError(f"'{key}' has no proof of this process's {TOKEN_NAME}")
 
 
 def _key(name: str, rank: int) -> str:

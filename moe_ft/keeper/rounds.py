@@ -11,16 +11,16 @@ each would need minutes of the one process that keeps the store.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.links.store_meeting import poll_s
 from moe_ft.errors import RepairError
 
 MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
 _MIN_POLL_S = 0.01
-_MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Rounds:
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self.poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
+        self.poll_s = poll_s(world_size, _MIN_POLL_S)
 
     def is_finished(self, number: int) -> bool:
         """Return whether an iteration was finished in a round."""
@@ -77,34 +77,28 @@ class Rounds:
             self._store.set(_key(number, "declared"), True)
         self._store.append(_key(number, "members"), asdict(member))
 
-    def wait_for_all(
-        self, number: int, deadline_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> Sequence[Member]:
+    def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Member]:
         """Return all members of a round, by rank. Called by all of them.
 
         Raises:
             RepairError: if some have not joined in time, or the round is broken.
         """
-        told = self._wait_for(number, "members", deadline_s, clock)
+        told = self._wait_for(number, "members", deadline_s)
         members = [Member(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
         return sorted(members, key=lambda each: each.rank)
 
-    def wait_until_ready(
-        self, number: int, deadline_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def wait_until_ready(self, number: int, deadline_s: float) -> None:
         """Say that this rank can make connections, and wait until all can.
 
         Raises:
             RepairError: if some cannot in time, or the round is broken.
         """
         self._store.append(_key(number, "ready"), {"rank": self._rank})
-        self._wait_for(number, "ready", deadline_s, clock)
+        self._wait_for(number, "ready", deadline_s)
 
-    def _wait_for(
-        self, number: int, what: str, deadline_s: float, clock: Callable[[], float]
-    ) -> Any:
+    def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
-        end_s, told_key = clock() + deadline_s, _key(number, f"all_{what}")
+        end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
         while True:
             if self._rank == 0:
                 said = {each["rank"]: each for each in self._store.values(_key(number, what))}
@@ -116,16 +110,13 @@ class Rounds:
                 if (told := self._store.get(told_key)) is not None:
                     return told
                 missing = "rank 0 says which are missing"
-            self._check_unbroken(number)
-            if clock() > end_s:
+            if self.is_declared(number + 1):
+                raise RepairError(f"round {number} is broken: one of its ranks has died")
+            if time.monotonic() > end_s:
                 raise RepairError(
                     f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
                 )
             time.sleep(self.poll_s)
-
-    def _check_unbroken(self, number: int) -> None:
-        if self.is_declared(number + 1):
-            raise RepairError(f"round {number} is broken: one of its ranks has died")
 
     def _has(self, number: int, what: str) -> bool:
         return self._store.get(_key(number, what)) is not None
@@ -148,9 +139,6 @@ def declare(
     store: SignedStore, rank: int, world_size: int, died_s: float, hung_s: float = 0.0
 ) -> int:
     """Join the round in which a replacement takes the place of a dead rank, and return its number.
-
-    Args:
-        died_s, hung_s: see `Member`.
 
     Raises:
         RepairError: if too many rounds have been broken.

@@ -6,20 +6,19 @@ iteration further, it steps and writes again; those wait for it. Nobody waits on
 or to have no breakpoint.
 """
 
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.links.store_meeting import StoreMeeting
 from moe_ft.loop.local_processes import JobProcesses, gone_ranks
 
 _MEETING_S = 5.0  # for ranks that say nothing and cannot be seen: of a node that is gone
 _STEP_S = 5.0  # for those that are one iteration behind
 _ANSWER_S = 2.0
 _MIN_POLL_S = 0.02
-_MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
+_NO_ANSWER = (RuntimeError, OSError)  # the store's host may be what died
 
 
 class BreakpointMeeting:
@@ -33,23 +32,25 @@ class BreakpointMeeting:
         incarnation: int,
         processes: JobProcesses,
     ) -> None:
-        """Prepare.
+        """Say nothing yet.
 
         Args:
-            store: of the job.
-            rank: of this process.
-            world_size: number of ranks.
             incarnation: of this start.
-            processes: of the ranks.
         """
-        self._store = SignedStore(store, lambda: processes.token)
-        self._rank, self._world_size, self._pids = rank, world_size, processes.pids
+        self._world_size, self._pids = world_size, processes.pids
         self._prefix = f"moe_ft/breakpoints/{incarnation}"
-        self._poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
+        self._meeting = StoreMeeting(
+            SignedStore(store, lambda: processes.token),
+            rank,
+            world_size,
+            least_poll_s=_MIN_POLL_S,
+            answer_s=_ANSWER_S,
+        )
 
     def cannot_step(self) -> None:
         """Say that this rank has no breakpoint, or stays where it is: nobody need wait."""
-        self._ask(lambda store: store.set(f"{self._prefix}/alone", True))
+        with suppress(*_NO_ANSWER):
+            self._meeting.ask(lambda store: store.set(f"{self._prefix}/alone", True))
 
     def agree(self, iteration: int) -> int | None:
         """Return the iteration that all ranks can have a breakpoint of; None if they cannot.
@@ -66,35 +67,20 @@ class BreakpointMeeting:
 
     def _say_and_wait(self, what: str, value: int, seconds: float) -> dict[int, int] | None:
         """Say something, and return what all ranks have said, by rank; None if some will not."""
-        deadline_s, key = time.monotonic() + seconds, f"{self._prefix}/{what}"
-        num_said = self._ask(lambda store: store.append(key, [self._rank, value]))
-        while num_said is not None:
-            is_last = time.monotonic() >= deadline_s
-            if is_last or num_said >= self._world_size:
-                said = self._ask(lambda store: dict(store.values(key)))
-                if is_last or said is None or len(said) == self._world_size:
-                    return said if said and len(said) == self._world_size else None
-            if gone_ranks(self._pids):
-                self.cannot_step()
-            if self._ask(lambda store: store.get(f"{self._prefix}/alone")):
-                return None
-            time.sleep(self._poll_s)
-            num_said = self._ask(lambda store: store.length(key))
-        return None
+        try:
+            key = f"{self._prefix}/{what}"
+            said = self._meeting.exchange(key, value, seconds, self._gives_up)
+        except _NO_ANSWER:
+            return None
+        return said if said and len(said) == self._world_size else None
 
-    def _ask[Answer](self, ask: Callable[[SignedStore], Answer]) -> Answer | None:
-        """Return what the job's store answers; None if it does not: its host may be what died."""
-        answers: list[Answer] = []
-
-        def call() -> None:
-            with suppress(RuntimeError, OSError):
-                answers.append(ask(self._store))
-
-        # An operation can block for minutes when the store's host is gone.
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        return answers[0] if answers else None
+    def _gives_up(self, seconds: float) -> bool:
+        if gone_ranks(self._pids):
+            self.cannot_step()
+        if self._meeting.ask(lambda store: store.get(f"{self._prefix}/alone")):
+            return True
+        time.sleep(seconds)
+        return False
 
     @property
     def step_s(self) -> float:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.links.store_meeting import StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
@@ -40,7 +41,6 @@ _HURRIED_STORE_DEADLINE_S = 1.0  # of a rank that is told to end
 _LOOK_S = 0.05
 _EXIT_DEADLINE_S = 20.0
 _MIN_POLL_S = 0.1
-_MAX_STORE_OPERATIONS_PER_S = 5000  # of all ranks together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,29 +183,23 @@ class FailureReport(LoopListener):
         return answer[0] if answer else None
 
     def _exchange(self, timed_out: bool) -> _Notes:
-        processes = self._processes
+        processes, is_told = self._processes, self._told_to_end
         store = SignedStore(dist.distributed_c10d._get_default_store(), lambda: processes.token)
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        meeting = StoreMeeting(store, rank, world_size, least_poll_s=_MIN_POLL_S)
         key = f"moe_ft/stopped/{self._log.incarnation}"
-        poll_s = max(_MIN_POLL_S, world_size / _MAX_STORE_OPERATIONS_PER_S)
-        num_said = store.append(key, [rank, timed_out])
-        deadline, is_told = time.monotonic() + self._grace_s, self._told_to_end
-        while time.monotonic() < deadline and not is_told.is_set():
-            if num_said >= world_size and len(dict(store.values(key))) == world_size:
-                break
-            is_told.wait(poll_s)
-            num_said = store.length(key)
+        meeting.exchange(key, timed_out, self._grace_s, is_told.wait)
         # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
         # processes before notes: what has ended by now has left its note, if it leaves one.
         suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))
-        said = {**dict(store.values(key)), rank: timed_out}
+        said = {**meeting.said(key), rank: timed_out}
         notes = _Notes(
             heard=frozenset(said),
             silent=tuple(sorted(suspects - said.keys())),
             timed_out=any(said.values()),
         )
         if rank == 0:
-            time.sleep(2 * poll_s)  # it may keep the store: let the others read
+            time.sleep(2 * meeting.poll_s)  # it may keep the store: let the others read
         return notes
 
 

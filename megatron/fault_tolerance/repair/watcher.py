@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
-from moe_ft.files.patience import excused_until_s
+from megatron.fault_tolerance.repair.meet import Membership
+from megatron.fault_tolerance.repair.nccl import end_process, why_lost
+from moe_ft.errors import SnapshotError
+from moe_ft.files.patience import excused_until_s, progress_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
 # From the end of its connections, and of what else it waits for (moe_ft/files/patience.py), until a thread

@@ -28,17 +28,21 @@ class SignedStore:
     """
 
     def __init__(
-        self, store: Any, token: Callable[[], str], say: Callable[[str], None] = say
+        self,
+        store: Any,
+        token: Callable[[], str],
+        tell: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Prepare.
+        """Read nothing yet.
 
         Args:
             store: torch's; nothing else may use the keys that this one uses.
             token: returns the secret that the processes share. As long as it is empty, nothing is there.
-            say: prints a line, by default on standard error.
+            tell: is called with a key whose value is ignored and the reason, once for each key. By default it
+                prints a line; it may raise instead.
         """
-        self._store, self._token, self._say = store, token, say
-        self._said: set[str] = set()
+        self._store, self._token, self._tell = store, token, tell or _tell
+        self._told: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
         """Write a value that JSON can carry.
@@ -104,9 +108,13 @@ class SignedStore:
         return hmac.digest(self._token().encode(), f"{key}\n".encode() + body, "sha256").hex()
 
     def _ignore(self, key: str, reason: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._say(f"a value of {key} in the job's store is ignored: {reason}")
+        if key not in self._told:
+            self._tell(key, reason)
+            self._told.add(key)
+
+
+def _tell(key: str, reason: str) -> None:
+    say(f"a value of {key} in the job's store is ignored: {reason}")
 
 
 def _counter(key: str) -> str:

@@ -25,7 +25,10 @@ from megatron.fault_tolerance.repair.recover import (
     validation_batches,
 )
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.config.config import ObservabilityConfig
+from moe_ft.config.flag_table import flag_classes
 from moe_ft.files.patience import excused_until_s
+from tests.unit.fault_tolerance.repair.members import position_at
 
 
 @pytest.fixture

@@ -12,8 +12,12 @@ import pytest
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
-from moe_ft.files.patience import waiting
+from megatron.fault_tolerance.repair.meet import Membership
+from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
+from moe_ft.errors import SnapshotError
+from moe_ft.files.patience import note_progress, waiting
 from moe_ft.keeper.rounds import declare
+from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
 
 CLOSED = RuntimeError("Connection closed by peer\nand where that was")

@@ -80,7 +80,7 @@ def test_value_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     opened = Open("secret")
     opened.meeting.show("word", "a" * 100)
     assert opened.meeting.collect("word", [0], 0.0, WORD) == {0: "a" * 100}
-    monkeypatch.setattr("moe_ft.doctor.meeting._MOST_BYTES", 100)
+    monkeypatch.setattr("moe_ft.engine.links.signed_store.MAX_VALUE_BYTES", 100)
     with pytest.raises(CorruptStateError):
         opened.meeting.collect("word", [0], 0.0, WORD)
 
