@@ -40,7 +40,7 @@ def why_not_to_fork() -> str:
 
 
 def _num_threads() -> int:
-    """Return how many threads there are when a process is forked.
+    """Return how many threads are left when a process is forked.
 
     OpenBLAS, which numpy brings, ends its own before each fork and starts others when it computes. OpenMP
     does not: its threads are missing in the forked process, which would wait for them.

@@ -8,7 +8,6 @@ not held against a rank. Standard library only.
 
 import threading
 import time
-from collections.abc import Callable
 
 from moe_ft.keeper.link import Link
 
@@ -29,10 +28,9 @@ class Heart:
     """The thread of a rank that beats. Started and closed by the training thread."""
 
     def __init__(self, link: Link, limit_s: float) -> None:
-        """Prepare.
+        """Beat not yet.
 
         Args:
-            link: to the zygote.
             limit_s: silence after which the zygote kills this process.
         """
         self._link, self._limit_s = link, limit_s
@@ -61,14 +59,14 @@ class Heart:
 class Pulse:
     """The zygote's view of one rank's beats."""
 
-    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link, self._clock = link, clock
-        self._beats, self._looked_s = link.beats, clock()
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._beats, self._looked_s = link.beats, time.monotonic()
         self._silent_s = 0.0
 
     def silent_s(self) -> float:
         """Look, and return the seconds for which this has watched the rank be silent."""
-        now_s, limit_s = self._clock(), self._link.limit_s
+        now_s, limit_s = time.monotonic(), self._link.limit_s
         # A longer time between two looks says that this process did not run, and nothing about the rank.
         passed_s = min(now_s - self._looked_s, 2 * period_s(limit_s))
         self._looked_s = now_s

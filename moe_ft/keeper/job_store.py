@@ -47,13 +47,7 @@ def listen(environment: Mapping[str, str]) -> socket.socket:
 
 
 def serve(listener: socket.socket, environment: Mapping[str, str], token: str) -> NoReturn:
-    """Keep the store until this process is killed.
-
-    Args:
-        listener: result of `listen`.
-        environment: of rank 0.
-        token: of the start.
-    """
+    """Keep the store of a start, in the environment of rank 0, until this process is killed."""
     store = PrefixStore(
         _PREFIX,
         TCPStore(
@@ -73,8 +67,6 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
     """Return a connection of its own to the store of this start.
 
     Args:
-        environment: of a rank.
-        link: of it.
         deadline_s: for the node of rank 0 to import what ranks need, and to listen.
 
     Raises:
@@ -107,11 +99,7 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
 
 
 def take_seat(store: Any, environment: Mapping[str, str]) -> None:
-    """Be the only first process of a rank that uses a store.
-
-    Raises:
-        RepairError: if another one has done so.
-    """
+    """Be the only first process of a rank that uses a store; raise RepairError if another one has done so."""
     rank = environment["RANK"]
     if store.add(f"seat_{rank}", 1) != 1:
         host, port = _address(environment)
@@ -138,7 +126,6 @@ def _run(environment: Mapping[str, str]) -> str:
 
 
 def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
-    """Return when somebody listens; say that this waits if it takes long."""
     host, port = address
     begin_s, has_said = time.monotonic(), False
     while True:

@@ -22,12 +22,11 @@ class Link:
     def __init__(
         self, died_s: float | None = None, predecessor_hung_s: float = 0.0, token: str = ""
     ) -> None:
-        """Prepare the link of a rank; it is not armed, and no beats are expected.
+        """Be not armed, and expect no beats.
 
         Args:
             died_s: time since 1970 when the rank died that this one replaces; None for the first one.
             predecessor_hung_s: `hung_s` of that rank.
-            token: see the property.
         """
         self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
         self.round = 0  # that the rank has joined last; a replacement joins one before it begins
@@ -121,8 +120,7 @@ def wants_repair(words: Sequence[str]) -> bool:
     """Return whether a command line turns repairs in place on."""
     value = ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == _FLAG:
-            value = following
-        elif word.startswith(f"{_FLAG}="):
-            value = word.partition("=")[2]
+        name, is_joined, rest = word.partition("=")
+        if name == _FLAG:
+            value = rest if is_joined else following
     return value == "auto"

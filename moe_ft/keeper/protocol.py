@@ -26,18 +26,13 @@ _NUM_STREAMS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRequest:
-    """Facts that a new rank gets from the worker in whose place it runs.
+    """Facts that a new rank gets from the worker in whose place it runs."""
 
-    Attributes:
-        words: of its command line after `python`.
-        cpus: that it may use; a launcher may have bound the worker to some.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # of its command line after `python`
     environment: dict[str, str]
     folder: str
     mask: int
-    cpus: tuple[int, ...]
+    cpus: tuple[int, ...]  # a launcher may have bound the worker to some
 
 
 class Answer(IntEnum):

@@ -20,15 +20,10 @@ PRELOADED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A script or a module to run.
+    """A script or a module to run."""
 
-    Attributes:
-        words: as they follow `python` on a command line.
-        preload: modules to import before ranks are forked.
-    """
-
-    words: tuple[str, ...]
-    preload: tuple[str, ...]
+    words: tuple[str, ...]  # as they follow `python` on a command line
+    preload: tuple[str, ...]  # modules to import before ranks are forked
 
     @property
     def is_module(self) -> bool:
@@ -38,12 +33,12 @@ class Target:
     @property
     def name(self) -> str:
         """The path of the script, or the name of the module."""
-        return self.words[1] if self.is_module else self.words[0]
+        return self.words[self.is_module]
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Its arguments."""
-        return self.words[2:] if self.is_module else self.words[1:]
+        return self.words[1 + self.is_module :]
 
     @property
     def first_path(self) -> str:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from moe_ft import saying
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.keeper.protocol import (
@@ -35,7 +36,6 @@ from moe_ft.keeper.protocol import (
 )
 from moe_ft.keeper.target import Target, read_target
 from moe_ft.processes import process_name, start_ticks
-from moe_ft.saying import say
 
 _FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -54,19 +54,16 @@ _MOST_ZYGOTES = 2  # that end, or are killed, before they answer
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Run a rank; never returns.
-
-    Args:
-        words: of the command line after `keep`.
-    """
+    """Run a rank, from the words of the command line after `keep`."""
     target = read_target(words)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         _run_here(target, "torchrun has not started this process, so nothing would restart it")
+    os.umask(mask := os.umask(0))
     request = RankRequest(
         words=target.words,
         environment=dict(os.environ),
         folder=os.getcwd(),
-        mask=_umask(),
+        mask=mask,
         cpus=tuple(sorted(os.sched_getaffinity(0))),
     )
     for _ in range(_MOST_ZYGOTES):
@@ -82,7 +79,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 def _run_here(target: Target, reason: str) -> NoReturn:
     """Become the rank, as without `keep`."""
-    _say(f"{reason}: this rank starts as usual")
+    say(f"{reason}: this rank starts as usual")
     os.execv(sys.executable, [*interpreter(), *target.words])
 
 
@@ -95,8 +92,8 @@ def socket_path(agent_pid: int) -> Path:
     """Return where the zygote of a launcher's agent listens.
 
     Raises:
-        UnsafePathError: if another user could listen there.
         OSError: if the directory cannot be made, or the agent has ended.
+        UnsafePathError: if another user could listen there.
     """
     root = Path(tempfile.gettempdir())
     make_root(root)
@@ -166,7 +163,7 @@ def _ask(connection: socket.socket, request: RankRequest) -> tuple[Answer, int] 
         send_request(connection, request, (0, 1, 2))
         return receive_answer(connection) if _wait_for_answer(connection) else None
     except ConnectionError as error:
-        _say(f"the process that forks ranks has ended: {error}")
+        say(f"the process that forks ranks has ended: {error}")
         return None
 
 
@@ -177,7 +174,7 @@ def _stand_for_rank(
     if answer is Answer.UNUSABLE:
         _run_here(target, "the process with the imports cannot be forked")
     if answer is Answer.FAILED:
-        _say("this rank could not be forked, and fails")
+        say("this rank could not be forked, and fails")
         os._exit(1)
     for each in _FORWARDED:
         signal.signal(each, lambda number, _: send_signal(connection, number))
@@ -188,7 +185,7 @@ def _stand_for_rank(
                 os._exit(1)
             answer, number = receive_answer(connection)
     except ConnectionError as error:
-        _say(f"the process that forks ranks has ended: {error}")
+        say(f"the process that forks ranks has ended: {error}")
         os._exit(1)
     _end_as(number)
 
@@ -208,9 +205,9 @@ def _wait_for_answer(connection: socket.socket) -> bool:
         is_importing = process_name(zygote) == IMPORTING
         looks[is_importing] += 1
         if is_importing and looks[True] % _LOOKS_PER_LINE == 0 and _is_first():
-            _say(f"process {zygote} has been importing for {looks[True] * _LOOK_S:.0f} s")
+            say(f"process {zygote} has been importing for {looks[True] * _LOOK_S:.0f} s")
         if looks[False] > _MOST_LOOKS or looks[True] > _MOST_LOOKS_AT_IMPORTS:
-            _say(
+            say(
                 f"process {zygote}, which forks ranks, has not answered for {looks.total() * _LOOK_S:.0f} s: "
                 "it is killed, and its ranks with it"
             )
@@ -220,12 +217,10 @@ def _wait_for_answer(connection: socket.socket) -> bool:
 
 
 def _can_read(connection: socket.socket, timeout_s: float) -> bool:
-    """Return whether there is an answer, or the other end has closed the connection."""
     return bool(select.select([connection], [], [], timeout_s)[0])
 
 
 def _kill(zygote: int, connection: socket.socket) -> None:
-    """Kill the zygote at the other end of a connection."""
     with suppress(OSError):  # it has ended
         process = os.pidfd_open(zygote)
         if not _can_read(connection, 0):  # or its number may be that of another process now
@@ -234,14 +229,9 @@ def _kill(zygote: int, connection: socket.socket) -> None:
         os.close(process)
 
 
-def _say(line: str) -> None:
-    say(f"keep: {line}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def say(line: str) -> None:
+    """Print a line of the keeper for the people who watch the job."""
+    saying.say(f"keep: {line}")
 
 
 def _end_as(status: int) -> NoReturn:

@@ -37,8 +37,8 @@ from moe_ft.keeper.protocol import (
     send_answer,
 )
 from moe_ft.keeper.target import Target
+from moe_ft.keeper.worker import say
 from moe_ft.processes import set_process_name
-from moe_ft.saying import say
 
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
@@ -60,30 +60,26 @@ def main(words: list[str]) -> None:
     listener.set_inheritable(False)
     listener.listen(_BACKLOG)  # not its worker: who listens is whom the others can kill
     preload = tuple(each.removeprefix("--preload=") for each in own[3:])
-    target = Target(words=tuple(of_ranks), preload=preload)
-    begin = time.monotonic()
+    target, begin = Target(words=tuple(of_ranks), preload=preload), time.monotonic()
     blamed = import_modules(target)
     set_process_name("moe_ft_zygote")
-    _say(
+    say(
         f"ranks are forked from process {os.getpid()}, which took {time.monotonic() - begin:.1f} s to import"
     )
-    zygote = Zygote(listener, int(own[1]), blamed)
+    role: Role | None = None
     try:
-        role = zygote.serve()
-    except BaseException:
-        Path(own[2]).unlink(missing_ok=True)
-        raise
+        role = Zygote(listener, int(own[1]), blamed).serve()
+    finally:
+        if role is None:
+            Path(own[2]).unlink(missing_ok=True)
     if role is not None:
         role()
-    else:
-        Path(own[2]).unlink(missing_ok=True)
 
 
 def import_modules(target: Target) -> str:
-    """Import what ranks will need; what cannot be imported is theirs to complain about.
+    """Import what ranks will need, and return the module that has made it impossible to fork them, if any.
 
-    Returns:
-        The module that has made it impossible to fork ranks; empty if none has.
+    What cannot be imported is theirs to complain about.
     """
     path, blamed = list(sys.path), ""
     sys.path.insert(0, target.first_path_of_imports)
@@ -94,7 +90,7 @@ def import_modules(target: Target) -> str:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
-            _say(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
+            say(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
         if not blamed and why_not_to_fork():
             blamed = name
     sys.path[:] = path
@@ -105,11 +101,11 @@ def import_modules(target: Target) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rank:
-    """A rank that runs, and the connection of its worker."""
+    """A rank that runs."""
 
     pid: int
     end: int  # a descriptor that can be read once the process has ended
-    connection: socket.socket
+    connection: socket.socket  # of its worker
     request: RankRequest
     streams: tuple[int, ...] = ()  # kept for a replacement
     link: Link | None = None
@@ -123,11 +119,10 @@ class Zygote:
     """Forks ranks and watches them. Single-threaded."""
 
     def __init__(self, listener: socket.socket, agent_pid: int, blamed: str = "") -> None:
-        """Prepare.
+        """Watch the agent of the launcher, and whoever connects.
 
         Args:
             listener: is closed when the agent has ended.
-            agent_pid: process of the launcher's agent.
             blamed: the imported module that has made it impossible to fork.
         """
         self._listener, self._blamed = listener, blamed or "an imported module"
@@ -144,7 +139,7 @@ class Zygote:
         self._role: Role | None = None  # of a forked process
 
     def serve(self) -> Role | None:
-        """Serve until the agent has ended and no rank runs; in a forked process, return what it is to do."""
+        """Serve until the agent has ended and no rank runs; return what a forked process is to do."""
         while self._selector.get_map():
             for key, _ in self._selector.select(self._look_period_s()):
                 if self._selector.get_map().get(key.fd) is key:  # not closed by an event before
@@ -170,7 +165,7 @@ class Zygote:
             if silent_s > rank.link.limit_s:
                 rank.link.note_hang(silent_s)
                 number = rank.request.environment.get("RANK")
-                _say(
+                say(
                     f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s, "
                     "and is killed"
                 )
@@ -189,8 +184,8 @@ class Zygote:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:
-            _say(f"a request for a rank is turned away: {error}")
+        except OSError as error:  # no descriptor is left
+            say(f"a request for a rank is turned away: {error}")
             os.close(self._spare)
             self._listener.accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -207,7 +202,6 @@ class Zygote:
             connection.close()
 
     def _leave(self, connection: socket.socket) -> None:
-        """Wait for a caller's request no longer."""
         del self._callers[connection]
         self._selector.unregister(connection)
 
@@ -217,36 +211,30 @@ class Zygote:
         try:
             request, streams = receive_request(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            _say(f"a request for a rank was not understood: {error}")
+            say(f"a request for a rank was not understood: {error}")
             connection.close()
             return
         connection.setblocking(True)
         answer = Answer.FAILED
         try:
             if not (problem := why_not_to_fork()):
-                self._fork_first(request, tuple(streams), connection)
+                link = Link() if wants_repair(request.words) else None
+                if link is not None and request.environment.get("RANK") == "0":
+                    link.token = self._start_store(request)
+                if self._role is None:
+                    self._fork(request, tuple(streams), connection, link)
                 return
             answer = Answer.UNUSABLE
-            _say(
+            say(
                 f"no rank is forked: {self._blamed} {problem}, which a fork would not have. Leave such a "
                 "module out of --preload, or have it do so when a rank first uses it"
             )
         except OSError as error:
-            _say(f"rank {request.environment.get('RANK')} cannot be forked: {error}")
+            say(f"rank {request.environment.get('RANK')} cannot be forked: {error}")
         for each in streams:
             os.close(each)
         with suppress(OSError), connection:
             send_answer(connection, answer)
-
-    def _fork_first(
-        self, request: RankRequest, streams: tuple[int, ...], connection: socket.socket
-    ) -> None:
-        """Fork the first process of a rank."""
-        link = Link() if wants_repair(request.words) else None
-        if link is not None and request.environment.get("RANK") == "0":
-            link.token = self._start_store(request)
-        if self._role is None:
-            self._fork(request, streams, connection, link)
 
     def _fork(
         self,
@@ -255,15 +243,11 @@ class Zygote:
         connection: socket.socket,
         link: Link | None,
     ) -> None:
-        """Fork a rank, and tell its worker.
-
-        Raises:
-            OSError: if it cannot be forked, now.
-        """
+        """Fork a rank, and tell its worker; raise OSError if it cannot be forked, now."""
         pid = os.fork()
         if pid == 0:
             self._forget(connection)
-            self._role = lambda: _become_rank(request, streams, link)
+            self._role = lambda: _be_rank(request, streams, link)
             return
         try:
             end = os.pidfd_open(pid)
@@ -284,11 +268,7 @@ class Zygote:
             send_answer(connection, Answer.RUNS, pid)
 
     def _start_store(self, request: RankRequest) -> str:
-        """Fork the process that keeps the store of a start, unless the launcher does.
-
-        Returns:
-            The token of the start; empty if there is no such process.
-        """
+        """Fork the process that keeps the store of a start, unless the launcher does; return its token."""
         # It imports torch, as a script that repairs does anyway.
         from moe_ft.keeper import job_store
 
@@ -298,7 +278,7 @@ class Zygote:
         try:
             listener = job_store.listen(request.environment)
         except (OSError, KeyError, ValueError) as error:
-            _say(f"nothing can listen at MASTER_ADDR and MASTER_PORT, where ranks meet: {error}")
+            say(f"nothing can listen at MASTER_ADDR and MASTER_PORT, where ranks meet: {error}")
             return ""
         token, zygote = secrets.token_hex(16), os.getpid()
         try:
@@ -348,7 +328,7 @@ class Zygote:
         if heard is None:
             self._selector.unregister(rank.connection)
             name = rank.request.environment.get("RANK")
-            _say(
+            say(
                 f"the small process of rank {name}, which torchrun started, has ended: the rank is killed"
             )
         if number in signal.valid_signals():
@@ -371,12 +351,12 @@ class Zygote:
             name = rank.request.environment.get("RANK")
             try:
                 if not why_not_to_fork():
-                    _say(f"rank {name} has died ({_end_of(status)}), and is replaced")
+                    say(f"rank {name} has died ({_end_of(status)}), and is replaced")
                     link = Link(died_s, rank.link.hung_s, rank.link.token)
                     self._fork(rank.request, rank.streams, rank.connection, link)
                     return
             except OSError as error:
-                _say(f"rank {name} cannot be replaced: {error}")
+                say(f"rank {name} cannot be replaced: {error}")
         for each in rank.streams:
             os.close(each)
         with suppress(OSError):
@@ -399,13 +379,9 @@ def _send(rank: _Rank, number: int) -> None:
             os.kill(rank.pid, number)
 
 
-def _become_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
-    become(request, streams)
-    _run_rank(request, link)
-
-
-def _run_rank(request: RankRequest, link: Link | None) -> None:
+def _be_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
     """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
+    become(request, streams)
     set_own_link(link)
     if link is not None and link.died_s is not None:
         # They import torch, as a script that repairs does anyway.
@@ -417,10 +393,6 @@ def _run_rank(request: RankRequest, link: Link | None) -> None:
         signed = SignedStore(store, lambda: link.token)
         link.round = rounds.declare(signed, rank, world_size, link.died_s, link.predecessor_hung_s)
     run(Target(words=request.words, preload=()))
-
-
-def _say(line: str) -> None:
-    say(f"keep: {line}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""Link of a rank and its zygote: memory that both see, also after the rank has died."""
+"""Link of a rank and its zygote: memory that both see, also after the rank has died, and real beats in it.
+
+How silence counts is simulated (tests/simulation/repairs).
+"""
 
 import os
 import signal
+import threading
 
 import pytest
 
+from moe_ft.keeper.heartbeat import Heart, Pulse, period_s
 from moe_ft.keeper.link import Link, own_link, retire_own, set_own_link, wants_repair
+from tests.waiting import wait_for
 
 
 def test_rank_that_arms_itself_stays_armed_when_it_is_killed() -> None:
@@ -77,3 +83,42 @@ def test_process_that_is_to_end_retires_the_link_that_it_has() -> None:
 )
 def test_last_value_of_the_flag_counts(line: str, wanted: bool) -> None:
     assert wants_repair(line.split()) == wanted
+
+
+def test_looks_are_frequent_enough_for_short_limits_and_rare_for_long_ones() -> None:
+    assert (period_s(2.0), period_s(600.0), period_s(0)) == (0.2, 1.0, 1.0)
+
+
+def test_heart_beats_until_it_is_closed() -> None:
+    link = Link()
+    heart = Heart(link, limit_s=1.0)
+    assert link.limit_s == 0, "it is not started"
+    heart.start()
+    heart.start()  # once
+    assert link.limit_s == 1.0
+    wait_for(lambda: link.beats > 2, "beats")
+    heart.close()
+    beats = link.beats
+    assert link.limit_s == 0
+    assert not [each for each in threading.enumerate() if each.name == "moe_ft-heart"]
+    assert link.beats == beats
+    Heart(link, limit_s=1.0).close()  # was never started
+
+
+def test_stopped_process_does_not_beat() -> None:
+    link = Link()
+    pid = os.fork()
+    if pid == 0:
+        Heart(link, limit_s=0.2).start()
+        signal.pause()
+    try:
+        wait_for(lambda: link.beats > 1, "beats")
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        pulse = Pulse(link)
+        wait_for(lambda: pulse.silent_s() > link.limit_s, "silence")
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: pulse.silent_s() == 0, "a beat")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
