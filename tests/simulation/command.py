@@ -12,8 +12,11 @@ import torch
 
 from tests.simulation import power
 from tests.simulation.mutations import MUTATIONS
+from tests.simulation.repairs.mutations import OF_REPAIRS
+from tests.simulation.repairs.schedule import RepairSchedule
+from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import Schedule, draw
-from tests.simulation.soak import Campaign, Options
+from tests.simulation.soak import AnySchedule, Campaign, Options
 
 _SEEDS = 1 << 40  # that a random one is drawn from
 
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--schedule", type=Path, help="the one in this file alone, as --keep writes it"
     )
+    which.add_argument("--repairs", action="store_true", help="of repairs in place")
     how = parser.add_argument_group("how they are run")
     how.add_argument(
         "--jobs", type=int, default=1, help="processes; 0 for one per core (default 1)"
@@ -78,16 +82,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _schedules(arguments: argparse.Namespace) -> Iterator[Schedule]:
+def _schedules(arguments: argparse.Namespace) -> Iterator[AnySchedule]:
+    is_of_repairs = arguments.repairs or arguments.mutation in OF_REPAIRS
+    make = draw_repairs if is_of_repairs else draw
     if arguments.schedule is not None:
-        yield msgspec.json.decode(arguments.schedule.read_bytes(), type=Schedule)
+        kind = RepairSchedule if is_of_repairs else Schedule
+        yield msgspec.json.decode(arguments.schedule.read_bytes(), type=kind)
         return
     if arguments.seed is not None:
-        yield draw(arguments.seed)
+        yield make(arguments.seed)
         return
     first = random.SystemRandom().randrange(_SEEDS) if arguments.random else arguments.first or 0
     print(f"first seed {first}", flush=True)
     count = arguments.count
     if count is None and arguments.seconds is None:
         count = 100
-    yield from map(draw, itertools.count(first) if count is None else range(first, first + count))
+    yield from map(make, itertools.count(first) if count is None else range(first, first + count))

@@ -1,7 +1,8 @@
 """Mistakes put into the product on purpose, one at a time: the simulation must find each of them.
 
 They are mistakes that this product or others have had, or that are easily made. A name that no longer exists
-is an error. `tests/power.py` replays all of them; `python -m tests.simulation --mutation NAME` one.
+is an error. `tests/power.py` replays all of them; `python -m tests.simulation --mutation NAME` one. Those of
+repairs in place are in repairs/mutations.py.
 """
 
 import dataclasses
@@ -46,8 +47,13 @@ MUTATIONS: dict[str, Mutation] = {}
 
 def mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list, under the name of the function that makes it."""
-    MUTATIONS[make.__name__.replace("_", "-")] = make
+    MUTATIONS[name_of(make)] = make
     return make
+
+
+def name_of(make: Mutation) -> str:
+    """Return the name of a mistake."""
+    return make.__name__.replace("_", "-")
 
 
 @mutation

@@ -15,6 +15,8 @@ import msgspec
 import torch
 
 from tests.simulation.job import Setup
+from tests.simulation.repairs.mutations import OF_REPAIRS
+from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import Fault, Schedule, draw
 from tests.simulation.simulate import installed
 from tests.simulation.soak import attempt, mistaken
@@ -107,7 +109,8 @@ def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/de
     found, num_schedules = None, 0
     violations: tuple[str, ...] = ()
     while found is None and num_schedules < limit:
-        schedule = draw(first + num_schedules)
+        make = draw_repairs if name in OF_REPAIRS else draw
+        schedule = make(first + num_schedules)
         if not num_schedules:
             schedule = _FIRST.get(name, schedule)
         num_schedules += 1

@@ -1,8 +1,8 @@
 """Schedules: the flags of a job and the faults that hit it, drawn from a seed."""
 
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -99,6 +99,40 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         lines = [f"seed {self.seed}, switching {self.switching}", f"  {self.setup}"]
         return "\n".join([*lines, *(f"  {each}" for each in self.faults)])
+
+    def smaller(self) -> list["Schedule"]:
+        """Return schedules with fewer faults, or of a simpler job."""
+        replace = msgspec.structs.replace
+        found = [
+            replace(self, faults=self.faults[:place] + self.faults[place + 1 :])
+            for place in range(len(self.faults))
+        ]
+        setup = self.setup
+        simpler: list[dict[str, Any]] = [
+            {
+                "stages": 1,
+                "nodes": min(setup.nodes, setup.dp),
+                "upstream_log": False,
+                "recovery": "auto",
+            },
+            {"skips": False},
+            {"state_dtype": ""},
+            {"stop_interval": 0},
+            {"on_error": "degrade"},
+            {"is_sharded": True},
+            {"persist_interval": 0},
+            {"dense_interval": 0},
+            {"replication": "0"},
+            {"interval": "1"},
+            {"iterations": 4},
+            {"experts": 2},
+            {"upstream_log": False, "recovery": "auto"},
+            {"breakpoints": False, "upstream_log": False, "recovery": "auto"},
+        ]
+        for changes in simpler:
+            if any(getattr(setup, name) != value for name, value in changes.items()):
+                found.append(replace(self, setup=replace(setup, **changes)))
+        return found
 
 
 def draw(seed: int) -> Schedule:
@@ -292,13 +326,19 @@ def _draw_setup(rng: random.Random) -> Setup:
     )
 
 
-def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], tries: int = 200) -> Schedule:
-    """Return a smaller schedule that fails too: fewer faults, a simpler job."""
-    replace = msgspec.structs.replace
+class _Smaller(Protocol):
+    """A schedule that knows simpler ones of its kind."""
+
+    def smaller(self) -> Sequence[Self]:
+        """Return schedules with fewer faults, or of a simpler job."""
+
+
+def shrink[S: _Smaller](schedule: S, fails: Callable[[S], bool], tries: int = 200) -> S:
+    """Return a smaller schedule that fails too."""
     is_smaller = True
     while is_smaller and tries > 0:
         is_smaller = False
-        for candidate in _smaller(schedule, replace):
+        for candidate in schedule.smaller():
             tries -= 1
             if fails(candidate):
                 schedule, is_smaller = candidate, True
@@ -306,36 +346,3 @@ def shrink(schedule: Schedule, fails: Callable[[Schedule], bool], tries: int = 2
             if tries <= 0:
                 break
     return schedule
-
-
-def _smaller(schedule: Schedule, replace: Any) -> list[Schedule]:
-    found = [
-        replace(schedule, faults=schedule.faults[:place] + schedule.faults[place + 1 :])
-        for place in range(len(schedule.faults))
-    ]
-    setup = schedule.setup
-    simpler: list[dict[str, Any]] = [
-        {
-            "stages": 1,
-            "nodes": min(setup.nodes, setup.dp),
-            "upstream_log": False,
-            "recovery": "auto",
-        },
-        {"skips": False},
-        {"state_dtype": ""},
-        {"stop_interval": 0},
-        {"on_error": "degrade"},
-        {"is_sharded": True},
-        {"persist_interval": 0},
-        {"dense_interval": 0},
-        {"replication": "0"},
-        {"interval": "1"},
-        {"iterations": 4},
-        {"experts": 2},
-        {"upstream_log": False, "recovery": "auto"},
-        {"breakpoints": False, "upstream_log": False, "recovery": "auto"},
-    ]
-    for changes in simpler:
-        if any(getattr(setup, name) != value for name, value in changes.items()):
-            found.append(replace(schedule, setup=replace(setup, **changes)))
-    return found

@@ -24,6 +24,7 @@ from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
+from tests.simulation.repairs import machine, product, store
 from tests.simulation.schedule import Schedule
 from tests.simulation.statistics import count
 
@@ -72,6 +73,9 @@ def installed() -> Iterator[None]:
             collectives,
             rank,
             leaving,
+            machine,
+            product,
+            store,
         ):
             module.install(patches)
         yield

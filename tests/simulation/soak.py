@@ -21,8 +21,12 @@ import torch
 
 from tests.simulation.active import Patches
 from tests.simulation.mutations import MUTATIONS
+from tests.simulation.repairs.schedule import RepairSchedule
+from tests.simulation.repairs.simulate import simulate as simulate_repairs
 from tests.simulation.schedule import Schedule, shrink
 from tests.simulation.simulate import Verdict, installed, simulate
+
+AnySchedule = Schedule | RepairSchedule
 
 _POLL_S = 0.5
 _WAITING_PER_JOB = 2  # schedules that a process has been given
@@ -52,9 +56,11 @@ class _StopError(Exception):
     """The campaign is to end."""
 
 
-def attempt(schedule: Schedule, folder: Path) -> Verdict:
+def attempt(schedule: AnySchedule, folder: Path) -> Verdict:
     """Run a schedule; an error of the simulation itself is a violation, too."""
     try:
+        if isinstance(schedule, RepairSchedule):
+            return simulate_repairs(schedule, folder)
         return simulate(schedule, folder)
     except Exception:
         return Verdict(violations=(traceback.format_exc(),), is_crash=True)
@@ -91,12 +97,12 @@ def _prepare(options: Options, stopping: Any) -> None:
     gc.freeze()  # collections between schedules need not look at modules again
 
 
-def _attempt(schedule: Schedule) -> Verdict:
+def _attempt(schedule: AnySchedule) -> Verdict:
     return attempt(schedule, _folder)
 
 
-def _shrink(schedule: Schedule) -> tuple[Schedule, Verdict]:
-    def fails(each: Schedule) -> bool:
+def _shrink(schedule: AnySchedule) -> tuple[AnySchedule, Verdict]:
+    def fails(each: AnySchedule) -> bool:
         if _stopping.is_set():
             raise _StopError
         return bool(_attempt(each).violations)
@@ -116,9 +122,9 @@ class Campaign:
         self._stopping: Any = None
         self._counts = Counter[str]()
         self._done = self._failed = self._recoveries = self._events = 0
-        self._pending: dict[Future[Any], Schedule] = {}  # that run, or are made smaller
+        self._pending: dict[Future[Any], AnySchedule] = {}  # that run, or are made smaller
 
-    def run(self, schedules: Iterator[Schedule]) -> int:
+    def run(self, schedules: Iterator[AnySchedule]) -> int:
         """Run schedules until there are no more, time is up or a signal comes; return the exit code."""
         context = multiprocessing.get_context("fork")
         self._stopping = context.Event()
@@ -143,7 +149,7 @@ class Campaign:
         self._is_stopped = True
         self._stopping.set()
 
-    def _run(self, schedules: Iterator[Schedule], pool: ProcessPoolExecutor) -> None:
+    def _run(self, schedules: Iterator[AnySchedule], pool: ProcessPoolExecutor) -> None:
         shrinking: set[Future[Any]] = set()
         is_over = False
         while not is_over or self._pending:
@@ -163,7 +169,7 @@ class Campaign:
                     shrinking.add(again)
                     self._pending[again] = schedule
 
-    def _tell(self, schedule: Schedule, verdict: Verdict) -> bool:
+    def _tell(self, schedule: AnySchedule, verdict: Verdict) -> bool:
         """Count and print a schedule that has run; return whether it has failed."""
         self._done += 1
         self._recoveries += verdict.num_recoveries
@@ -175,10 +181,12 @@ class Campaign:
         if verdict.violations:
             self._failed += 1
             self._keep(schedule, schedule, verdict, "")
-            print(f"again: python -m tests.simulation --seed {schedule.seed} --verbose", flush=True)
+            kind = "--repairs " * isinstance(schedule, RepairSchedule)
+            again = f"python -m tests.simulation {kind}--seed {schedule.seed} --verbose"
+            print(f"again: {again}", flush=True)
         return bool(verdict.violations)
 
-    def _tell_smaller(self, schedule: Schedule, future: Future[Any]) -> None:
+    def _tell_smaller(self, schedule: AnySchedule, future: Future[Any]) -> None:
         try:
             smaller, verdict = future.result()
         except _StopError:
@@ -188,7 +196,9 @@ class Campaign:
             f"smaller ({path or 'see --keep'}):", smaller, *verdict.violations, sep="\n", flush=True
         )
 
-    def _keep(self, of: Schedule, schedule: Schedule, verdict: Verdict, suffix: str) -> Path | None:
+    def _keep(
+        self, of: AnySchedule, schedule: AnySchedule, verdict: Verdict, suffix: str
+    ) -> Path | None:
         """Write a schedule that fails, and beside it what happens."""
         if self._options.keep is None:
             return None

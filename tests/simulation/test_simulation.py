@@ -10,6 +10,7 @@ import pytest
 from tests.unit.source import ROOT
 
 NUM_FIXED = 340  # 45 s on two quiet cores
+NUM_OF_REPAIRS = 200  # 15 s
 RANDOM_S = 5
 MANY_RANDOM_S = 120
 _TIMEOUT_S = 3600  # on a machine that is busy with other things
@@ -38,9 +39,16 @@ def test_fixed_schedules_break_no_promise() -> None:
     assert run_schedules("--first", "0", "--count", str(NUM_FIXED)) == NUM_FIXED
 
 
+@pytest.mark.timeout(_TIMEOUT_S)
+def test_fixed_schedules_of_repairs_break_no_promise() -> None:
+    count = str(NUM_OF_REPAIRS)
+    assert run_schedules("--repairs", "--first", "0", "--count", count) == NUM_OF_REPAIRS
+
+
+@pytest.mark.parametrize("kind", [[], ["--repairs"]], ids=["recoveries", "repairs"])
 @pytest.mark.parametrize("seconds", [RANDOM_S, pytest.param(MANY_RANDOM_S, marks=pytest.mark.rest)])
 @pytest.mark.timeout(_TIMEOUT_S)
-def test_random_schedules_break_no_promise(seconds: int) -> None:
+def test_random_schedules_break_no_promise(seconds: int, kind: list[str]) -> None:
     first = random.SystemRandom().randrange(1 << 40)
     print(f"first seed {first}")
-    assert run_schedules("--first", str(first), "--seconds", str(seconds)) > 0
+    assert run_schedules(*kind, "--first", str(first), "--seconds", str(seconds)) > 0

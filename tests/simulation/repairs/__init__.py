@@ -1,0 +1,1 @@
+"""Simulation of repairs in place: keeper, rounds and membership of ranks that die, stop and hang."""

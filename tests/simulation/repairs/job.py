@@ -1,0 +1,162 @@
+"""A job whose ranks are repaired: its nodes, its launcher, and its starts until training has ended."""
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ft.keeper import worker
+from tests.simulation.active import World
+from tests.simulation.kernel import Process
+from tests.simulation.processes import _HANDLERS
+from tests.simulation.repairs.machine import LINK, MACHINE, Machine
+from tests.simulation.repairs.rank import Group, Rank
+from tests.simulation.repairs.schedule import RepairSchedule
+
+WORDS = ["train.py", "--moe-ft-repair", "auto"]
+GRACE_S = 30.0  # between SIGTERM and SIGKILL
+_NOTICE_S = 1.0
+_START_S = 2400.0
+_FIRST_PORT = 29500
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Start:
+    """One start of a job.
+
+    Attributes:
+        groups: of all ranks, by round.
+        workers: ``[rank]`` the small processes that the launcher starts.
+        is_told_to_end: whether the launcher has ended it.
+        had_to_be_killed: whether some worker had not ended long after it was told to.
+    """
+
+    number: int
+    size: int
+    groups: dict[int, Group] = field(default_factory=dict)
+    workers: list[Process] = field(default_factory=list)
+    is_told_to_end: bool = False
+    had_to_be_killed: bool = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where its ranks meet."""
+        environ = self.workers[0].environ
+        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+
+    @property
+    def is_over(self) -> bool:
+        """True when no worker runs any more."""
+        return not any(each.is_alive for each in self.workers)
+
+    @property
+    def has_ended_well(self) -> bool:
+        """True if all ranks have trained to the end."""
+        return all(each.exit_code == 0 for each in self.workers)
+
+
+class Job:
+    """The job on its nodes.
+
+    Attributes:
+        memory: ``[rank]`` states by iteration, which outlive a process and not its node.
+        oracle: is told what ranks do.
+    """
+
+    def __init__(self, world: World, schedule: RepairSchedule, oracle: Any) -> None:
+        self.world, self.oracle, self.size = world, oracle, schedule.ranks
+        self.iterations, self._nodes = schedule.iterations, schedule.nodes
+        self.machine = Machine(world, lambda current: Rank(current).run())
+        self.machine.job = self  # type: ignore[attr-defined]
+        self.memory: list[dict[int, int]] = [{0: 0} for _ in range(self.size)]
+        self.starts: list[Start] = []
+        self._agents: dict[str, Process] = {}
+
+    def node_of(self, rank: int) -> str:
+        """Return where a rank runs."""
+        return f"node{rank * self._nodes // self.size}"
+
+    def start(self) -> Start:
+        """Start the worker of each rank, as torchrun does."""
+        started = Start(number=len(self.starts), size=self.size)
+        self.starts.append(started)
+        nodes = [self.node_of(rank) for rank in range(self.size)]
+        for rank, node in enumerate(nodes):
+            environ = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - nodes.index(node)),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                "MASTER_ADDR": nodes[0],
+                "MASTER_PORT": str(_FIRST_PORT + started.number),
+                "TORCHELASTIC_RUN_ID": "job",
+            }
+            made = self.machine.make_process(
+                f"worker {rank}", node, self._agent_on(node), environ, lambda: worker.main(WORDS)
+            )
+            made.at_death.append(lambda: self._note_end(started))
+            started.workers.append(made)
+        return started
+
+    def _agent_on(self, node: str) -> Process:
+        if node not in self._agents or not self._agents[node].is_alive:
+            self._agents[node] = self.world.kernel.make_process("agent", node)
+            self._agents[node].local[MACHINE] = self.machine
+        return self._agents[node]
+
+    def _note_end(self, started: Start) -> None:
+        """Have the launcher end the others soon, if a worker has failed."""
+        kernel = self.world.kernel
+        if any(each.exit_code for each in started.workers) and not started.is_told_to_end:
+            started.is_told_to_end = True
+            kernel.call_later(kernel.random.uniform(0.1, _NOTICE_S), lambda: self._end(started))
+
+    def _end(self, started: Start) -> None:
+        for each in started.workers:
+            if each.is_alive:
+                self._terminate(each)
+        self.world.kernel.call_later(GRACE_S, lambda: self._kill(started))
+
+    def _terminate(self, process: Process) -> None:
+        handler: Callable[..., Any] | None = process.local.get(_HANDLERS, {}).get(signal.SIGTERM)
+        if handler is None:
+            self.world.kernel.kill(process, -signal.SIGTERM)
+            return
+
+        def act() -> None:
+            with suppress(OSError):  # a worker would end with it
+                handler(signal.SIGTERM, None)
+
+        self.world.kernel.spawn(process, act, "signal")
+
+    def _kill(self, started: Start) -> None:
+        for each in started.workers:
+            started.had_to_be_killed |= each.is_alive
+            self.world.kernel.kill(each)
+
+    def run(self, started: Start) -> bool:
+        """Run a start to its end; return False if it does not come to one."""
+        kernel = self.world.kernel
+        return kernel.run(lambda: started.is_over, kernel.now + _START_S)
+
+    def process_of(self, rank: int) -> Process | None:
+        """Return the newest process of a rank that runs; None if there is none."""
+        found = [each for each in self.processes_of(rank) if each.is_alive]
+        return found[-1] if found else None
+
+    def processes_of(self, rank: int) -> list[Process]:
+        """Return all processes of a rank, also of earlier starts."""
+        name = f"rank {rank}"
+        return [
+            each for each in self.world.kernel.processes if each.name == name and LINK in each.local
+        ]
+
+    def lose(self, node: str) -> None:
+        """Lose a node with its processes and its memory; another one gets its name."""
+        for each in self.world.kernel.processes:
+            if each.node == node:
+                self.world.kernel.kill(each)
+        for rank in range(self.size):
+            if self.node_of(rank) == node:
+                self.memory[rank] = {0: 0}

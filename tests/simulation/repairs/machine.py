@@ -1,0 +1,357 @@
+"""Processes and local sockets as the keeper sees them on simulated nodes; store.py has the job's store.
+
+A fork makes a simulated process that does what the product's child does, with what its parent has at that
+moment. Sockets between a worker and its zygote are pipes without descriptors.
+"""
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from moe_ft.keeper import job_store, link, worker, zygote
+from moe_ft.keeper.protocol import RankRequest
+from moe_ft.keeper.target import Target
+from tests.simulation.active import Patches, World, world
+from tests.simulation.kernel import Process, Waiting
+from tests.simulation.processes import PARENT
+
+MACHINE = "machine"  # local state of each process, and of the job
+LINK, TOKEN = "link", "token"
+_IMPORT_S = 2.0
+_ANSWER_S = 0.002
+_LONGEST_END_S = 1.0  # from SIGTERM to the end of a rank
+_POLL_S = 0.02
+
+
+class Machine:
+    """What all nodes of a simulated job share.
+
+    Attributes:
+        changes: woken by whatever a process may wait for.
+        zygotes: by node, with the socket where it listens.
+        ports: listeners of stores, by address.
+        run_rank: what a rank does; called in its process.
+        slowness: seconds that the store needs for each answer, at most.
+        has_stranger: whether somebody else writes to the store.
+    """
+
+    def __init__(self, current: World, run_rank: Callable[[World], None]) -> None:
+        self.world, self.run_rank = current, run_rank
+        self.changes = Waiting()
+        self.zygotes: dict[str, tuple[Process, Listener]] = {}
+        self.ports: dict[tuple[str, int], Listener] = {}
+        self.descriptors: dict[int, Process] = {}
+        self.slowness, self.has_stranger = _ANSWER_S, False
+
+    def make_process(
+        self, name: str, node: str, parent: Process, environ: dict[str, str], act: Callable[[], Any]
+    ) -> Process:
+        """Start a process that ends with exit code 0 after what it does, or with 1 after an exception."""
+        kernel = self.world.kernel
+        process = kernel.make_process(name, node, environ)
+        process.local |= {MACHINE: self, PARENT: parent.pid}
+        process.at_death.append(self.changed)
+
+        def run() -> None:
+            code = 0
+            try:
+                act()
+            except Exception:
+                print(traceback.format_exc(), file=sys.stderr)
+                code = 1
+            kernel.end(process, code)
+
+        kernel.spawn(process, run)
+        return process
+
+    def changed(self) -> None:
+        """Have all look again that wait for anything."""
+        self.world.kernel.wake(self.changes)
+
+    def wait_for(self, found: Callable[[], Any], timeout_s: float | None) -> Any:
+        """Wait until a function returns something true, and return it; or its last value."""
+        kernel = self.world.kernel
+        until_s = None if timeout_s is None else kernel.now + timeout_s
+        while not (result := found()):
+            rest_s = None if until_s is None else until_s - kernel.now
+            if rest_s is not None and rest_s <= 0:
+                break
+            kernel.wait(self.changes, rest_s)
+        return result
+
+    def is_readable(self, what: Any) -> bool:
+        """Return whether something can be read: a socket, or the end of a process."""
+        if isinstance(what, int):
+            return not self.descriptors[what].is_alive
+        return bool(what.is_readable)
+
+    def process_of(self, pid: int) -> Process:
+        """Return a process by its number."""
+        found = next((each for each in self.world.kernel.processes if each.pid == pid), None)
+        if found is None:
+            raise ProcessLookupError(3, "No such process")
+        return found
+
+
+class Connection:
+    """One end of a Unix socket."""
+
+    def __init__(self, machine: Machine, process: Process) -> None:
+        self.machine, self.process = machine, process
+        self.content, self.is_closed, self.request = b"", False, None
+        self.peer: Connection
+        process.at_death.append(self.close)
+
+    @property
+    def is_readable(self) -> bool:
+        """True if `recv` does not wait."""
+        return bool(self.content) or self.peer.is_closed
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Return what has come; wait for all of it if the flags say so."""
+        least = size if flags & socket.MSG_WAITALL else 1
+        self.machine.wait_for(lambda: len(self.content) >= least or self.peer.is_closed, None)
+        found, self.content = self.content[:size], self.content[size:]
+        return found
+
+    def sendall(self, content: bytes) -> None:
+        """Send something."""
+        self.machine.world.kernel.event("keeper: send")
+        if self.peer.is_closed:
+            raise BrokenPipeError(32, "Broken pipe")
+        self.peer.content += content
+        self.machine.changed()
+
+    def close(self) -> None:
+        """Close this end."""
+        self.is_closed = True
+        self.machine.changed()
+
+    def setblocking(self, flag: bool) -> None:
+        """Do nothing."""
+
+    def fileno(self) -> "Connection":
+        """Return what `select` takes."""
+        return self
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Listener:
+    """A socket that listens, of a zygote or of a store, which is a server then."""
+
+    def __init__(self, machine: Machine, process: Process) -> None:
+        self.machine, self.process = machine, process
+        self.pending: deque[Connection] = deque()
+        self.texts: dict[str, str] = {}
+        self.numbers: dict[str, int] = defaultdict(int)
+        self.server: Process | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        """True if somebody has connected."""
+        return bool(self.pending)
+
+    def accept(self) -> tuple[Connection, None]:
+        """Return the next connection."""
+        return self.pending.popleft(), None
+
+    def connect(self, process: Process) -> Connection:
+        """Return the end of a new connection that a process has."""
+        one, other = Connection(self.machine, process), Connection(self.machine, self.process)
+        one.peer, other.peer = other, one
+        self.pending.append(other)
+        self.machine.changed()
+        return one
+
+    def close(self) -> None:
+        """Do nothing: who listens is the process."""
+
+    def fileno(self) -> "Listener":
+        """Return what a server takes."""
+        return self
+
+
+class Selector:
+    """A `selectors.DefaultSelector`."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Any, SimpleNamespace] = {}
+
+    def register(self, what: Any, events: int, data: Any) -> None:
+        """Watch something."""
+        self._keys[what] = SimpleNamespace(fileobj=what, fd=what, data=data)
+
+    def unregister(self, what: Any) -> None:
+        """Watch it no longer."""
+        del self._keys[what]
+
+    def get_map(self) -> dict[Any, SimpleNamespace]:
+        """Return all that is watched."""
+        return self._keys
+
+    def select(self, timeout_s: float | None = None) -> list[tuple[SimpleNamespace, int]]:
+        """Wait, and return what can be read."""
+        machine = machine_here()
+        machine.world.kernel.event("keeper: select")
+        found = machine.wait_for(
+            lambda: [key for what, key in self._keys.items() if machine.is_readable(what)],
+            timeout_s,
+        )
+        return [(key, 1) for key in found]
+
+
+def machine_here() -> Machine:
+    """Return the machine of the process that runs."""
+    current = world()
+    assert current is not None
+    found: Machine = current.process.local[MACHINE]
+    return found
+
+
+class _System:
+    """The module `os` of zygotes and workers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fork(self) -> int:
+        """Do in a new process what the caller does in its child."""
+        machine, seen = machine_here(), sys._getframe(1).f_locals
+        parent = machine.world.process
+        request: RankRequest = seen["request"]
+        environ = dict(request.environment)
+        if "listener" in seen:
+            act = lambda: job_store.serve(seen["listener"], environ, seen["token"])  # noqa: E731
+            name = "store"
+        else:
+            act = lambda: zygote._be_rank(request, (), seen["link"])  # noqa: E731
+            name = f"rank {environ['RANK']}"
+        child = machine.make_process(name, parent.node, parent, environ, act)
+        child.local[LINK] = seen.get("link")
+        parent.children.append(child)
+        return child.pid
+
+    def pidfd_open(self, pid: int) -> int:
+        """Return a descriptor of a process."""
+        machine = machine_here()
+        descriptor = 1000 + len(machine.descriptors)
+        machine.descriptors[descriptor] = machine.process_of(pid)
+        return descriptor
+
+    def waitpid(self, pid: int, options: int) -> tuple[int, int]:
+        """Return the status of a process that has ended."""
+        code = machine_here().process_of(pid).exit_code
+        assert code is not None
+        return pid, -code if code < 0 else code << 8
+
+    def killpg(self, pid: int, number: int) -> None:
+        """Send a signal to a rank; it takes a while to end after SIGTERM."""
+        machine = machine_here()
+        process, kernel = machine.process_of(pid), machine.world.kernel
+        if not process.is_alive:
+            raise ProcessLookupError(3, "No such process")
+        if number == signal.SIGKILL:
+            kernel.kill(process, -number)
+        else:
+            delay_s = kernel.random.random() * _LONGEST_END_S
+            kernel.call_later(delay_s, lambda: _end_unless_stopped(process, number))
+
+    def open(self, path: str, flags: int) -> int:
+        """Return a descriptor that nobody uses."""
+        return -1
+
+    def close(self, descriptor: int) -> None:
+        """Do nothing."""
+
+    def execv(self, path: str, words: Sequence[str]) -> None:
+        """Refuse: a worker without a zygote."""
+        raise AssertionError("a rank starts without its zygote")
+
+
+def _end_unless_stopped(process: Process, number: int) -> None:
+    if not process.is_suspended:
+        process.kernel.kill(process, -number)
+
+
+def _select(readers: Iterable[Any], *_: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    machine, timeout_s = machine_here(), _[2] if len(_) > 2 else None
+    machine.world.kernel.event("keeper: select")
+    found = machine.wait_for(
+        lambda: [each for each in readers if machine.is_readable(each)], timeout_s
+    )
+    return found, [], []
+
+
+def _connect(target: Target, agent_pid: int) -> Connection:
+    """Connect to the zygote of the node, which the first worker starts."""
+    machine = machine_here()
+    own, kernel = machine.world.process, machine.world.kernel
+    while True:
+        found = machine.zygotes.get(own.node)
+        if found is not None and found[0].is_alive:
+            return found[1].connect(own)
+        if own.environ["LOCAL_RANK"] == "0":
+            _start_zygote(machine, own.node, agent_pid)
+        kernel.sleep(_POLL_S)
+
+
+def _start_zygote(machine: Machine, node: str, agent_pid: int) -> None:
+    def serve() -> None:
+        machine.world.kernel.sleep(_IMPORT_S)
+        process.local["imported"] = True
+        zygote.Zygote(listener, agent_pid).serve()  # type: ignore[arg-type]
+
+    process = machine.make_process("zygote", node, machine.process_of(agent_pid), {}, serve)
+    listener = Listener(machine, process)
+    machine.zygotes[node] = process, listener
+
+
+def _is_importing(pid: int) -> bool:
+    return not machine_here().process_of(pid).local.get("imported")
+
+
+def _send_request(connection: Any, request: RankRequest, streams: Any) -> None:
+    connection.request = request
+    connection.sendall(b"\0")
+
+
+def _receive_request(connection: Any) -> tuple[RankRequest, list[int]]:
+    if not connection.recv(1):
+        raise ConnectionError("this is no request for a rank")
+    return connection.peer.request, []
+
+
+def install(patches: Patches) -> None:
+    """Have the keeper's code run on simulated nodes."""
+    for module in (zygote, worker):
+        patches.set(module, "os", _System())
+    patches.set(zygote, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
+    patches.set(zygote, "why_not_to_fork", lambda: "")
+    patches.set(zygote, "receive_request", _receive_request)
+    patches.set(zygote, "become", lambda request, streams: None)
+    patches.set(zygote, "run", lambda target: machine_here().run_rank(machine_here().world))
+    for module in (zygote, link):
+        patches.set(module, "set_own_link", lambda link: None)
+    patches.set(worker, "read_target", lambda words: Target(words=tuple(words), preload=()))
+    patches.set(worker, "_connect", _connect)
+    patches.set(worker, "send_request", _send_request)
+    patches.set(worker, "peer_pid", lambda connection: connection.peer.process.pid)
+    patches.set(worker, "_is_importing", _is_importing)
+    patches.set(worker, "select", SimpleNamespace(select=_select))
+    patches.divert(signal, "pidfd_send_signal", _send_signal)
+    patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))
+
+
+def _send_signal(world: World, descriptor: int, number: int) -> None:
+    world.kernel.kill(machine_here().descriptors[descriptor], -number)

@@ -1,0 +1,144 @@
+"""Mistakes in keeper and repair, put in on purpose: the simulation of repairs must find each of them."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from moe_ft.keeper import rounds, zygote
+from moe_ft.keeper.heartbeat import Pulse
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Member, Rounds
+from moe_ft.keeper.zygote import Zygote
+from tests.simulation.active import Patches
+from tests.simulation.mutations import Mutation, mutation, name_of
+from tests.simulation.repairs.product import Links, Membership, Watcher
+
+OF_REPAIRS: set[str] = set()
+
+
+def repair_mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list of all, and note that repairs show it."""
+    OF_REPAIRS.add(name_of(make))
+    return mutation(make)
+
+
+@repair_mutation
+def silent_ranks_live_on(patches: Patches) -> None:
+    """The zygote does not kill a rank that is stopped."""
+    patches.set(Zygote, "_end_silent", lambda self: None)
+
+
+@repair_mutation
+def own_stop_held_against_ranks(patches: Patches) -> None:
+    """Time in which the zygote did not run counts as silence of its ranks."""
+
+    def silent_s(self: Pulse) -> float:
+        now_s = time.monotonic()
+        is_silent = self._link.limit_s and self._link.beats == self._beats
+        self._silent_s = self._silent_s + now_s - self._looked_s if is_silent else 0.0
+        self._looked_s, self._beats = now_s, self._link.beats
+        return self._silent_s
+
+    patches.set(Pulse, "silent_s", silent_s)
+
+
+@repair_mutation
+def told_to_end_and_replaced(patches: Patches) -> None:
+    """A rank that the launcher has told to end is replaced."""
+    patches.set(Link, "retire", lambda self: None)
+
+
+@repair_mutation
+def replacement_without_the_token(patches: Patches) -> None:
+    """The zygote does not pass the token of the start to a replacement."""
+    original = zygote.Link
+    patches.set(zygote, "Link", lambda *given: original(*given[:2]))
+
+
+@repair_mutation
+def round_joined_twice(patches: Patches) -> None:
+    """A replacement joins the round that its rank had joined before it died."""
+    patches.set(Rounds, "has_joined", lambda self, number, rank: False)
+
+
+@repair_mutation
+def members_of_earlier_rounds_count(patches: Patches) -> None:
+    """Ranks that have joined an earlier round count as members of the present one."""
+    original = rounds._key
+
+    def key(number: int, what: str) -> str:
+        return original(0 if what == "members" else number, what)
+
+    patches.set(rounds, "_key", key)
+
+
+@repair_mutation
+def broken_rounds_waited_for(patches: Patches) -> None:
+    """Ranks that meet do not see that one of them has died."""
+    original = Rounds._wait_for
+
+    def wait_for(self: Rounds, number: int, what: str, deadline_s: float) -> Any:
+        waiting = Patches()
+        waiting.set(self, "is_declared", lambda number: False)
+        try:
+            return original(self, number, what, deadline_s)
+        finally:
+            waiting.restore()
+
+    patches.set(Rounds, "_wait_for", wait_for)
+
+
+@repair_mutation
+def rounds_without_end(patches: Patches) -> None:
+    """Repairs begin again, however many were broken."""
+    patches.set(rounds, "MOST_UNFINISHED", 1000)
+
+
+@repair_mutation
+def finished_rounds_forgotten(patches: Patches) -> None:
+    """Nobody says that a repair has ended."""
+    patches.set(Rounds, "finish", lambda self, number: None)
+
+
+@repair_mutation
+def timeouts_kept_to_oneself(patches: Patches) -> None:
+    """A rank that has timed out waiting for another one does not tell the others."""
+    patches.set(Rounds, "time_out", lambda self, number: None)
+
+
+@repair_mutation
+def survivors_never_freed(patches: Patches) -> None:
+    """The connections of those that hang in a collective are not ended."""
+    patches.set(Links, "end", lambda self, number: 0)
+
+
+@repair_mutation
+def hang_not_ended(patches: Patches) -> None:
+    """A training thread that does not leave its iteration is left alone."""
+    patches.set(Watcher, "_end_if_stuck", lambda self: None)
+
+
+@repair_mutation
+def replacement_forever(patches: Patches) -> None:
+    """A rank that was replaced once says in each later round that it has died."""
+    original = Membership._join_next
+
+    def join_next(self: Any) -> None:
+        if self._link.is_replacement:
+            self._is_new = True
+        original(self)
+
+    patches.set(Membership, "_join_next", join_next)
+
+
+@repair_mutation
+def position_of_the_round_before(patches: Patches) -> None:
+    """A survivor says where its loop was when it met the others last."""
+    original, said = Rounds.join, dict[Any, Any]()
+
+    def join(self: Rounds, number: int, member: Member) -> None:
+        facts = said.get(self) or member.facts
+        original(self, number, replace(member, facts=facts))
+        said[self] = member.facts
+
+    patches.set(Rounds, "join", join)

@@ -1,0 +1,340 @@
+"""Runs one schedule of repairs: inflicts its faults, and judges what the ranks do.
+
+A job may start again only for a reason that docs/repair.md names. All else is a broken promise.
+"""
+
+import gc
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
+from tests.simulation.active import active
+from tests.simulation.job import make_world
+from tests.simulation.kernel import HangError, Kernel, Process, Thread
+from tests.simulation.processes import lines_of
+from tests.simulation.repairs.job import Job, Start
+from tests.simulation.repairs.machine import LINK
+from tests.simulation.repairs.product import STUCK_S
+from tests.simulation.repairs.rank import (
+    HANGS,
+    HEARTBEAT_S,
+    RAISES,
+    TIMEOUT_S,
+    Group,
+    Operation,
+    Rank,
+    final_states,
+)
+from tests.simulation.repairs.schedule import MENDED, Fault, RepairSchedule
+from tests.simulation.repairs.store import FORGED
+from tests.simulation.simulate import Verdict
+
+_MORE_STARTS = 4
+_HELP_S = 200.0  # until somebody ends what nobody watches
+_LONGEST_PAUSE_S, _LONGEST_STOP_S, _FOR_EVER_S = 40.0, 120.0, 1e9
+_AFTER_S = 3.0  # from the end of a start to that of all its processes
+_SLOW_S = 0.2
+_REPAIR_S = (
+    75.0  # from the last fault to the end of a repair: the build, and connections that time out
+)
+_DEATHS = ("kill", "stop", "hang")
+
+
+class Oracle:
+    """What ranks of a job have promised, and what they do."""
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self.log: list[str] = []
+        self.counts = Counter[str]()
+        self.excuses: list[str] = []  # of the present start, to end without training to its end
+        self.num_deaths = self.num_repairs = 0
+        self.limit_s = 0.0  # for the end of a repair; 0 if there is none
+        self.halted: set[Process] = set()  # that do not run, or whose thread hangs
+        self._begin()
+
+    def _begin(self) -> None:
+        self._members: dict[int, str] = {}  # by round
+        self._finished: set[int] = set()
+        self._trains: dict[int, Process] = {}  # by rank
+        self._final: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Begin a start."""
+        self.excuses.clear()
+        self.num_deaths, self.limit_s = 0, 0.0
+        self._begin()
+
+    def violate(self, what: str) -> None:
+        """Note that a promise is broken."""
+        self.violations.append(what)
+
+    # What ranks say
+
+    def connects(self, group: Group, rank: int, process: Process) -> None:
+        """Check that each rank has one process in a round."""
+        known = group.ends.get(rank, (process, None))[0]
+        if known is not process:
+            self.violate(f"two processes are rank {rank} in round {group.number}")
+        if group.number == 0:
+            self._trains[rank] = process
+
+    def completes(self, group: Group, operation: Operation) -> None:
+        """Check that all ranks do the same together, and that each lives."""
+        if len(operation.names) > 1:
+            self.violate(f"ranks do {sorted(operation.names)} together")
+        dead = [rank for rank, (process, _) in group.ends.items() if not process.is_alive]
+        if dead:
+            self.violate(f"{sorted(operation.names)} is done with ranks {dead}, which are dead")
+
+    def meets(self, rank: Rank, members: Sequence[Member]) -> None:
+        """Check that a rank sees the same round as the others, and in it who it is."""
+        number = rank.membership.round
+        seen = json.dumps([[each.rank, each.died_s, each.hung_s, each.facts] for each in members])
+        if self._members.setdefault(number, seen) != seen:
+            self.violate(
+                f"rank {rank.rank} sees {seen} in round {number}, others {self._members[number]}"
+            )
+        own = members[rank.rank]
+        is_other = self._trains[rank.rank] is not rank._process
+        if is_other != (own.died_s is not None):
+            self.violate(
+                f"rank {rank.rank} is a member of round {number} as {own}, and its process is "
+                f"{'another one' if is_other else 'the same'} as before"
+            )
+        position = rank.membership.position
+        if own.facts and (position is None or own.facts != position.facts()):
+            self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
+
+    def finishes(self, rank: Rank) -> None:
+        """Note that a repair has ended on a rank."""
+        kernel = rank._process.kernel
+        self._trains[rank.rank] = rank._process
+        self._finished.add(rank.membership.round)
+        self.num_repairs, self.num_deaths = self.num_repairs + 1, 0
+        self.counts["repairs of a rank"] += 1
+        if self.limit_s and kernel.now > self.limit_s and not self.excuses:
+            self.violate(f"a repair ends {kernel.now - self.limit_s:.1f} s too late")
+
+    def hangs(self, rank: Rank, *, is_in_iteration: bool) -> None:
+        """Note that a thread hangs: nothing but an iteration is watched."""
+        if not is_in_iteration or not rank.link.is_armed:
+            self.excuses.append("a thread hangs outside of an iteration")
+
+    def leaves(self, rank: Rank, error: Exception) -> None:
+        """Note why a rank ends by itself."""
+        self.log.append(f"{rank._kernel.now:.3f} s: rank {rank.rank} ends: {error!r}")
+
+    def has_trained(self, rank: Rank) -> None:
+        """Note that a rank has trained to the end: what dies now is not replaced."""
+        self._final[rank.rank] = rank.state
+        if "a rank has trained to the end" not in self.excuses:
+            self.excuses.append("a rank has trained to the end")
+
+    # What the launcher sees
+
+    def after(self, start: Start, job: Job, *, has_ended: bool) -> None:
+        """Judge a start that is over."""
+        self._check_rounds(job, start)
+        for process in (each for rank in range(job.size) for each in job.processes_of(rank)):
+            if process.local[LINK].hung_s and process not in self.halted:
+                self.violate(f"{process} is killed for a hang, and ran")
+        if not has_ended:
+            self.violate(f"start {start.number} does not end")
+            return
+        if start.has_ended_well:
+            expected = final_states(job.size, job.iterations)
+            if (found := [self._final.get(rank) for rank in range(job.size)]) != expected:
+                self.violate(f"training ends in {found}, and not in {expected}")
+            return
+        self.counts["restarts"] += 1
+        if not self.excuses:
+            self.violate(f"start {start.number} ends without a reason for it")
+        if start.had_to_be_killed and "a process is stopped" not in self.excuses:
+            self.violate(f"start {start.number} does not end when it is told to")
+
+    def after_a_while(self, job: Job) -> None:
+        """Check that no rank outlives its start, unless what would end it is stopped."""
+        alive = [each for rank in range(job.size) if (each := job.process_of(rank)) is not None]
+        if alive and "a process is stopped" not in self.excuses:
+            self.violate(f"{alive} outlive their start")
+
+    def _check_rounds(self, job: Job, start: Start) -> None:
+        """Check how many rounds were broken in a row."""
+        if (listener := job.machine.ports.get(start.address)) is None:
+            return
+        said = {key for key, text in listener.texts.items() if text != FORGED}
+        number = broken = 0
+        while f"round_{number + 1}/declared" in said:
+            number += 1
+            broken = 0 if number in self._finished else broken + 1
+            if broken > MOST_UNFINISHED:
+                self.violate(f"{broken} rounds in a row are broken, up to round {number}")
+        self.counts["rounds"] += number
+        if broken >= MOST_UNFINISHED:
+            self.excuses.append("too many rounds were broken")
+
+
+class Injection:
+    """Inflicts the faults of a start at their moments."""
+
+    def __init__(self, job: Job, oracle: Oracle) -> None:
+        self._job, self._oracle = job, oracle
+        self._kernel: Kernel = job.world.kernel
+        self._faults: list[Fault] = []
+        self._passed = Counter[str]()
+        self._kernel.watchers.append(self._watch)
+
+    def begin(self, faults: Sequence[Fault]) -> None:
+        """Have faults happen in the start that begins."""
+        self._faults, self._passed = list(faults), Counter()
+        machine = self._job.machine
+        machine.has_stranger, machine.slowness = False, 0.002
+
+    def _watch(self, what: str, thread: Thread) -> None:
+        name = what.partition(":")[0]
+        self._passed[name] += 1
+        for each in self._faults:
+            if each.moment == name and each.time == self._passed[name]:
+                self._inflict(each, thread.process)
+
+    def _inflict(self, fault: Fault, there: Process) -> None:
+        job, oracle, kernel = self._job, self._oracle, self._kernel
+        rank = fault.target if fault.target >= 0 else int(there.environ.get("RANK", 0))
+        process = there if fault.target < 0 and LINK in there.local else job.process_of(rank)
+        oracle.log.append(f"{kernel.now:.3f} s: {fault.kind}: {process or f'rank {rank}'}")
+        oracle.counts[f"fault {fault.kind}"] += 1
+        oracle.num_deaths += fault.kind in _DEATHS
+        if oracle.num_deaths >= job.size:
+            oracle.excuses.append("all ranks may have died")
+        if fault.kind not in MENDED:
+            oracle.excuses.append(fault.kind)
+        limit_s = _REPAIR_S
+        limit_s += (TIMEOUT_S + STUCK_S) * (fault.kind == "hang") + HEARTBEAT_S
+        oracle.limit_s = max(oracle.limit_s, kernel.now + limit_s)
+        act = getattr(self, "_" + fault.kind.replace("-", "_"), None)
+        if act is not None:
+            act(fault, rank)
+        elif process is not None:
+            self._hit(fault.kind, process)
+
+    def _hit(self, kind: str, process: Process) -> None:
+        """Hit the process of a rank. Nothing replaces one that is not armed."""
+        link = process.local.get(LINK)
+        if link is None or not link.is_armed:
+            self._oracle.excuses.append("the rank is not armed")
+        if kind == "kill":
+            self._kernel.kill(process)
+            return
+        self._oracle.halted.add(process)
+        if kind == "stop":
+            self._suspend(process, _FOR_EVER_S)
+            if link is None or not link.limit_s:
+                self._oracle.excuses.append("a process is stopped")
+                self._kernel.call_later(_HELP_S, lambda: self._kernel.kill(process))
+        else:
+            process.local[{"hang": HANGS, "raise": RAISES}[kind]] = True
+
+    def _suspend(self, process: Process | None, seconds: float) -> None:
+        if process is not None and process.is_alive:
+            self._kernel.suspend(process, seconds)
+            self._kernel.call_later(seconds, self._job.machine.changed)
+
+    def _zygote_of(self, rank: int) -> Process | None:
+        found = self._job.machine.zygotes.get(self._job.node_of(rank))
+        return None if found is None else found[0]
+
+    def _store(self) -> Process | None:
+        listeners = list(self._job.machine.ports.values())
+        return listeners[-1].server if listeners else None
+
+    def _pause_node(self, fault: Fault, rank: int) -> None:
+        if len([each for each in self._faults if each is not fault]):
+            self._oracle.excuses += ["a node stands still", "a process is stopped"]
+        for each in list(self._kernel.processes):
+            if each.is_alive and each.node == self._job.node_of(rank):
+                self._suspend(each, fault.amount * _LONGEST_PAUSE_S)
+
+    def _slow_store(self, fault: Fault, rank: int) -> None:
+        self._job.machine.slowness = fault.amount * _SLOW_S
+
+    def _stranger_in_store(self, fault: Fault, rank: int) -> None:
+        self._job.machine.has_stranger = True
+
+    def _kill_zygote(self, fault: Fault, rank: int) -> None:
+        if (zygote := self._zygote_of(rank)) is not None:
+            self._kernel.kill(zygote)
+
+    def _stop_zygote(self, fault: Fault, rank: int) -> None:
+        self._oracle.excuses.append("a process is stopped")
+        is_for_ever = fault.amount > 0.5
+        seconds = _FOR_EVER_S if is_for_ever else fault.amount * _LONGEST_STOP_S
+        self._suspend(self._zygote_of(rank), seconds)
+
+    def _kill_store(self, fault: Fault, rank: int) -> None:
+        if (store := self._store()) is not None:
+            self._kernel.kill(store)
+
+    def _stop_store(self, fault: Fault, rank: int) -> None:
+        self._oracle.excuses.append("a process is stopped")
+        self._suspend(self._store(), fault.amount * _LONGEST_STOP_S)
+
+    def _lose_node(self, fault: Fault, rank: int) -> None:
+        self._job.lose(self._job.node_of(rank))
+
+    def _kill_worker(self, fault: Fault, rank: int) -> None:
+        self._kernel.kill(self._job.starts[-1].workers[rank])
+
+
+def simulate(schedule: RepairSchedule, folder: Path) -> Verdict:
+    """Run a schedule; everything is installed."""
+    oracle = Oracle()
+    gc.disable()  # destructors at any time would make two runs of a seed different
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as root:
+            world = make_world(schedule.seed, Path(root), switching=schedule.switching)
+            job = Job(world, schedule, oracle)
+            with active(world):
+                try:
+                    _run_starts(schedule, job, oracle)
+                except HangError as error:
+                    oracle.violate(f"does not end: {error}")
+                finally:
+                    world.kernel.close()
+    finally:
+        gc.enable()
+    kernel = world.kernel
+    oracle.violations += [f"{thread} ended with {error!r}" for thread, error in kernel.errors]
+    return Verdict(
+        violations=tuple(oracle.violations),
+        log=tuple(oracle.log),
+        num_events=kernel.num_events,
+        num_starts=len(job.starts),
+        num_recoveries=oracle.num_repairs,
+        counts=oracle.counts,
+        trace=kernel.trace,
+        lines=tuple(f"{each!r}: {line}" for each in kernel.processes for line in lines_of(each)),
+    )
+
+
+def _run_starts(schedule: RepairSchedule, job: Job, oracle: Oracle) -> None:
+    injection = Injection(job, oracle)
+    last = max((fault.start for fault in schedule.faults), default=0)
+    kernel = job.world.kernel
+    for number in range(last + 1 + _MORE_STARTS):
+        oracle.begin()
+        injection.begin([fault for fault in schedule.faults if fault.start == number])
+        start = job.start()
+        has_ended = job.run(start)
+        codes = [each.exit_code for each in start.workers]
+        oracle.log.append(f"{kernel.now:.3f} s: start {number} over: {codes} {oracle.excuses}")
+        oracle.after(start, job, has_ended=has_ended)
+        if not has_ended or start.has_ended_well:
+            return
+        kernel.run(lambda: False, kernel.now + _AFTER_S)
+        oracle.after_a_while(job)
+        kernel.run(lambda: False, kernel.now + kernel.random.uniform(0.0, 10.0))
+    oracle.violate("training does not end, although nothing disturbs it any more")

@@ -1,0 +1,118 @@
+"""The job's store as simulated ranks see it: its server, and the time that it needs for an answer.
+
+All that is signed and read in it is the product's.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from moe_ft.keeper import job_store, rounds
+from tests.simulation.active import Patches
+from tests.simulation.repairs.machine import Listener, machine_here
+
+FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes
+_POLL_S = 0.02
+_LOOK_S = 0.1  # between two looks at a round: more would only take time
+
+
+def _address_of(environment: Any) -> tuple[str, int]:
+    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+
+def _listen(environment: Any) -> Listener:
+    machine = machine_here()
+    listener = Listener(machine, machine.world.process)
+    if machine.ports.setdefault(_address_of(environment), listener) is not listener:
+        raise OSError(98, "Address already in use")
+    return listener
+
+
+class _Sockets:
+    """The module `socket` of the ranks that look for the store."""
+
+    def create_connection(self, address: tuple[str, int], timeout: float) -> Any:
+        """Return something to close, if somebody listens."""
+        machine = machine_here()
+        machine.world.kernel.event("store: connect")
+        found = machine.ports.get(address)
+        if found is None or (found.server is not None and not found.server.is_alive):
+            raise ConnectionRefusedError(111, "Connection refused")
+        return SimpleNamespace(close=lambda: None)
+
+
+class TCPStore:
+    """A connection to the job's store, or its server; any prefix is left out."""
+
+    def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
+        self._machine, self._kernel = machine_here(), machine_here().world.kernel
+        if is_master:
+            self._listener: Listener = options["master_listen_fd"]
+            self._listener.server = self._machine.world.process
+            self._machine.changed()
+            return
+        self._listener = self._machine.ports[host, port]
+        timeout_s = options["timeout"].total_seconds()
+        if not self._machine.wait_for(self._answers, timeout_s):
+            raise RuntimeError("The client socket has timed out")
+
+    def _answers(self) -> bool:
+        server = self._listener.server
+        return server is not None and server.is_alive and not server.is_suspended
+
+    def _reach(self, key: str) -> None:
+        """Take the time of an answer; wait for a server that is stopped, as long as it is."""
+        machine, kernel, server = self._machine, self._kernel, self._listener.server
+        kernel.event(f"store: {key.rpartition('/')[2]}")
+        kernel.sleep(machine.slowness * kernel.random.random())
+        machine.wait_for(lambda: self._answers() or not server or not server.is_alive, None)
+        if not self._answers():
+            raise RuntimeError("Connection reset by peer")
+        if machine.has_stranger:
+            self._forge(key)
+
+    def _forge(self, key: str) -> None:
+        """Write what a stranger can: more of a list, and a value or a number beforehand."""
+        if key.endswith("/count"):
+            self._listener.numbers[key] += 1
+        elif f"{key}/count" in self._listener.numbers:
+            self._listener.texts[key] += f"{FORGED}\n{FORGED[:-1]}"
+        elif not key.startswith(("run", "seat")):
+            self._listener.texts.setdefault(key, FORGED)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number and return it."""
+        self._reach(key)
+        self._listener.numbers[key] += amount
+        return self._listener.numbers[key]
+
+    def set(self, key: str, text: str) -> None:
+        """Replace a text."""
+        self._reach(key)
+        self._listener.texts[key] = text
+
+    def append(self, key: str, text: str) -> None:
+        """Add to a text."""
+        self._reach(key)
+        self._listener.texts[key] = self._listener.texts.get(key, "") + text
+
+    def get(self, key: str) -> bytes:
+        """Return a text, once it is there."""
+        while key not in self._listener.texts:
+            self._reach(key)
+            self._kernel.sleep(_POLL_S)
+        return self._listener.texts[key].encode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Return a text; what was expected if there is none, as torch does."""
+        assert expected == desired, "only to read without waiting"
+        self._reach(key)
+        return self._listener.texts.get(key, expected).encode()
+
+
+def install(patches: Patches) -> None:
+    """Have the keeper and its ranks use simulated stores."""
+    patches.set(rounds, "_MIN_POLL_S", _LOOK_S)
+    patches.set(job_store, "listen", _listen)
+    patches.set(job_store, "socket", _Sockets())
+    patches.set(job_store, "TCPStore", TCPStore)
+    patches.set(job_store, "PrefixStore", lambda prefix, store: store)
