@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_ft.keeper import worker
 from tests.simulation.active import World
@@ -13,6 +13,9 @@ from tests.simulation.processes import _HANDLERS
 from tests.simulation.repairs.machine import LINK, MACHINE, Machine
 from tests.simulation.repairs.rank import Group, Rank
 from tests.simulation.repairs.schedule import RepairSchedule
+
+if TYPE_CHECKING:
+    from tests.simulation.repairs.oracle import Oracle
 
 WORDS = ["train.py", "--moe-ft-repair", "auto"]
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
@@ -64,14 +67,17 @@ class Job:
         oracle: is told what ranks do.
     """
 
-    def __init__(self, world: World, schedule: RepairSchedule, oracle: Any) -> None:
+    def __init__(self, world: World, schedule: RepairSchedule, oracle: "Oracle") -> None:
         self.world, self.oracle, self.size = world, oracle, schedule.ranks
         self.iterations, self._nodes = schedule.iterations, schedule.nodes
-        self.machine = Machine(world, lambda current: Rank(current).run())
-        self.machine.job = self  # type: ignore[attr-defined]
+        self.machine = Machine(world, self)
         self.memory: list[dict[int, int]] = [{0: 0} for _ in range(self.size)]
         self.starts: list[Start] = []
         self._agents: dict[str, Process] = {}
+
+    def run_rank(self) -> None:
+        """Be a rank; called in its process."""
+        Rank(self.world).run()
 
     def node_of(self, rank: int) -> str:
         """Return where a rank runs."""

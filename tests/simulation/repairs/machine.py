@@ -12,17 +12,20 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ft.keeper import job_store, link, worker, zygote
+from moe_ft.keeper import job_store, worker, zygote
 from moe_ft.keeper.protocol import RankRequest
 from moe_ft.keeper.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
 from tests.simulation.processes import PARENT
 
+if TYPE_CHECKING:
+    from tests.simulation.repairs.job import Job
+
 MACHINE = "machine"  # local state of each process, and of the job
-LINK, TOKEN = "link", "token"
+LINK = "link"
 _IMPORT_S = 2.0
 _ANSWER_S = 0.002
 _LONGEST_END_S = 1.0  # from SIGTERM to the end of a rank
@@ -36,13 +39,13 @@ class Machine:
         changes: woken by whatever a process may wait for.
         zygotes: by node, with the socket where it listens.
         ports: listeners of stores, by address.
-        run_rank: what a rank does; called in its process.
+        job: that runs on it.
         slowness: seconds that the store needs for each answer, at most.
         has_stranger: whether somebody else writes to the store.
     """
 
-    def __init__(self, current: World, run_rank: Callable[[World], None]) -> None:
-        self.world, self.run_rank = current, run_rank
+    def __init__(self, current: World, job: "Job") -> None:
+        self.world, self.job = current, job
         self.changes = Waiting()
         self.zygotes: dict[str, tuple[Process, Listener]] = {}
         self.ports: dict[tuple[str, int], Listener] = {}
@@ -340,9 +343,8 @@ def install(patches: Patches) -> None:
     patches.set(zygote, "why_not_to_fork", lambda: "")
     patches.set(zygote, "receive_request", _receive_request)
     patches.set(zygote, "become", lambda request, streams: None)
-    patches.set(zygote, "run", lambda target: machine_here().run_rank(machine_here().world))
-    for module in (zygote, link):
-        patches.set(module, "set_own_link", lambda link: None)
+    patches.set(zygote, "run", lambda target: machine_here().job.run_rank())
+    patches.set(zygote, "set_own_link", lambda link: None)
     patches.set(worker, "read_target", lambda words: Target(words=tuple(words), preload=()))
     patches.set(worker, "_connect", _connect)
     patches.set(worker, "send_request", _send_request)

@@ -27,7 +27,7 @@ REPAIR_S = 600.0
 LONGEST_BUILD_S = 15.0
 ITERATION_S = 1.0
 KEPT = 3  # iterations whose state is in memory
-HANGS, RAISES, RANK = "hangs", "raises", "simulated rank"  # local state of a process
+HANGS, RAISES = "hangs", "raises"  # local state of a process
 
 
 @dataclass(eq=False, slots=True)
@@ -132,9 +132,8 @@ class Rank:
         process = world.process
         self._kernel, self._process = world.kernel, process
         self._job, self.link = process.local[MACHINE].job, process.local[LINK]
-        process.local[RANK] = self
         self.rank, self._start = int(process.environ["RANK"]), self._job.starts[-1]
-        self.is_between, self.is_alone = True, self.link.is_replacement
+        self.is_alone = self.link.is_replacement
         self.state, self._timeout_s = 0, 2 * TIMEOUT_S
 
     def run(self) -> None:
@@ -194,12 +193,10 @@ class Rank:
     def _train(self, iteration: int) -> None:
         while iteration < self._job.iterations:
             self._train_step(iteration)
-            self.is_between = True
             self._pass("between")
             iteration += 1
 
     def _train_step(self, iteration: int) -> None:
-        self.is_between = False
         if self.is_alone:
             self._become_replaceable()
         else:

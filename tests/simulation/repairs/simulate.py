@@ -1,35 +1,21 @@
-"""Runs one schedule of repairs: inflicts its faults, and judges what the ranks do.
-
-A job may start again only for a reason that docs/repair.md names. All else is a broken promise.
-"""
+"""Runs one schedule of repairs, and inflicts its faults; oracle.py judges what the ranks do."""
 
 import gc
-import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
 from tests.simulation.active import active
 from tests.simulation.job import make_world
 from tests.simulation.kernel import HangError, Kernel, Process, Thread
 from tests.simulation.processes import lines_of
-from tests.simulation.repairs.job import Job, Start
+from tests.simulation.repairs.job import Job
 from tests.simulation.repairs.machine import LINK
+from tests.simulation.repairs.oracle import Oracle
 from tests.simulation.repairs.product import STUCK_S
-from tests.simulation.repairs.rank import (
-    HANGS,
-    HEARTBEAT_S,
-    RAISES,
-    TIMEOUT_S,
-    Group,
-    Operation,
-    Rank,
-    final_states,
-)
+from tests.simulation.repairs.rank import HANGS, HEARTBEAT_S, RAISES, TIMEOUT_S
 from tests.simulation.repairs.schedule import MENDED, Fault, RepairSchedule
-from tests.simulation.repairs.store import FORGED
 from tests.simulation.simulate import Verdict
 
 _MORE_STARTS = 4
@@ -41,141 +27,6 @@ _REPAIR_S = (
     75.0  # from the last fault to the end of a repair: the build, and connections that time out
 )
 _DEATHS = ("kill", "stop", "hang")
-
-
-class Oracle:
-    """What ranks of a job have promised, and what they do."""
-
-    def __init__(self) -> None:
-        self.violations: list[str] = []
-        self.log: list[str] = []
-        self.counts = Counter[str]()
-        self.excuses: list[str] = []  # of the present start, to end without training to its end
-        self.num_deaths = self.num_repairs = 0
-        self.limit_s = 0.0  # for the end of a repair; 0 if there is none
-        self.halted: set[Process] = set()  # that do not run, or whose thread hangs
-        self._begin()
-
-    def _begin(self) -> None:
-        self._members: dict[int, str] = {}  # by round
-        self._finished: set[int] = set()
-        self._trains: dict[int, Process] = {}  # by rank
-        self._final: dict[int, int] = {}
-
-    def begin(self) -> None:
-        """Begin a start."""
-        self.excuses.clear()
-        self.num_deaths, self.limit_s = 0, 0.0
-        self._begin()
-
-    def violate(self, what: str) -> None:
-        """Note that a promise is broken."""
-        self.violations.append(what)
-
-    # What ranks say
-
-    def connects(self, group: Group, rank: int, process: Process) -> None:
-        """Check that each rank has one process in a round."""
-        known = group.ends.get(rank, (process, None))[0]
-        if known is not process:
-            self.violate(f"two processes are rank {rank} in round {group.number}")
-        if group.number == 0:
-            self._trains[rank] = process
-
-    def completes(self, group: Group, operation: Operation) -> None:
-        """Check that all ranks do the same together, and that each lives."""
-        if len(operation.names) > 1:
-            self.violate(f"ranks do {sorted(operation.names)} together")
-        dead = [rank for rank, (process, _) in group.ends.items() if not process.is_alive]
-        if dead:
-            self.violate(f"{sorted(operation.names)} is done with ranks {dead}, which are dead")
-
-    def meets(self, rank: Rank, members: Sequence[Member]) -> None:
-        """Check that a rank sees the same round as the others, and in it who it is."""
-        number = rank.membership.round
-        seen = json.dumps([[each.rank, each.died_s, each.hung_s, each.facts] for each in members])
-        if self._members.setdefault(number, seen) != seen:
-            self.violate(
-                f"rank {rank.rank} sees {seen} in round {number}, others {self._members[number]}"
-            )
-        own = members[rank.rank]
-        is_other = self._trains[rank.rank] is not rank._process
-        if is_other != (own.died_s is not None):
-            self.violate(
-                f"rank {rank.rank} is a member of round {number} as {own}, and its process is "
-                f"{'another one' if is_other else 'the same'} as before"
-            )
-        position = rank.membership.position
-        if own.facts and (position is None or own.facts != position.facts()):
-            self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
-
-    def finishes(self, rank: Rank) -> None:
-        """Note that a repair has ended on a rank."""
-        kernel = rank._process.kernel
-        self._trains[rank.rank] = rank._process
-        self._finished.add(rank.membership.round)
-        self.num_repairs, self.num_deaths = self.num_repairs + 1, 0
-        self.counts["repairs of a rank"] += 1
-        if self.limit_s and kernel.now > self.limit_s and not self.excuses:
-            self.violate(f"a repair ends {kernel.now - self.limit_s:.1f} s too late")
-
-    def hangs(self, rank: Rank, *, is_in_iteration: bool) -> None:
-        """Note that a thread hangs: nothing but an iteration is watched."""
-        if not is_in_iteration or not rank.link.is_armed:
-            self.excuses.append("a thread hangs outside of an iteration")
-
-    def leaves(self, rank: Rank, error: Exception) -> None:
-        """Note why a rank ends by itself."""
-        self.log.append(f"{rank._kernel.now:.3f} s: rank {rank.rank} ends: {error!r}")
-
-    def has_trained(self, rank: Rank) -> None:
-        """Note that a rank has trained to the end: what dies now is not replaced."""
-        self._final[rank.rank] = rank.state
-        if "a rank has trained to the end" not in self.excuses:
-            self.excuses.append("a rank has trained to the end")
-
-    # What the launcher sees
-
-    def after(self, start: Start, job: Job, *, has_ended: bool) -> None:
-        """Judge a start that is over."""
-        self._check_rounds(job, start)
-        for process in (each for rank in range(job.size) for each in job.processes_of(rank)):
-            if process.local[LINK].hung_s and process not in self.halted:
-                self.violate(f"{process} is killed for a hang, and ran")
-        if not has_ended:
-            self.violate(f"start {start.number} does not end")
-            return
-        if start.has_ended_well:
-            expected = final_states(job.size, job.iterations)
-            if (found := [self._final.get(rank) for rank in range(job.size)]) != expected:
-                self.violate(f"training ends in {found}, and not in {expected}")
-            return
-        self.counts["restarts"] += 1
-        if not self.excuses:
-            self.violate(f"start {start.number} ends without a reason for it")
-        if start.had_to_be_killed and "a process is stopped" not in self.excuses:
-            self.violate(f"start {start.number} does not end when it is told to")
-
-    def after_a_while(self, job: Job) -> None:
-        """Check that no rank outlives its start, unless what would end it is stopped."""
-        alive = [each for rank in range(job.size) if (each := job.process_of(rank)) is not None]
-        if alive and "a process is stopped" not in self.excuses:
-            self.violate(f"{alive} outlive their start")
-
-    def _check_rounds(self, job: Job, start: Start) -> None:
-        """Check how many rounds were broken in a row."""
-        if (listener := job.machine.ports.get(start.address)) is None:
-            return
-        said = {key for key, text in listener.texts.items() if text != FORGED}
-        number = broken = 0
-        while f"round_{number + 1}/declared" in said:
-            number += 1
-            broken = 0 if number in self._finished else broken + 1
-            if broken > MOST_UNFINISHED:
-                self.violate(f"{broken} rounds in a row are broken, up to round {number}")
-        self.counts["rounds"] += number
-        if broken >= MOST_UNFINISHED:
-            self.excuses.append("too many rounds were broken")
 
 
 class Injection:
