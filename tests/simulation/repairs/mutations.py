@@ -11,7 +11,7 @@ from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.keeper.zygote import Zygote
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, mutation, name_of
-from tests.simulation.repairs.product import Links, Membership, Watcher
+from tests.simulation.repairs.product import Links, Membership, Watcher, be_replaced_again
 
 OF_REPAIRS: set[str] = set()
 
@@ -125,7 +125,7 @@ def replacement_forever(patches: Patches) -> None:
 
     def join_next(self: Any) -> None:
         if self._link.is_replacement:
-            self._is_new = True
+            be_replaced_again(self)
         original(self)
 
     patches.set(Membership, "_join_next", join_next)

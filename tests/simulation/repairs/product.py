@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,9 +33,24 @@ def membership_of(link: Link, rounds: Rounds) -> Membership:
     return Membership(link, rounds, joining)  # type: ignore[arg-type]
 
 
+def links_of(link: Link, transport: Any) -> Links:
+    """Return the links of a rank, which a simulated transport makes."""
+    return Links((transport,))
+
+
+def begin_round(links: Links, number: int) -> None:
+    """Begin the round that a rank has joined, without links."""
+    links.begin(number)
+
+
 def members_of(membership: Membership) -> Sequence[Member]:
     """Return the members of the last round in which all have met."""
     return membership._members
+
+
+def be_replaced_again(membership: Membership) -> None:
+    """Put a mistake in: say in the next round, too, that the rank of this process has died."""
+    membership._is_new = True
 
 
 def position_at(iteration: int) -> Position:

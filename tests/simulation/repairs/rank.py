@@ -147,7 +147,7 @@ class Rank:
             Rounds(SignedStore(each, lambda: link.token), self.rank, self._start.size)
             for each in (store, watched)
         )
-        self.links = product.Links((self._ends,))
+        self.links = product.links_of(link, self._ends)
         self._watcher = product.Watcher(of_watcher, self.links, link)
         self._heart = Heart(link, HEARTBEAT_S)
         self.membership = product.membership_of(link, rounds)
@@ -245,7 +245,7 @@ class Rank:
             self._pass("meet")
             self.membership.wait_until_ready()
             number = self.membership.round
-            self.links.begin(number)
+            product.begin_round(self.links, number)
             self._timeout_s = 2 * TIMEOUT_S
             self._connect(number, CONNECT_S)
             most = min(each.facts["iteration"] for each in members if each.facts)
