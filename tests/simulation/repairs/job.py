@@ -44,7 +44,7 @@ class Start:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where its ranks meet."""
+        """Place at which its ranks meet."""
         environ = self.workers[0].environ
         return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
 

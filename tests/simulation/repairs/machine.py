@@ -33,7 +33,7 @@ _POLL_S = 0.02
 
 
 class Machine:
-    """What all nodes of a simulated job share.
+    """Things that all nodes of a simulated job share.
 
     Attributes:
         changes: woken by whatever a process may wait for.

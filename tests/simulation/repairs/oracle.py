@@ -16,7 +16,7 @@ from tests.simulation.repairs.store import FORGED
 
 
 class Oracle:
-    """What ranks of a job have promised, and what they do."""
+    """Judge of a job: its ranks and its launcher say what they do."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []

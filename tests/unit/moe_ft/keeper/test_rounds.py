@@ -1,4 +1,4 @@
-"""What strangers write changes no round, and many ranks cost the store little.
+"""Strangers who write to the store change no round, and many ranks cost it little.
 
 How rounds begin, break and end is simulated (tests/simulation/repairs).
 """
