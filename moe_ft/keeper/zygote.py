@@ -5,7 +5,7 @@ it always answers soon, and workers kill it if it does not. It ends with the lau
 it runs any more; ranks end with it.
 
 With repairs in place (link.py says when), it forks a replacement for a rank that dies, and the worker does
-not learn of it. It kills ranks that hang (heartbeat.py). The node of rank 0 then also has a process that
+not learn of it. It kills ranks that hang. The node of rank 0 then also has a process that
 keeps the job's store.
 """
 
@@ -26,8 +26,7 @@ from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork
-from moe_ft.keeper.heartbeat import Pulse, period_s
-from moe_ft.keeper.link import Link, set_own_link, wants_repair
+from moe_ft.keeper.link import Link, Pulse, period_s, set_own_link, wants_repair
 from moe_ft.keeper.protocol import (
     IMPORTING,
     Answer,

@@ -35,8 +35,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
-from moe_ft.keeper.heartbeat import Heart
-from moe_ft.keeper.link import Link, own_link
+from moe_ft.keeper.link import Heart, Link, own_link
 from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say

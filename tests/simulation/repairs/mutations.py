@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ft.keeper import rounds, zygote
-from moe_ft.keeper.heartbeat import Pulse
-from moe_ft.keeper.link import Link
+from moe_ft.keeper.link import Link, Pulse
 from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.keeper.zygote import Zygote
 from tests.simulation.active import Patches

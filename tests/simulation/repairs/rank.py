@@ -12,8 +12,7 @@ from typing import Any
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
-from moe_ft.keeper.heartbeat import Heart
-from moe_ft.keeper.link import Link
+from moe_ft.keeper.link import Heart, Link
 from moe_ft.keeper.rounds import Rounds
 from tests.simulation.active import World
 from tests.simulation.kernel import Process, Waiting

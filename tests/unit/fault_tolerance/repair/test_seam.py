@@ -22,8 +22,7 @@ from megatron.fault_tolerance.repair.seam import RepairSeam
 from megatron.fault_tolerance.repair.seam import repairing as repairing_for
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
-from moe_ft.keeper.heartbeat import Heart
-from moe_ft.keeper.link import Link
+from moe_ft.keeper.link import Heart, Link
 from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.signed import signed

@@ -9,8 +9,16 @@ import threading
 
 import pytest
 
-from moe_ft.keeper.heartbeat import Heart, Pulse, period_s
-from moe_ft.keeper.link import Link, own_link, retire_own, set_own_link, wants_repair
+from moe_ft.keeper.link import (
+    Heart,
+    Link,
+    Pulse,
+    own_link,
+    period_s,
+    retire_own,
+    set_own_link,
+    wants_repair,
+)
 from tests.waiting import wait_for
 
 

@@ -99,8 +99,7 @@ import json, os, signal, subprocess, sys
 from pathlib import Path
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper import job_store, rounds
-from moe_ft.keeper.heartbeat import Heart
-from moe_ft.keeper.link import own_link
+from moe_ft.keeper.link import Heart, own_link
 
 link, folder = own_link(), Path(sys.argv[3])
 facts = {"pid": os.getpid(), "is_replacement": link.is_replacement, "died_s": link.died_s}
