@@ -45,7 +45,7 @@ test-power: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -W ignore -m tests.simulation --jobs 0 --seconds $(or $(SECONDS),inf) --shrink \
-	    --keep runs/soak $(if $(FIRST),--first $(FIRST),--random)
+	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(FIRST),--first $(FIRST),--random)
 
 chaos: .venv/installed
 	$(PYTEST) tests/distributed/test_chaos.py -m chaos
