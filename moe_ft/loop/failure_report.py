@@ -45,17 +45,11 @@ _MIN_POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Notes:
-    """Notes of ranks, as far as they are there.
-
-    Attributes:
-        heard: ranks that left one.
-        silent: ranks that left none and are the ones to look at.
-        timed_out: whether any rank had timed out waiting for another.
-    """
+    """Notes of ranks, as far as they are there."""
 
     heard: frozenset[int]
-    silent: tuple[int, ...]
-    timed_out: bool
+    silent: tuple[int, ...]  # that left none, and are the ones to look at
+    timed_out: bool  # whether any rank had timed out waiting for another
 
 
 class FailureReport(LoopListener):
@@ -75,11 +69,9 @@ class FailureReport(LoopListener):
         on_sigterm: bool,
         before_report: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare.
+        """Listen to nothing yet.
 
         Args:
-            config: says how long to wait for the notes of other ranks.
-            loop: where the rank is.
             event_log: gets the event "stopped".
             on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
             before_report: called after SIGTERM, before anything else.
