@@ -16,15 +16,27 @@ import torch
 
 from tests.simulation.job import Setup
 from tests.simulation.repairs.mutations import OF_REPAIRS
+from tests.simulation.repairs.schedule import Fault as RepairFault
+from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import Fault, Schedule, draw
 from tests.simulation.simulate import installed
-from tests.simulation.soak import attempt, mistaken
+from tests.simulation.soak import AnySchedule, attempt, mistaken
 
 LIMIT = 300  # schedules
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
 # Schedules that are tried first, for mistakes that few random ones show.
-_FIRST = {
+_FIRST: dict[str, AnySchedule] = {
+    "own-stop-held-against-the-thread": RepairSchedule(
+        seed=100337,
+        ranks=4,
+        iterations=3,
+        faults=(
+            RepairFault(kind="kill", start=0, moment="between", time=6, amount=0.931),
+            RepairFault(kind="pause-node", start=0, moment="backward", time=10, amount=0.665),
+        ),
+        switching=0.1,
+    ),
     "torn-breakpoint": Schedule(
         seed=1,
         setup=msgspec.structs.replace(_STAGES, interval="3"),
@@ -110,7 +122,7 @@ def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/de
     violations: tuple[str, ...] = ()
     while found is None and num_schedules < limit:
         make = draw_repairs if name in OF_REPAIRS else draw
-        schedule = make(first + num_schedules)
+        schedule: AnySchedule = make(first + num_schedules)
         if not num_schedules:
             schedule = _FIRST.get(name, schedule)
         num_schedules += 1

@@ -16,7 +16,7 @@ from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.files.patience import waiting
-from moe_ft.loop.listeners import Listeners
+from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
 _READ_S = 120.0  # a batch that takes longer hangs

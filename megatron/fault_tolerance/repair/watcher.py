@@ -27,6 +27,7 @@ from moe_ft.saying import say
 # that is still in its iteration counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
+_LONGEST_LOOK_S = 5.0  # from one look at the thread to the next, of a process that runs
 _NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died
 
 # Gloo and torch.distributed raise the first, the engine's threads the other.
@@ -49,7 +50,7 @@ class Watcher:
         self._noticed_s: dict[int, float] = {}
         self._inside_since_s: float | None = None
         self._training_thread = 0
-        self._freed_s = self._next_look_s = 0.0
+        self._freed_s = self._next_look_s = self._looked_s = 0.0
 
     def start(self) -> None:
         """Begin to watch."""
@@ -104,8 +105,11 @@ class Watcher:
     def _end_if_stuck(self) -> None:
         """End this process if the training thread was freed and is in the same iteration as before."""
         since_s, now_s = self._inside_since_s, time.monotonic()
+        looked_s, self._looked_s = self._looked_s, now_s
         if since_s is None or since_s > self._freed_s:
             return
+        # A longer time between two looks says that this process did not run, and nothing about the thread.
+        self._freed_s += max(0.0, now_s - max(looked_s, self._freed_s) - _LONGEST_LOOK_S)
         if now_s - max(self._freed_s, excused_until_s(self._training_thread)) < STUCK_S:
             return
         self._link.note_hang(now_s - since_s)

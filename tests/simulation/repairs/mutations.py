@@ -10,7 +10,13 @@ from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.keeper.zygote import Zygote
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, mutation, name_of
-from tests.simulation.repairs.product import Links, Membership, Watcher, be_replaced_again
+from tests.simulation.repairs.product import (
+    Links,
+    Membership,
+    Watcher,
+    be_replaced_again,
+    hold_stops_against_threads,
+)
 
 OF_REPAIRS: set[str] = set()
 
@@ -39,6 +45,12 @@ def own_stop_held_against_ranks(patches: Patches) -> None:
         return self._silent_s
 
     patches.set(Pulse, "silent_s", silent_s)
+
+
+@repair_mutation
+def own_stop_held_against_the_thread(patches: Patches) -> None:
+    """Time in which a process did not run counts as a hang of its training thread."""
+    hold_stops_against_threads(patches)
 
 
 @repair_mutation

@@ -52,6 +52,11 @@ def be_replaced_again(membership: Membership) -> None:
     membership._is_new = True
 
 
+def hold_stops_against_threads(patches: Patches) -> None:
+    """Put a mistake in: time in which a process did not run counts as a hang of its training thread."""
+    patches.set(watchers, "_LONGEST_LOOK_S", float("inf"))
+
+
 def position_at(iteration: int) -> Position:
     """Return the position of a loop that has begun an iteration."""
     return Position(
