@@ -13,6 +13,7 @@ from megatron.training import get_args
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.running import run_script
+from moe_ft.commands import run
 from moe_ft.state.digest import digest_state
 from tests.stock import recorded_build
 from tests.stock_program import CPU_FLAGS
@@ -27,23 +28,23 @@ HYBRID_FLAGS = ("--hybrid-layer-pattern", "*E-*E*E")
 
 def run_own(flags: list[str]) -> None:
     """Run a script with its own data, loss and arguments under `moe_ft run`."""
-    command.main([str(OWN_SCRIPT), *BASE_FLAGS, *flags])
+    run.run_script([str(OWN_SCRIPT), *BASE_FLAGS, *flags])
 
 
 def run_hybrid(flags: list[str]) -> None:
     """Run a script with a hybrid model under `moe_ft run`."""
     script = SCRIPTS / "pretrain_hybrid_layers.py"
-    command.main([str(script), *BASE_FLAGS, *HYBRID_FLAGS, *flags])
+    run.run_script([str(script), *BASE_FLAGS, *HYBRID_FLAGS, *flags])
 
 
 def run_older(flags: list[str]) -> None:
     """Run a script with an older call of `pretrain` under `moe_ft run`."""
-    command.main([str(SCRIPTS / "pretrain_older.py"), *flags])
+    run.run_script([str(SCRIPTS / "pretrain_older.py"), *flags])
 
 
 def run_own_parser(flags: list[str]) -> None:
     """Run a script with a parser of its own under `moe_ft run`."""
-    command.main([str(SCRIPTS / "pretrain_own_parser.py"), *flags])
+    run.run_script([str(SCRIPTS / "pretrain_own_parser.py"), *flags])
 
 
 def run_library(flags: list[str]) -> None:
