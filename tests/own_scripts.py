@@ -17,7 +17,6 @@ from moe_ft.commands import run
 from moe_ft.state.digest import digest_state
 from tests.stock import recorded_build
 from tests.stock_program import CPU_FLAGS
-from tests.unit.moe_ft.commands.test_bad_input import command
 
 OWN_SCRIPT = Path(__file__).parents[1] / "examples" / "pretrain_own.py"
 SCRIPTS = Path(__file__).parent / "distributed" / "scripts"

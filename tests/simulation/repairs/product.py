@@ -7,10 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Membership
-from megatron.fault_tolerance.repair.noticing import Noticing as Deaths
-from megatron.fault_tolerance.repair.position import Position
-from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
+from megatron.fault_tolerance.repair.meet import Membership, Position
+from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
 from tests.simulation.active import Patches

@@ -1,13 +1,17 @@
 """Replicas at a peer: nothing replaces what must be kept, and nothing corrupt is taken."""
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
@@ -53,11 +57,18 @@ class Sender:
     def __init__(self, directory: Path) -> None:
         self.peer = Peer(directory, WINDOW_FILE_BYTES)
         self.reports = Reports()
-        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, no_fault, Clock())
+        self.fails_at: set[int] = set()  # iterations at which sending breaks off in the middle
+        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook, Clock())
         self.pair = self.replicator._pairs[HOLDER]
         self.regions = [Region(directory / "own", number, WINDOW_FILE_BYTES) for number in (0, 1)]
         for region in self.regions:
             region.open()
+
+    def _hook(self, phase: Phase, iteration: int) -> None:
+        assert phase is Phase.REPLICATE
+        if iteration in self.fails_at:
+            wait_for(served_connections, "the peer to serve the connection")
+            raise RuntimeError("the sender breaks off here")
 
     def replica(
         self, window: WindowState, position: int, *, keep: int | None, region: int = 0
@@ -131,6 +142,45 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
 
 
 # Replicas that must be kept
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32))
+def test_peer_never_loses_the_newest_complete_window_that_it_had_and_holds_nothing_corrupt(
+    number: int,
+) -> None:
+    with TemporaryDirectory() as directory:
+        sender = Sender(Path(directory))
+        try:
+            _train_with_failures(sender, random.Random(number))
+        finally:
+            sender.close()
+
+
+def _train_with_failures(sender: Sender, seed: random.Random) -> None:
+    """Send windows, some of whose snapshots break off or arrive corrupt, or which are given up."""
+    first, region, keep, kept_content = 1, 0, None, None
+    for _ in range(6):
+        window = window_at(first, seed.randint(1, 4))
+        num_taken = seed.choice([window.index.window] * 3 + [1])
+        arrived = []
+        for position in range(num_taken):
+            iteration = first + position
+            sender.fails_at = {iteration} if seed.random() < 0.2 else set()
+            spoils = seed.random() < 0.1
+            arrived.append(_send_perhaps_spoiled(sender, window, position, keep, region, spoils))
+            found = sender.found()
+            if kept_content is not None:
+                assert found[keep] == kept_content[0]
+                assert sender.peer.committed()[keep] == kept_content[1]
+            assert (iteration in found) == arrived[-1]
+        first += num_taken
+        if num_taken == window.index.window:  # all ranks have it in their own memory
+            keep, region = window.index.iteration, 1 - region
+            has_it = sender.found().get(keep) == window.index.window
+            content = sender.peer.committed().get(keep, b"")
+            kept_content = (window.index.window, content) if has_it else None
+            assert has_it == arrived[-1]
 
 
 def _send_perhaps_spoiled(
