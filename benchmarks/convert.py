@@ -122,7 +122,8 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
 
     The peak is that above the memory before.
     """
-    from moe_ft.convert.conversion import Request, convert, keep_freed_memory
+    from moe_ft.commands.convert import keep_freed_memory
+    from moe_ft.convert.conversion import Request, convert
 
     keep_freed_memory()  # as the command does
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """`python -m moe_ft convert`: a checkpoint in a format that others read."""
 
 import argparse
+import ctypes
 import sys
 import warnings
 
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     # Of Megatron and torch, about what is not used here.
     warnings.simplefilter("ignore", UserWarning)
     # Here, since this is the only command that needs torch.
-    from moe_ft.convert.conversion import Request, convert, keep_freed_memory
+    from moe_ft.convert.conversion import Request, convert
     from moe_ft.convert.densify import densify
 
     keep_freed_memory()
@@ -122,3 +123,19 @@ def run(options: argparse.Namespace) -> int:
         print("interrupted: the same command continues where it was", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep what it frees, for all threads; return whether the C library can do that.
+
+    By default glibc gives large blocks back to the system as soon as they are freed, and fills the next one
+    with zeros, page by page: more work than reading, converting and writing together. To be called before
+    threads are started.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # As in <malloc.h>. Threads besides the first would have small arenas of their own.
+    arena_max, trim_threshold, mmap_threshold, most = -8, -1, -3, (1 << 31) - 1
+    settings = {arena_max: 1, trim_threshold: most, mmap_threshold: most}
+    return all([mallopt(name, value) == 1 for name, value in settings.items()])

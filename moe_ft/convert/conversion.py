@@ -1,6 +1,5 @@
 """A conversion from its command to its end: open, list, check, write shard by shard, verify, publish."""
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,19 +194,3 @@ def _list(written: Format, shards: Shards) -> str:
     ]
     headers = ("unit", "iteration", "written as", "shape", "type", "shard")
     return tabulate(rows, headers=headers, disable_numparse=True)
-
-
-def keep_freed_memory() -> bool:
-    """Have this process keep what it frees, for all threads; return whether the C library can do that.
-
-    By default glibc gives large blocks back to the system as soon as they are freed, and fills the next one
-    with zeros, page by page: more work than reading, converting and writing together. To be called before
-    threads are started.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # As in <malloc.h>. Threads besides the first would have small arenas of their own.
-    arena_max, trim_threshold, mmap_threshold, most = -8, -1, -3, (1 << 31) - 1
-    settings = {arena_max: 1, trim_threshold: most, mmap_threshold: most}
-    return all([mallopt(name, value) == 1 for name, value in settings.items()])
