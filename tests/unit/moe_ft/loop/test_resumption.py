@@ -63,14 +63,6 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(1))
 
 
-def test_counters_are_those_of_the_record_before_the_data_iterators_are_built(
-    args: Namespace,
-) -> None:
-    assert not resumption_of(record_of(5)).is_due
-    assert (args.iteration, args.consumed_train_samples) == (5, 40)
-    assert args.num_floating_point_operations_so_far == 1e15
-
-
 def test_data_begin_with_the_replay_which_is_due_once_and_the_loop_continues_from_its_last_record(
     args: Namespace,
 ) -> None:
