@@ -15,7 +15,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
 from megatron.fault_tolerance.repair.free import clear_metrics
-from megatron.fault_tolerance.repair.links import EndBarrier
 from megatron.fault_tolerance.repair.recover import validation_batches
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.loop_facts import is_evaluated
@@ -36,17 +35,18 @@ class EvaluatingAgain:
     def __init__(
         self,
         watcher: Watcher,
-        end_barrier: EndBarrier,
+        wait_for_all: Callable[[], None],
         notice: Callable[[BaseException], float],
         repair: Callable[[float], None],
     ) -> None:
         """Repeat nothing yet.
 
         Args:
+            wait_for_all: the barrier that ends an evaluation.
             notice: returns when a death was noticed; raises the exception if no rank has died.
             repair: repairs from that time on, and runs the iteration again that is evaluated.
         """
-        self._watcher, self._end_barrier = watcher, end_barrier
+        self._watcher, self._wait_for_all = watcher, wait_for_all
         self._notice, self._repair = notice, repair
         self._batches = validation_batches()
         self._is_training = False
@@ -73,7 +73,7 @@ class EvaluatingAgain:
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
-                    self._end_barrier.wait()
+                    self._wait_for_all()
                 return result
             except BaseException as error:
                 noticed_s = self._notice(error)

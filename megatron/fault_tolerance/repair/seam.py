@@ -11,17 +11,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args, training
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair.build import Gathered, Joining, change_timeout
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
 from megatron.fault_tolerance.repair.evaluation import EvaluatingAgain, SkippedEvaluations
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import EndBarrier, Links, Transport
+from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.recipes import Recipes
@@ -41,6 +43,56 @@ from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say
 
 Function = Callable[..., Any]
+
+
+class EndBarrier:
+    """Barrier that ends an iteration, or an evaluation, on all ranks. Owned by the training thread.
+
+    A rank that dies before it is repaired; after it, the job restarts.
+    """
+
+    def __init__(self, links: Links, recipes: Recipes) -> None:
+        self._links, self._recipes = links, recipes
+        self._group: Any = None  # all ranks
+
+    def make_group(self) -> None:
+        """Make a group of gloo, unless that of all ranks is one. Called by all ranks, once.
+
+        A barrier of NCCL is work for the device, and passes if it is aborted.
+        """
+        if "cpu" not in self._recipes.of_default().by_device:
+            timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+            self._group = dist.new_group(
+                backend="gloo", timeout=timeout, group_desc="moe_ft-together"
+            )
+
+    def install(self, patches: Patches) -> None:
+        """Watch log lines, if their sums may be wrong without an exception, and changes of the timeout."""
+        patches.wrap(training, "update_pg_timeout", self._change_timeout)
+        if self._links.fail_silently:
+            patches.wrap(training, "training_log", self._log)
+
+    def wait(self) -> None:
+        """Return when all ranks have come here with results that count. Called by all ranks.
+
+        Raises:
+            RuntimeError: if one has not, among them LinksEndedError.
+        """
+        self._links.check()
+        dist.barrier(self._group)
+
+    def _change_timeout(
+        self, original: Function, timeout: timedelta, *args: Any, **kwargs: Any
+    ) -> None:
+        """Change the timeout of this group too, which Megatron does not know."""
+        original(timeout, *args, **kwargs)
+        if self._group is not None:
+            _set_pg_timeout(timeout, self._group)
+
+    def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._links.check()
+        return result
 
 
 class RepairSeam:
@@ -77,7 +129,10 @@ class RepairSeam:
         self._end_barrier = EndBarrier(links, recipes)
         self._gathered = Gathered(SignedStore(store, lambda: link.token), membership.role)
         self._evaluating_again = EvaluatingAgain(
-            watcher, self._end_barrier, self._deaths.notice_or_raise, self._repair_evaluation
+            watcher,
+            self._end_barrier.wait,
+            self._deaths.notice_or_raise,
+            self._repair_evaluation,
         )
         self._built: Built | None = None
         self._step: Step | None = None  # of the last iteration that has begun

@@ -22,8 +22,6 @@ from megatron.fault_tolerance.repair.evaluation import (
     SkippedEvaluations,
     can_begin_again,
 )
-from megatron.fault_tolerance.repair.links import EndBarrier
-from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError
 from tests.unit.fault_tolerance.repair.members import Watched
@@ -114,9 +112,8 @@ def evaluate(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
     watched = Watched()
-    barrier = EndBarrier(watched.links, Recipes())
     with Patches() as patches:
-        EvaluatingAgain(watched.watcher, barrier, notice, repair).install(patches)
+        EvaluatingAgain(watched.watcher, dist.barrier, notice, repair).install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 

@@ -1,7 +1,6 @@
-"""Links of a round end once, and never those of a later round; an iteration ends with results that count."""
+"""Links of a round end once, and never those of a later round."""
 
 import socket
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,18 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.training import training
 from torch.distributed import ProcessGroupGloo
 
 from megatron.fault_tolerance.repair import gloo
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import EndBarrier, Links
-from megatron.fault_tolerance.repair.nccl import Nccl
-from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.errors import LinksEndedError
+from megatron.fault_tolerance.repair.links import Links
 from moe_ft.keeper.link import Link
-from tests.unit.fault_tolerance.repair.members import fake_world, make_world
 
 Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
@@ -118,67 +111,3 @@ def test_nobody_waits_in_vain_for_a_message_whose_connection_ends_when_it_is_sen
     monkeypatch.setattr(gloo, "_QUIET_LOOKS", quiet_looks)
     for _ in range(num_messages):
         assert not any("Timed out" in each for each in send_and_end(num_elements))
-
-
-def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes) -> None:
-    make_world(recipes)
-    count = dist.distributed_c10d._world.group_count
-    barrier = EndBarrier(links, recipes)
-    barrier.make_group()
-    assert dist.distributed_c10d._world.group_count == count, "their group is of gloo already"
-    barrier.wait()
-    links.end(0)
-    with pytest.raises(LinksEndedError, match="what was computed since does not count"):
-        barrier.wait()
-    links.begin()
-    barrier.wait()
-
-
-def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
-    link: Link, recipes: Recipes, loop_args: Namespace
-) -> None:
-    loop_args.distributed_timeout_minutes = 1
-    fake_world(recipes, "nccl")
-    with Patches() as patches:
-        patches.wrap(dist, "new_group", recipes.make_fake)
-        barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)
-        barrier.make_group()
-    assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
-
-
-def test_their_group_follows_the_timeout_of_the_others(
-    links: Links, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_world(recipes)
-    changed: list[timedelta] = []
-    monkeypatch.setattr(training, "update_pg_timeout", changed.append)
-    barrier, timeout = EndBarrier(links, recipes), timedelta(seconds=17)
-    with Patches() as patches:
-        barrier.install(patches)
-        training.update_pg_timeout(timeout)  # the group is Megatron's
-        barrier._group = dist.new_group([0], backend="gloo")
-        training.update_pg_timeout(timeout)
-    assert changed == [timeout] * 2
-    backend = barrier._group._get_backend(torch.device("cpu"))
-    assert backend.options._timeout == timeout
-
-
-@pytest.mark.parametrize("fail_silently", [False, True])
-def test_log_line_of_sums_that_may_be_wrong_ends_with_the_links(
-    fail_silently: bool, link: Link, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_world(recipes)
-    monkeypatch.setattr(training, "training_log", lambda line: line)
-    monkeypatch.setattr(Nccl, "settle", lambda transport: None)  # there is no device
-    links = Links(link, (Gloo(), Nccl()) if fail_silently else (Gloo(),))
-
-    def lines() -> list[Any]:
-        return [training.training_log(1), links.end(0), training.training_log(2)]
-
-    with Patches() as patches:
-        EndBarrier(links, recipes).install(patches)
-        if fail_silently:
-            with pytest.raises(LinksEndedError):
-                lines()
-        else:
-            assert lines() == [1, 0, 2], "gloo would have raised in it"

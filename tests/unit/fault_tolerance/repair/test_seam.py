@@ -8,6 +8,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,14 +18,19 @@ from megatron.training import training
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair import seam, watcher
+from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.seam import RepairSeam
+from megatron.fault_tolerance.repair.nccl import Nccl
+from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam
 from megatron.fault_tolerance.repair.seam import repairing as repairing_for
+from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.keeper.link import Heart, Link
 from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.loop.listeners import Listeners, LoopState
+from tests.unit.fault_tolerance.repair.members import fake_world, make_world
 from tests.unit.signed import signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
@@ -178,3 +184,67 @@ def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(
     assert said.out + said.err == ""
     monkeypatch.setattr(cpu_device, "is_active", lambda: True)
     assert [each.name for each in seam._transports(Namespace(rank=0))] == ["gloo"]
+
+
+def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes) -> None:
+    make_world(recipes)
+    count = dist.distributed_c10d._world.group_count
+    barrier = EndBarrier(links, recipes)
+    barrier.make_group()
+    assert dist.distributed_c10d._world.group_count == count, "their group is of gloo already"
+    barrier.wait()
+    links.end(0)
+    with pytest.raises(LinksEndedError, match="what was computed since does not count"):
+        barrier.wait()
+    links.begin()
+    barrier.wait()
+
+
+def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
+    link: Link, recipes: Recipes, loop_args: Namespace
+) -> None:
+    loop_args.distributed_timeout_minutes = 1
+    fake_world(recipes, "nccl")
+    with Patches() as patches:
+        patches.wrap(dist, "new_group", recipes.make_fake)
+        barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)
+        barrier.make_group()
+    assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
+
+
+def test_their_group_follows_the_timeout_of_the_others(
+    links: Links, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_world(recipes)
+    changed: list[timedelta] = []
+    monkeypatch.setattr(training, "update_pg_timeout", changed.append)
+    barrier, timeout = EndBarrier(links, recipes), timedelta(seconds=17)
+    with Patches() as patches:
+        barrier.install(patches)
+        training.update_pg_timeout(timeout)  # the group is Megatron's
+        barrier._group = dist.new_group([0], backend="gloo")
+        training.update_pg_timeout(timeout)
+    assert changed == [timeout] * 2
+    backend = barrier._group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timeout
+
+
+@pytest.mark.parametrize("fail_silently", [False, True])
+def test_log_line_of_sums_that_may_be_wrong_ends_with_the_links(
+    fail_silently: bool, link: Link, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_world(recipes)
+    monkeypatch.setattr(training, "training_log", lambda line: line)
+    monkeypatch.setattr(Nccl, "settle", lambda transport: None)  # there is no device
+    links = Links(link, (Gloo(), Nccl()) if fail_silently else (Gloo(),))
+
+    def lines() -> list[Any]:
+        return [training.training_log(1), links.end(0), training.training_log(2)]
+
+    with Patches() as patches:
+        EndBarrier(links, recipes).install(patches)
+        if fail_silently:
+            with pytest.raises(LinksEndedError):
+                lines()
+        else:
+            assert lines() == [1, 0, 2], "gloo would have raised in it"

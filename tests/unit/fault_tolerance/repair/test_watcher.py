@@ -103,8 +103,11 @@ def end_of(act: Callable[[Rank], None], rank: Rank) -> int:
     """Return how a process ends in which the training thread of a rank does something."""
     pid = os.fork()
     if pid == 0:
-        act(rank)
-        os._exit(7)
+        try:
+            act(rank)
+            os._exit(7)
+        finally:
+            os._exit(2)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
