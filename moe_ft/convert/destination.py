@@ -229,7 +229,6 @@ def _lock(descriptor: int, destination: Path) -> None:
         ) from error
 
 
-
 class RemoteDestination(Destination):
     """A prefix of an object store."""
 

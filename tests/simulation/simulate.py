@@ -24,7 +24,7 @@ from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
-from tests.simulation.repairs import machine, product, store
+from tests.simulation.repairs import machine, store
 from tests.simulation.schedule import Schedule
 from tests.simulation.statistics import count
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from moe_ft.keeper import job_store, worker, zygote
-from moe_ft.keeper.protocol import RankRequest
+from moe_ft.keeper.protocol import IMPORTING, RankRequest
 from moe_ft.keeper.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
@@ -320,8 +320,8 @@ def _start_zygote(machine: Machine, node: str, agent_pid: int) -> None:
     machine.zygotes[node] = process, listener
 
 
-def _is_importing(pid: int) -> bool:
-    return not machine_here().process_of(pid).local.get("imported")
+def _process_name(pid: int) -> str:
+    return "" if machine_here().process_of(pid).local.get("imported") else IMPORTING
 
 
 def _send_request(connection: Any, request: RankRequest, streams: Any) -> None:
@@ -349,7 +349,7 @@ def install(patches: Patches) -> None:
     patches.set(worker, "_connect", _connect)
     patches.set(worker, "send_request", _send_request)
     patches.set(worker, "peer_pid", lambda connection: connection.peer.process.pid)
-    patches.set(worker, "_is_importing", _is_importing)
+    patches.set(worker, "process_name", _process_name)
     patches.set(worker, "select", SimpleNamespace(select=_select))
     patches.divert(signal, "pidfd_send_signal", _send_signal)
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))

@@ -149,7 +149,7 @@ class Rank:
         self.links = product.links_of(link, self._ends)
         self._watcher = product.Watcher(of_watcher, self.links, link)
         self._heart = Heart(link, HEARTBEAT_S)
-        self.membership = product.membership_of(link, rounds)
+        self.membership = product.Membership(link, rounds, self.rank)
         self._deaths = product.Deaths(link, rounds, self.membership, self._watcher, self.links)
         if not self.is_alone:
             self._connect(0, self._timeout_s)
@@ -237,14 +237,13 @@ class Rank:
         with product.ending_after(REPAIR_S, self.link):
             self.links.leave()
             self._pass("leave")
-            self.membership.meet()
+            members = self.membership.meet().members
             self.is_alone = False
-            members = product.members_of(self.membership)
             self._job.oracle.meets(self, members)
             self._pass("meet")
             self.membership.wait_until_ready()
             number = self.membership.round
-            product.begin_round(self.links, number)
+            self.links.begin()
             self._timeout_s = 2 * TIMEOUT_S
             self._connect(number, CONNECT_S)
             most = min(each.facts["iteration"] for each in members if each.facts)

@@ -21,6 +21,7 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
+from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index, check_units
