@@ -74,7 +74,6 @@ def installed() -> Iterator[None]:
             rank,
             leaving,
             machine,
-            product,
             store,
         ):
             module.install(patches)
