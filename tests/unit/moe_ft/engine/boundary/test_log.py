@@ -106,6 +106,22 @@ def test_failing_commit_is_reported_and_the_slot_is_used_again(tmp_path: Path) -
         assert [path.name for path in folder.iterdir()] == ["boundary_1.json"]
 
 
+def test_start_keeps_the_logs_before_its_iteration_and_drops_those_that_run_again(
+    tmp_path: Path,
+) -> None:
+    with small_log(tmp_path, num_slots=3) as log:
+        for iteration in range(3):
+            log.take(iteration)
+    again = SmallLog(tmp_path, num_slots=3)
+    again.log.start(2, 1)
+    assert again.held() == [0, 1]
+    again.take(2)
+    assert again.held() == [0, 1, 2]
+    again.take(3)  # the log of iteration 0 is not needed
+    assert again.held() == [1, 2, 3]
+    assert not again.reasons()
+
+
 @pytest.mark.parametrize("position", [0, 700, -1])
 def test_flipped_byte_of_a_slot_is_found(tmp_path: Path, position: int) -> None:
     with small_log(tmp_path) as log:

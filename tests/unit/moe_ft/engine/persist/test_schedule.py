@@ -158,6 +158,16 @@ def test_everything_goes_again_when_the_checkpoint_to_build_on_is_gone(rank: Ran
     assert rank.on_storage(4) == ALL
 
 
+def test_checkpoint_that_another_rank_could_not_write_is_built_on_by_none(rank: Rank) -> None:
+    rank.write(1)
+    region = rank.complete(2)
+    rank.schedule.submit(region)
+    assert rank.schedule.poll(region, can_go_on=False)
+    rank.schedule.confirm(are_idle=True, can_persist=False)
+    rank.schedule.submit(rank.complete(3))
+    assert rank.request().previous.startswith(iteration_directory(1))
+
+
 def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
     """Submit a region at a time when no request can be made; return it."""
 
