@@ -160,3 +160,20 @@ def test_node_memory_counts_the_boundary_logs_of_its_own_ranks() -> None:
     peers = [(1,), (0,)]
     before, after = (plan_node_memory(each, peers, 2, 2) for each in (plain, topology))
     assert [after[node] - before[node] for node in plain.nodes] == [14, 0]
+
+
+def test_breakpoints_take_memory_on_their_own_node_only() -> None:
+    ranks = tuple(
+        RankInfo(
+            rank=rank,
+            node=node,
+            stage=0,
+            pid=1,
+            address=None,
+            region_bytes=10,
+            breakpoint_bytes=7,
+        )
+        for rank, node in enumerate("ab")
+    )
+    topology = Topology(ranks=ranks)
+    assert plan_node_memory(topology, place_replicas(topology, 1), 2, 2) == {"a": 47, "b": 47}
