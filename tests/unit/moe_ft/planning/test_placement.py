@@ -177,3 +177,10 @@ def test_breakpoints_take_memory_on_their_own_node_only() -> None:
     )
     topology = Topology(ranks=ranks)
     assert plan_node_memory(topology, place_replicas(topology, 1), 2, 2) == {"a": 47, "b": 47}
+
+
+def test_node_memory_of_two_nodes_is_that_worked_by_hand() -> None:
+    topology = make_topology(["a", "a", "b"], sizes=[10, 20, 30])
+    # a: 3 regions of 10 and of 20, and 2 replicas of b's 30. b: 3 x 30, and 2 x (10 + 20).
+    memory = plan_node_memory(topology, [(2,), (2,), (0,)], 3, 2)
+    assert memory == {"a": 3 * 30 + 2 * 30, "b": 3 * 30 + 2 * 30}
