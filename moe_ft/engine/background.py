@@ -1,6 +1,5 @@
 """Reports of background parts: events and failures, read at the next seam, and their way to the user."""
 
-import sys
 import threading
 import traceback
 from collections import deque
@@ -14,6 +13,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
+from moe_ft.saying import say
 
 # Called in the middle of a background part with its phase and iteration: the place where tests
 # inflict faults. Raises what a fault of kind exception raises.
@@ -165,4 +165,4 @@ class Messages:
 
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads standard error any more
-            print(f"moe_ft: rank {self._rank}{text}", file=sys.stderr, flush=True)
+            say(f"rank {self._rank}{text}")

@@ -16,12 +16,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
+from moe_ft import saying
+
 IMPORTING = "moe_ft_imports"  # the name of the zygote's process until it answers
 
 _ANSWER = struct.Struct("!Bq")
 _PEER = struct.Struct("3i")  # Linux's struct ucred
 _MOST_BYTES = 64 << 20
 _NUM_STREAMS = 3
+
+
+def say(line: str) -> None:
+    """Print a line of the keeper for the people who watch the job."""
+    saying.say(f"keep: {line}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

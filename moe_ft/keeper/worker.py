@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft import saying
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.keeper.protocol import (
@@ -31,6 +30,7 @@ from moe_ft.keeper.protocol import (
     RankRequest,
     peer_pid,
     receive_answer,
+    say,
     send_request,
     send_signal,
 )
@@ -227,11 +227,6 @@ def _kill(zygote: int, connection: socket.socket) -> None:
             signal.pidfd_send_signal(process, signal.SIGKILL)
             select.select([process], [], [], _KILLED_S)
         os.close(process)
-
-
-def say(line: str) -> None:
-    """Print a line of the keeper for the people who watch the job."""
-    saying.say(f"keep: {line}")
 
 
 def _end_as(status: int) -> NoReturn:

@@ -33,10 +33,10 @@ from moe_ft.keeper.protocol import (
     RankRequest,
     receive_request,
     receive_signal,
+    say,
     send_answer,
 )
 from moe_ft.keeper.target import Target
-from moe_ft.keeper.worker import say
 from moe_ft.processes import set_process_name
 
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request

@@ -3,7 +3,7 @@
 The training loop runs forward, backward and the optimizer step, with the values that only the records hold,
 and nothing else of an iteration: counters, learning rates and scales come from the records. After its window
 a stage has none of its own for further iterations, so their schedulers step too. Turning the snapshots of a
-window into a state is moe_ft/recovery/replay.py.
+window into a state is moe_ft/recovery/restore.py.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -81,7 +81,7 @@ FOUND_BY_NAME = {
     ("moe_ft.keeper.target", LAUNCHER),
     ("moe_ft.convert.huggingface.families.mla", "megatron.fault_tolerance.program.deepseek_layers"),
     (
-        "moe_ft.convert.huggingface.families.olmoe",
+        "moe_ft.convert.huggingface.families.query_groups",
         "megatron.fault_tolerance.program.projection_norm",
     ),
 }
@@ -89,7 +89,7 @@ FOUND_BY_NAME = {
 IMPORTS_LATE = (
     "kernels/pack_table.py",
     "moe_ft/commands/convert.py",
-    "moe_ft/commands/diff.py",
+    "moe_ft/commands/directory.py",
     "moe_ft/doctor/meeting.py",
     "moe_ft/keeper/zygote.py",
 )

@@ -20,10 +20,42 @@ LONELY_LINES = 120  # of a file that only one other uses
 QUESTION = re.compile(r"(What|Which|How|Whether|Where|Who|When)\b")
 # Files that no unit test imports and no mutation of the simulation is in, each with the reason.
 TESTED_ELSEWHERE = {
-    "moe_ft/config/flag_table.py": "a table: test_flag_classes.py compares it with Megatron's parser",
+    **dict.fromkeys(
+        [f"moe_ft/commands/{name}.py" for name in ("convert", "doctor", "plan", "removal")],
+        "commands: tests call moe_ft.cli",
+    ),
+    "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
+    "moe_ft/strategies/partial/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
+    "moe_ft/strategies/sparse/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
+    "moe_ft/engine/links/replica_keeper.py": "the half of the server that keeps: test_kept_replicas.py",
+    "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
+    "megatron/fault_tolerance/seams/core_loop.py": "the base of loops: tests of both loops",
+    "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
+    "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
 }
 # Short files with one importer, each with the reason.
-LONELY: dict[str, str] = {}
+LONELY = {
+    "pretrain_gpt_moe.py": "a program",
+    "moe_ft/cli.py": "a program: __main__.py looks at `keep` first, which imports less",
+    "moe_ft/commands/run.py": "a command: cli.py has a line for each",
+    "megatron/fault_tolerance/launch/running.py": "found by name, when a script runs",
+    "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
+    "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
+    "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
+    "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
+    "megatron/fault_tolerance/repair/rules.py": "a table of jobs that are refused",
+    "moe_ft/convert/densify.py": "starts a job: its user converts",
+    "moe_ft/loop/breakpoint_meeting.py": "the simulation replaces its waits",
+    "moe_ft/loop/replay.py": "tests drive it alone",
+    "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
+    "moe_ft/recovery/assembly.py": "tests and benchmarks build an engine with it",
+    "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
+    "moe_ft/state/router_load.py": "reads Megatron's objects, which its user must not know",
+    "moe_ft/strategies/dense.py": "a strategy: the registry alone imports it",
+    "moe_ft/strategies/partial/kind.py": "a strategy: the registry alone imports it",
+    "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
+    "kernels/triton_rounding.py": "a part of kernels that is compiled with each of them",
+}
 
 
 # Functions that build decoders, each with the reason. Where threads do so for the same types, msgspec may

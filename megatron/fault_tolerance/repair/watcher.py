@@ -185,7 +185,7 @@ def _first_line(error: Exception) -> str:
 def ending_after(seconds: float, link: Link) -> Iterator[None]:
     """End the process, for good, if this thread makes no progress in this context for so long.
 
-    Progress is that of moe_ft/files/waits.py. The launcher then restarts the job.
+    Progress is that of moe_ft/files/patience.py. The launcher then restarts the job.
     """
     begin_s, thread, has_ended = time.monotonic(), threading.get_ident(), threading.Event()
 

@@ -1,6 +1,6 @@
 """Settings and `config.json` of all families, in both directions, and what either side refuses.
 
-That the numbers are the same is test_families.py and test_deepseek_models.py.
+That the numbers are the same is test_families.py.
 """
 
 import importlib
