@@ -12,7 +12,7 @@ import megatron.core.tokenizers.text.text_tokenizer
 from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt_moe
-from moe_ft.engine.links import server
+from moe_ft.engine.links import listener
 from moe_ft.loop import breakpoint_meeting, failure_report
 
 # Megatron's parsers read the sources of its classes, four times a start.
@@ -24,7 +24,7 @@ for name in ("_MEETING_S", "_STEP_S", "_ANSWER_S"):
     setattr(breakpoint_meeting, name, 10.0)
 for name in ("_STORE_DEADLINE_S", "_HURRIED_STORE_DEADLINE_S"):
     setattr(failure_report, name, 10.0)
-server.STRANGER_S = 30.0
+listener.STRANGER_S = 30.0
 
 gc.collect()
 gc.freeze()  # collections of ranks leave alone what they share, or pages are copied

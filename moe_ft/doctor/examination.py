@@ -33,7 +33,7 @@ from moe_ft.doctor.ranks import (
 )
 from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
 from moe_ft.engine.links.addresses import own_host
-from moe_ft.engine.links.server import PeerListener
+from moe_ft.engine.links.listener import PeerListener
 from moe_ft.errors import CorruptStateError
 
 # When phases end, as parts of the time; those of a node are in node_checks.py.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_ft.doctor.network import serve
-from moe_ft.engine.links.server import PeerListener
+from moe_ft.engine.links.listener import PeerListener
 from tests.object_store import ObjectStore, object_store
 from tests.unit.moe_ft.peer import HOST, TOKEN
 

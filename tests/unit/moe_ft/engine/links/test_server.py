@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.links.listener import PeerListener
 from moe_ft.engine.links.messages import Deadline, Get, send
 from moe_ft.engine.links.peers import PeerConnection
-from moe_ft.engine.links.server import PeerListener, PeerServer
+from moe_ft.engine.links.server import PeerServer
 from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,
@@ -202,8 +203,8 @@ class Listening:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
-    monkeypatch.setattr("moe_ft.engine.links.server.MAX_STRANGERS", NUM_STRANGERS)
-    monkeypatch.setattr("moe_ft.engine.links.server._PAUSE_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.links.listener.MAX_STRANGERS", NUM_STRANGERS)
+    monkeypatch.setattr("moe_ft.engine.links.listener._PAUSE_S", 0.01)
     listening = Listening()
     yield listening
     listening.listener.close()
@@ -239,7 +240,7 @@ def test_strangers_beyond_the_most_are_closed_at_once(listening: Listening) -> N
 
 
 def test_peers_are_no_strangers_once_they_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.server.MAX_STRANGERS", 1)
+    monkeypatch.setattr("moe_ft.engine.links.listener.MAX_STRANGERS", 1)
     with ExitStack() as stack:
         served = threading.Event()
         stack.callback(served.set)
@@ -269,7 +270,7 @@ def test_strangers_lose_their_places_to_peers_after_a_time_in_total(
     behave: Callable[[socket.socket, threading.Event], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.server.STRANGER_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.listener.STRANGER_S", 0.2)
     listening.start()
     is_over = threading.Event()
     with ExitStack() as stack:
@@ -322,7 +323,7 @@ def test_listener_continues_after_connections_could_not_be_accepted_and_reports_
         listener.failures = [OSError(number, "it fails") for _ in range(3)]
         return [listener]
 
-    monkeypatch.setattr("moe_ft.engine.links.server.listen", listen)
+    monkeypatch.setattr("moe_ft.engine.links.listener.listen", listen)
     listening.start()
     assert listening.answers()
     (reason,) = listening.reasons
