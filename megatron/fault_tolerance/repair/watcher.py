@@ -27,6 +27,7 @@ from moe_ft.saying import say
 # that is still in its iteration counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
+_CLOSE_S = 5.0
 _LONGEST_LOOK_S = 5.0  # from one look at the thread to the next, of a process that runs
 _NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died
 
@@ -71,16 +72,15 @@ class Watcher:
         return self._noticed_s.get(number, time.time())
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, or leave it to the end of the process if the store does not answer it."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._rounds.poll_s):
-                number = (
-                    self._link.round
-                )  # before the look at its links: the next round may open them
+                # Before the look at the links of the round: the next one may open them.
+                number = self._link.round
                 if not self._links.is_open:
                     self._end_if_stuck()
                 elif self._is_broken(number + 1):

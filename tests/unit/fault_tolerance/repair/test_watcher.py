@@ -78,6 +78,23 @@ def test_rank_that_timed_out_has_all_leave_their_iteration(rank: Rank) -> None:
         rank.wait_for_the_end()
 
 
+def test_store_that_does_not_answer_holds_up_no_end_of_training(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "_CLOSE_S", 0.1)
+    is_asked, is_answered = threading.Event(), threading.Event()
+
+    def ask(number: int) -> bool:
+        is_asked.set()
+        return not is_answered.wait(60.0)
+
+    monkeypatch.setattr(rank.watcher._rounds, "is_declared", ask)
+    with rank.watching():
+        assert is_asked.wait(60.0)
+    assert rank.watcher._thread.is_alive()
+    is_answered.set()
+
+
 class _Failing(Gloo):
     """A transport on whose links an operation fails that nobody waits for."""
 
