@@ -67,6 +67,33 @@ _FIRST: dict[str, AnySchedule] = {
         ),
         switching=0.02,
     ),
+    "older-files-forgotten": Schedule(
+        seed=345,
+        setup=Setup(
+            dp=1,
+            ep=1,
+            skips=True,
+            nodes=1,
+            iterations=10,
+            strategy="partial",
+            options={
+                "k_snapshot": "auto",
+                "k_persist": 2,
+                "selection": "sequential",
+                "dynamic_k": True,
+            },
+            replication="0",
+            persist_interval=2,
+            keep=1,
+            state_dtype="master=split",
+        ),
+        faults=(
+            Fault(kind="kill-all", start=0, event=241, target=6, amount=0.714),
+            Fault(kind="lose-all-memory", start=1, target=32, amount=0.287),
+            *[Fault(kind="flip-storage", start=1, target=25, amount=0.18)] * 32,
+        ),
+        switching=0.6,
+    ),
     "damaged-state-planned-with": Schedule(
         seed=535707,
         setup=msgspec.structs.replace(
