@@ -168,7 +168,10 @@ def install() -> Iterator[Injector]:
     FaultyObjectStore.pseudo_dirs[:] = [""]
     INJECTOR.forget()
     with pytest.MonkeyPatch.context() as patch:
-        functions = {"replace": os.replace, "fsync": lambda descriptor: None}  # no power fails here
+        functions: dict[str, Callable[..., Any]] = {
+            "replace": os.replace,
+            "fsync": lambda descriptor: None,  # no power fails here
+        }
         for name, function in functions.items():
             patch.setattr(f"moe_ft.files.storage.os.{name}", _counted(name, function))
         yield INJECTOR

@@ -4,6 +4,7 @@ import pytest
 
 from moe_ft.commands.command_line import read_command, read_launch, read_settings
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.partial.config import PartialConfig
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,9 @@ def test_flags_follow_the_program() -> None:
     assert (command.args.num_layers, command.args.hidden_size) == (3, None)
     assert command.config.strategy.strategy == "partial"
     assert command.config.observability.state_digest
-    assert command.config.options["partial"].k_persist == 2
+    options = command.config.options["partial"]
+    assert isinstance(options, PartialConfig)
+    assert options.k_persist == 2
     assert len(command.notes) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.convert import conversion
+from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import persist_model
 
@@ -52,7 +52,7 @@ def test_interruption_says_how_to_continue(
         raise KeyboardInterrupt
 
     persist_model(Storage(str(tmp_path / "src")))
-    monkeypatch.setattr(conversion.SafetensorsSet, "finish", interrupt)
+    monkeypatch.setattr(SafetensorsSet, "finish", interrupt)
     words = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--to", "safetensors"]
     assert main(words) == 130
     assert "the same command continues" in capsys.readouterr().err

@@ -14,10 +14,10 @@ from moe_ft.config.config import (
     ObservabilityConfig,
     RecoveryConfig,
     StorageConfig,
-    StrategyConfig,
 )
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import check_directories
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig

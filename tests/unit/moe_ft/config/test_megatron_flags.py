@@ -1,6 +1,7 @@
 """The flags that `plan` declares are Megatron's own, and no other flag is ignored without being known."""
 
 import argparse
+from typing import Any
 
 import pytest
 from megatron.training import arguments as megatron_arguments
@@ -16,12 +17,14 @@ from moe_ft.config.megatron_flags import (
 from moe_ft.errors import ConfigError
 
 # Megatron's own functions, which cannot be imported without torch.
-SAME_TYPES = {moe_layer_pattern: megatron_arguments.moe_freq_type}
+SAME_TYPES: dict[Any, Any] = {moe_layer_pattern: megatron_arguments.moe_freq_type}
 
 
 @pytest.fixture(scope="module")
 def megatron() -> argparse.ArgumentParser:
-    return megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    megatron_arguments.add_megatron_arguments(parser)
+    return parser
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 def facts(action: argparse.Action) -> tuple[object, ...]:
     """Return everything that decides how a flag is read."""
     choices = None if action.choices is None else list(action.choices)
-    kind = SAME_TYPES.get(action.type, action.type)  # type: ignore[call-overload]
+    kind = SAME_TYPES.get(action.type, action.type)
     return (
         *(type(action), action.option_strings, action.dest, kind, action.default),
         *(action.nargs, choices, action.const, action.required),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert import conversion
 from moe_ft.convert.conversion import Request, convert, open_model
+from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.models import LAYER
 from tests.unit.moe_ft.convert.test_megatron_checkpoint import TENSORS, save
@@ -34,7 +34,7 @@ def test_disk_that_fills_up_leaves_nothing(
     def fail(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(conversion.SafetensorsSet, "finish", fail)
+    monkeypatch.setattr(SafetensorsSet, "finish", fail)
     with pytest.raises(ConfigError, match=r"DST=.*out could not be written .*No space left"):
         convert(request(checkpoints, tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))

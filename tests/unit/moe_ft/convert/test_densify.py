@@ -1,13 +1,13 @@
 """Densifying: the job that is started, and what is refused before."""
 
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage
 from moe_ft.format.index import Index
@@ -134,7 +134,7 @@ def test_job_that_runs_already_is_refused_before_another_is_started(
 ) -> None:
     lock = StorageLock(Storage(str(storage)))
     assert lock.take("job", None)
-    monkeypatch.setattr(storage_lock.time, "sleep", lambda _: lock.renew())
+    monkeypatch.setattr(time, "sleep", lambda _: lock.renew())
     command = (sys.executable, "-c", JOB, "--moe-ft-persist-dir", str(storage))
     assert densify(storage, *command) == REFUSED
     said = capsys.readouterr()

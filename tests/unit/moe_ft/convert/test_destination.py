@@ -1,6 +1,7 @@
 """The destination appears when it is complete, continues after an interruption, and goes after an error."""
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -18,10 +19,13 @@ def make(folder: Path, plan: str = "plan") -> LocalDestination:
     return LocalDestination(str(folder / "dst"), plan, f"conversion {plan}")
 
 
+FACTS = {"file": "shard"}
+
+
 def write_one(destination: LocalDestination) -> None:
     """Write a shard, and note it."""
     (destination.work / "shard").write_text("content")
-    destination.note("0", ["facts"])
+    destination.note("0", FACTS)
 
 
 def interrupt(destination: LocalDestination) -> None:
@@ -48,7 +52,7 @@ def test_interrupted_conversion_continues(tmp_path: Path) -> None:
     interrupt(make(tmp_path))
     again = make(tmp_path)
     again.check(1)
-    assert (again.written("0"), again.written("1")) == (["facts"], None)
+    assert (again.written("0"), again.written("1")) == (FACTS, None)
     with again.writing():
         pass
     assert (again.path / "shard").read_text() == "content"
@@ -110,7 +114,7 @@ def test_conversion_that_was_killed_is_continued(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with again.writing():
-        assert again.written("0") == ["facts"]
+        assert again.written("0") == FACTS
     assert [each.name for each in tmp_path.iterdir()] == ["dst"]
 
 
@@ -120,7 +124,7 @@ def test_file_system_without_locks_is_refused(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(destinations.fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", fail)
     with (
         pytest.raises(ConfigError, match=r"DST=.*dst must be on a file system with locks"),
         make(tmp_path).writing(),

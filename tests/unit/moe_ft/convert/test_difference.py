@@ -9,6 +9,7 @@ import torch
 from moe_ft.convert import difference
 from moe_ft.convert.difference import Difference, compare, render
 from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.tensors import find_tensors
 from moe_ft.files.storage import Storage
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.convert.models import ITERATION, Known, persist_model
@@ -87,13 +88,12 @@ def test_number_that_is_none_in_one_state_differs_without_end(
 def test_tensors_of_other_shapes_are_named(
     source: Source, changed: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = difference.find_tensors
     monkeypatch.setattr(
         difference,
         "find_tensors",
         lambda given: tuple(
             replace(each, shape=(1,)) if given is changed and each.unit == EXPERT else each
-            for each in original(given)[given is changed :]
+            for each in find_tensors(given)[given is changed :]
         ),
     )
     problems = [each.problem for each in differing(source, changed, with_optimizer=False)]

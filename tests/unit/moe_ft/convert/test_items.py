@@ -69,11 +69,13 @@ class Fake:
 
 
 def test_every_item_comes_in_order_one_ahead_and_an_error_at_its_item() -> None:
+    model: Any = None
     items: Any = [Fake(number) for number in range(22)]
     found: list[Any] = []
     with pytest.raises(OSError, match="unreadable"):
-        for item, content in read_ahead(items, Any):
+        ahead: Any = read_ahead(items, model)
+        for item, content in ahead:
             assert len(Fake.begun) <= item.number + 2
             found.append((item.number, content))
     assert found == [(number, number * number) for number in range(20)]
-    assert list(read_ahead([], Any)) == []
+    assert list(read_ahead([], model)) == []

@@ -15,6 +15,7 @@ from moe_ft.convert.destination import RemoteDestination
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError
+from moe_ft.files.storage import Storage
 from tests.object_store import ObjectStore
 
 MARKERS = {
@@ -157,13 +158,13 @@ def spoil(url: str) -> None:
 def test_object_that_is_not_what_was_uploaded_is_found(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = destinations.Storage.write
+    write = Storage.write
 
     def write_wrongly(self: Any, path: str, pieces: Any) -> None:
         write(self, path, pieces)
         spoil(f"{self.url}/{path}")
 
-    monkeypatch.setattr(destinations.Storage, "write", write_wrongly)
+    monkeypatch.setattr(Storage, "write", write_wrongly)
     with pytest.raises(CorruptStateError, match=r"model-0000.* is not what was uploaded"):
         convert(request_)
 

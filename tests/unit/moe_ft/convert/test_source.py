@@ -2,12 +2,12 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from moe_ft.convert.source import open_source
-from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
@@ -106,7 +106,7 @@ def test_directory_that_a_job_writes_to_is_refused(
         lock.renew()
         ended.set()
 
-    monkeypatch.setattr(storage_lock.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(ConfigError, match="and job 'other' on .* writes there"):
         open_source(str(checkpoints))
     assert ended.is_set()

@@ -83,7 +83,8 @@ def test_interrupted_conversion_continues_to_the_same_bytes(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = converted(checkpoints, tmp_path / "whole", shard_bytes=1000)
-    write, done = torch_dist.TorchDist.write_shard, []
+    write = torch_dist.TorchDist.write_shard
+    done: list[int] = []
 
     def write_two(self: Any, folder: Path, number: int, *rest: Any) -> Any:
         if len(done) == 2:

@@ -59,7 +59,8 @@ class Launch:
     def _run(self, rank: int, act: Act) -> None:
         """Examine in a process of its own; what it prints goes to a file."""
         act()
-        network.SLOWEST_BYTES_PER_S = 0.0  # a busy machine has no slow links
+        # A busy machine has no slow links.
+        network.SLOWEST_BYTES_PER_S = 0.0  # type: ignore[attr-defined]
         config = MoeFtConfig(
             memory=MemoryConfig(memory_dir=str(self._memory_dir), job_id="a", node_id=f"n{rank}"),
             storage=StorageConfig(persist_dir=str(self._folder / "persist")),
@@ -117,7 +118,7 @@ def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> N
                 collect(self, name, [0, 2], time.monotonic() + TIMEOUT_S, decoder)
             return collect(self, name, ranks, end_s, decoder)
 
-        StoreMeeting.collect = collect_from_living  # type: ignore[method-assign]
+        StoreMeeting.collect = collect_from_living  # type: ignore[method-assign, assignment]
 
     launch = Launch(tmp_path, memory_dir, 3)
     launch.start(0, give_up_soon)
@@ -142,7 +143,7 @@ def test_launch_without_a_token_sends_nothing_to_peers(tmp_path: Path, memory_di
 @pytest.mark.rest
 def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> None:
     def die_at_the_first_check() -> None:
-        node_checks.check_memory = lambda *_: os._exit(9)
+        node_checks.check_memory = lambda *_: os._exit(9)  # type: ignore[attr-defined]
 
     def give_up_soon() -> None:
         examination._ROWS = node_checks._WRITTEN = node_checks._READ = 1.0 / TIMEOUT_S
@@ -159,7 +160,7 @@ def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> No
 
 def test_process_that_hangs_ends_in_time() -> None:
     def hang() -> None:
-        examination.find_facts = lambda *_: time.sleep(1e6)
+        examination.find_facts = lambda *_: time.sleep(1e6)  # type: ignore[attr-defined, assignment]
         examine(Request(job=Job(), timeout_s=1.0, transfer_bytes=1), Place(), {})
 
     process = FORK.Process(target=hang)
@@ -174,7 +175,7 @@ def test_process_that_is_terminated_cleans_up(tmp_path: Path, memory_dir: Path) 
         time.sleep(1e6)
 
     def hang_at_the_lock() -> None:
-        node_checks.check_lock = hang
+        node_checks.check_lock = hang  # type: ignore[attr-defined, assignment]
 
     launch = Launch(tmp_path, memory_dir, 1)
     launch.start(0, hang_at_the_lock)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from moe_ft.doctor.meeting import OwnMeeting, StoreMeeting
 from moe_ft.doctor.place import Place

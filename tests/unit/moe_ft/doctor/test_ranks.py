@@ -191,7 +191,7 @@ def test_missing_package_fails() -> None:
         ({"versions": {"torch": "2.13.0+cpu"}}, Result.FAIL, "torch 2.13.0+cpu, which uses none"),
     ],
 )
-def test_gpus_of_a_node(facts: dict, result: Result, found: str) -> None:
+def test_gpus_of_a_node(facts: dict[str, Any], result: Result, found: str) -> None:
     (row,) = check_gpus([facts_of(0, **facts)], 8)
     assert row.result is result
     assert found in row.found
@@ -218,7 +218,7 @@ def test_node_with_fewer_gpus_than_others_fails() -> None:
     ],
 )
 def test_store_that_restarted_ranks_would_share_fails(
-    environment: dict[str, str], launch: dict, result: Result
+    environment: dict[str, str], launch: dict[str, Any], result: Result
 ) -> None:
     assert check_store(environment, **launch).result is result
 

@@ -7,6 +7,7 @@ import pytest
 
 from moe_ft.doctor.rows import (
     Result,
+    Row,
     exit_code,
     failed,
     fold,
@@ -58,7 +59,7 @@ def test_checks_stay_in_their_order() -> None:
     ],
 )
 def test_exit_code_tells_failures_and_if_strict_warnings(
-    rows: list, strict: bool, code: int
+    rows: list[Row], strict: bool, code: int
 ) -> None:
     assert exit_code(rows, strict=strict) == code
 
@@ -70,7 +71,7 @@ def test_table_has_every_row_and_counts_results() -> None:
 
 
 def test_check_that_raises_is_a_failure_with_the_reason() -> None:
-    def act() -> list:
+    def act() -> list[Row]:
         raise OSError("no disk")
 
     (row,) = guarded("disk", "n0", act, time.monotonic() + 30)

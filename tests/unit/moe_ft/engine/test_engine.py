@@ -219,11 +219,13 @@ def test_engine_that_is_only_built_has_no_thread_and_no_file(tmp_path: Path) -> 
 def test_default_clock_and_workers_are_those_of_the_system(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clocks = []
+    clocks: list[object] = []
     monkeypatch.setattr(engine, "Stall", clocks.append)
     rank.build()
     assert [type(clock) for clock in clocks] == [Clock]
-    assert build.build_engine.__kwdefaults__["make_worker"] is ThreadWorker
+    defaults = build.build_engine.__kwdefaults__
+    assert defaults is not None
+    assert defaults["make_worker"] is ThreadWorker
 
 
 def test_replicator_that_comes_in_takes_the_place_of_connections(tmp_path: Path) -> None:

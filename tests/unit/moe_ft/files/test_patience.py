@@ -36,7 +36,8 @@ def test_each_piece_of_a_file_that_was_read_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storages, "_CHUNK_BYTES", 2)
-    storage, noted = Storage(str(tmp_path), 30), []
+    storage = Storage(str(tmp_path), 30)
+    noted: list[None] = []
     (tmp_path / "file").write_bytes(b"12345")
     monkeypatch.setattr(storages, "note_progress", lambda: noted.append(None))
     assert storage.read("file") == b"12345"
@@ -88,10 +89,12 @@ def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        "moe_ft.files.storage.call_within",
-        lambda act, patience_s, what: (asked.append(f"{patience_s} {what}"), act())[1],
-    )
+
+    def call(act: Callable[[], object], patience_s: float, what: str) -> object:
+        asked.append(f"{patience_s} {what}")
+        return act()
+
+    monkeypatch.setattr("moe_ft.files.storage.call_within", call)
     monkeypatch.setattr("moe_ft.files.storage._CHUNK_BYTES", 100)
     content = bytes(range(250))
     (tmp_path / "a").write_bytes(content)

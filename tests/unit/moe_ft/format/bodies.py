@@ -61,7 +61,7 @@ def body_of(decoded: Index | Manifest) -> Any:
     return json.loads(encode(decoded))["body"]
 
 
-def is_refused[Body: (Index, Manifest)](content: bytes, kind: type[Body]) -> bool:
+def is_refused(content: bytes, kind: type[Index] | type[Manifest]) -> bool:
     try:
         decode(content, kind, "a file")
     except CorruptStateError:

@@ -14,6 +14,7 @@ from moe_ft.engine.links import addresses
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.link import Link
+from moe_ft.saying import say
 from tests.ports import free_port
 
 TOKEN = "the token of the start"
@@ -158,8 +159,12 @@ def test_rank_waits_while_the_node_of_rank_0_imports_and_says_so(
     given = environment()
     found: list[object] = []
     has_said = threading.Event()
-    say = job_store.say
-    monkeypatch.setattr(job_store, "say", lambda line: (say(line), has_said.set()))
+
+    def say_and_note(line: str) -> None:
+        say(line)
+        has_said.set()
+
+    monkeypatch.setattr(job_store, "say", say_and_note)
     rank = threading.Thread(
         target=lambda: found.append(job_store.connect(given, Link(), DEADLINE_S))
     )

@@ -4,6 +4,7 @@ How rounds begin, break and end is simulated (tests/simulation/repairs).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class _Counting:
 def test_what_a_rank_reads_while_it_waits_and_meets_hardly_grows_with_their_number() -> None:
     read = []
     for world_size in (10, 1000):
-        store = _Counting()
+        store: Any = _Counting()
         for rank in range(world_size):
             rounds = Rounds(signed(store), rank, world_size)
             rounds.join(1, Member(rank=rank, facts={"iteration": 7, "samples": 123456789}))

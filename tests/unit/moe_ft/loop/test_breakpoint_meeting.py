@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -90,7 +91,7 @@ def test_earlier_starts_do_not_count() -> None:
 
 
 def test_stranger_who_writes_to_the_store_changes_no_meeting() -> None:
-    store = dist.HashStore()
+    store: Any = dist.HashStore()
     for what in ("at", "done"):
         store.append(f"moe_ft/breakpoints/0/{what}", "9 [1,9]\n")
         store.add(f"moe_ft/breakpoints/0/{what}/count", 100)

@@ -279,7 +279,7 @@ class _Scheduler:
 class _Optimizer:
     """As much of Megatron's as a digest reads."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
         self.optimizer = torch.optim.SGD([weight], lr=0.5)
         self.chained_optimizers = [self]
         self.grad_scaler = None

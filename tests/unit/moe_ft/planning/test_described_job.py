@@ -31,7 +31,7 @@ MODELS = {
     "legacy rotary flag": ["--use-rotary-position-embeddings"],
 }
 # Without the demo's sizes, so that Megatron's defaults count.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, bool | int | str]] = {
     "default widths": {"ffn_hidden_size": False, "moe_ffn_hidden_size": False},
     "default width without gate": {"ffn_hidden_size": False, "swiglu": False},
     "width of experts": {"ffn_hidden_size": False, "moe_ffn_hidden_size": 40},

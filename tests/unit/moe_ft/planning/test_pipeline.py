@@ -1,5 +1,7 @@
 """Layers of pipeline stages are those that Megatron puts there."""
 
+from typing import Any
+
 import pytest
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -18,7 +20,7 @@ LETTERS = {
     LayerType.mtp: "m",
     LayerType.loss: "L",
 }
-FOUR = {"num_layers": 4, "moe_layer_freq": "([0]*1+[1]*3)"}
+FOUR: dict[str, Any] = {"num_layers": 4, "moe_layer_freq": "([0]*1+[1]*3)"}
 STAGES = {
     "equal stages": model_flags(pipeline_model_parallel_size=2),
     "tied": model_flags(pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=False),

@@ -1,5 +1,7 @@
 """Measured values that cannot be are refused; intervals follow from the others."""
 
+from typing import Any
+
 import pytest
 
 from moe_ft.errors import ConfigError
@@ -54,7 +56,7 @@ def test_given_interval_is_planned_as_it_is() -> None:
     ],
 )
 def test_automatic_interval_follows_from_bandwidths(
-    flags: tuple[str, ...], measured: dict[str, float], interval: int
+    flags: tuple[str, ...], measured: dict[str, Any], interval: int
 ) -> None:
     job = planned_job(
         *(*LARGE, "--moe-ft-interval", "auto", "--moe-ft-persist-dir", "/x", *flags),

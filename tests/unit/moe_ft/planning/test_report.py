@@ -1,5 +1,7 @@
 """Lines and tables that the plans of several strategies have."""
 
+from typing import Any
+
 import pytest
 
 from moe_ft.errors import ConfigError
@@ -79,7 +81,7 @@ def test_reduction_is_negative_where_something_is_larger() -> None:
 
 def test_line_on_whole_states_says_what_one_costs() -> None:
     flags = (*LARGE, *STORED, "--moe-ft-persist-interval", "0")
-    speeds = {"iteration_s": 1.0, "bandwidth": 1e9, "storage_bandwidth": 1e9}
+    speeds: dict[str, Any] = {"iteration_s": 1.0, "bandwidth": 1e9, "storage_bandwidth": 1e9}
     job = planned_job(*flags, "--moe-ft-persist-dense-interval", "500", **speeds)
     (line,) = whole_line(job, 3 * 10**9)
     assert line.startswith("whole state on storage every 500 iterations: 3,000.0 MB of the rank")

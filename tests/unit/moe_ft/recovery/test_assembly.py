@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.memory.layout import lay_out
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.format.entries import ParameterEntry
@@ -84,7 +85,7 @@ def facts(dp_rank: int, num_experts: int = EP_SIZE) -> ExpertFacts:
     )
 
 
-def config_of(partial: PartialConfig | None = None, **strategy: str) -> MoeFtConfig:
+def config_of(partial: PartialConfig | None = None, **strategy: Any) -> MoeFtConfig:
     return MoeFtConfig(
         strategy=StrategyConfig(**{"strategy": "partial", **strategy}),
         options={"partial": partial or PartialConfig(k_snapshot="1")},

@@ -234,7 +234,9 @@ class World:
         in_memory = []
         for rank in range(NUM_RANKS):
             held = [
-                self.memory[node].get((rank, replica), []) for node in nodes for replica in (0, 1)
+                self.memory[node].get((rank, is_replica), [])
+                for node in nodes
+                for is_replica in (False, True)
             ]
             in_memory.append({state for states in held for state in states})
         return set.intersection(*in_memory), self._on_storage()

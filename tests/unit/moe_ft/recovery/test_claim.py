@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import job_lock, node_directory, own_directory, read_marker
 from moe_ft.engine.memory.regions import Region, breakpoint_region
@@ -194,6 +195,6 @@ def test_boundary_log_of_a_rank_that_is_elsewhere_now_makes_room(tmp_path: Path)
     for slot in slots:
         slot.open()
         slot.commit(b"header", b"index")
-    make_room(site, [()], None)
+    make_room(site, [()], [])
     assert [slot.data_path.exists() for slot in slots] == [True, False]
     assert [slot.index_path.exists() for slot in slots] == [True, False]

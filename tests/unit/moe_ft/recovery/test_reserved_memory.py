@@ -14,8 +14,8 @@ from moe_ft.config.config import (
     MemoryConfig,
     MoeFtConfig,
     StorageConfig,
-    StrategyConfig,
 )
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry

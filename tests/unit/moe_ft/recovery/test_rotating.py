@@ -138,7 +138,7 @@ def test_newest_version_of_each_expert_is_read(rank: Rank) -> None:
     rank.save(5, {0: 5, 1: 4})
     state = rank.fetch()
     assert iterations(state) == read_iterations(state) == {NAMES[0]: 5, NAMES[1]: 4}
-    assert (state.kept, state.missing) == (set(), ())
+    assert (state.kept, state.missing) == (frozenset(), ())
 
 
 def test_version_that_is_corrupt_is_replaced_by_the_newest_intact_one(rank: Rank) -> None:
@@ -170,7 +170,7 @@ def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state
 ) -> None:
     rank.save(5, {0: 5})
     state = rank.fetch(origins=dict.fromkeys(NAMES, "f" * 16))
-    assert (state.kept, state.missing) == (set(), (NAMES[1],))
+    assert (state.kept, state.missing) == (frozenset(), (NAMES[1],))
 
 
 def test_version_beyond_the_iteration_that_was_asked_for_is_not_used(rank: Rank) -> None:

@@ -187,7 +187,7 @@ def test_state_that_is_intact_and_not_finite_is_refused_with_the_value_named(ran
     at = unit.offset + unit.tensors[0].offset
     content[at : at + 4] = b"\x00\x00\xc0\x7f"  # NaN, as training may have left it
     data.write_bytes(content)
-    there = checksum(content[unit.offset : unit.offset + unit.num_bytes])
+    there = checksum(bytes(content[unit.offset : unit.offset + unit.num_bytes]))
     units = {**index.units, name: msgspec.structs.replace(unit, checksum=there)}
     index = msgspec.structs.replace(index, units=units)
     write_atomically(data.with_suffix(".json"), encode(index))

@@ -56,7 +56,7 @@ WEIGHTS: list[Callable[[State], object]] = [
     lambda state: state.adam.state[state.model.bias]["step"].add_(1),
 ]
 OTHERS: list[Callable[[State], object]] = [
-    lambda state: flip_last_bit(state.model.running_mean),
+    lambda state: flip_last_bit(state.model.get_buffer("running_mean")),
     lambda state: flip_last_bit(state.scale["scale"]),
     lambda state: state.scheduler.update(num_steps=9),
     lambda state: state.scheduler.update(lr=float(np.nextafter(0.1, 1))),

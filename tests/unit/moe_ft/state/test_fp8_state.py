@@ -45,7 +45,7 @@ class Linear(torch.nn.Module):
             return tokens
         while self.num_made < 2:  # with FP8 parameters they are made twice
             self.init_fp8_meta_tensors("delayed")
-        result = tokens * self.quantizer
+        result: torch.Tensor = tokens * self.quantizer
         for meta in ("scaling_fwd", "scaling_bwd"):
             each = self.fp8_meta[meta]
             each.amax_history.copy_(each.amax_history.roll(1, 0))

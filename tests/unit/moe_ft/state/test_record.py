@@ -32,7 +32,7 @@ from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter, make_record
 
 
-class Tables(RotaryEmbedding):  # type: ignore[misc]
+class Tables(RotaryEmbedding):
     """The tables of sines that multi-latent attention has in each layer."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Tables(RotaryEmbedding):  # type: ignore[misc]
         self.register_buffer("cos_cached", torch.zeros(4), persistent=False)
 
 
-def model() -> torch.nn.Module:
+def model() -> Any:
     """Return a layer with a router's bias and tables."""
     layer = torch.nn.Module()
     layer.router = torch.nn.Module()
@@ -82,7 +82,7 @@ class Rank:
         self.layer = model()
         self.master = torch.nn.Parameter(torch.randn(3))
         self.adam = torch.optim.Adam([self.master], lr=seed / 8, betas=(0.5, 0.75))
-        self.scale = {"scale": torch.tensor([1024.0 * seed]), "growth": seed}
+        self.scale: dict[str, Any] = {"scale": torch.tensor([1024.0 * seed]), "growth": seed}
         scaler = SimpleNamespace(
             state_dict=lambda: self.scale, load_state_dict=lambda found: self.scale.update(found)
         )

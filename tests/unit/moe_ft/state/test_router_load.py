@@ -22,7 +22,8 @@ class Load(RouterLoad):
     def __init__(self, *, pads: bool = False) -> None:
         super().__init__()
         self.router: Any = torch.nn.Module()
-        self.router.config = SimpleNamespace(moe_pad_expert_input_to_capacity=pads)
+        config = SimpleNamespace(moe_pad_expert_input_to_capacity=pads)
+        self.router.config = config  # type: ignore[assignment]
         self._names[self.router] = "layer.0"
 
     def route(self, map_: torch.Tensor = MAP) -> None:
@@ -95,7 +96,8 @@ def units(sums: torch.Tensor) -> list[int]:
 
 
 def logits_of(router: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return (tokens.detach() @ router.weight.detach().T).reshape(-1, NUM_EXPERTS)
+    logits: torch.Tensor = tokens.detach() @ router.weight.detach().T
+    return logits.reshape(-1, NUM_EXPERTS)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 from moe_ft.units import Level, UnitId, UnitKind

@@ -7,12 +7,14 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.fields import Part
 from moe_ft.config.precision import PrecisionConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, RankFacts, Strategy, StrategyKind
@@ -22,7 +24,7 @@ from moe_ft.strategies.sparse.config import SparseConfig
 MODEL = ModelFacts(num_experts=8, num_iterations=10)
 
 
-def config_of(name: str, options: Part | None = None, **strategy: str) -> MoeFtConfig:
+def config_of(name: str, options: Part | None = None, **strategy: Any) -> MoeFtConfig:
     return MoeFtConfig(
         strategy=StrategyConfig(strategy=name, **strategy),
         options={} if options is None else {name: options},
@@ -153,9 +155,9 @@ def test_strategy_without_a_report_says_so() -> None:
     with pytest.raises(
         ConfigError, match="--moe-ft-strategy=silent cannot be planned.*Name another"
     ):
-        Silent(name="silent").report(None)
+        Silent(name="silent").report(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="it brings no sizes"):
-        Silent(name="silent").footprint(None)
+        Silent(name="silent").footprint(None)  # type: ignore[arg-type]
 
 
 # Nothing else knows a strategy by name

@@ -144,7 +144,7 @@ def add_layers_of_further_tokens(saved: Path, num: int) -> None:
     hidden = DEEPSEEK["hidden_size"]
     for number in range(num):
         layer = f"model.layers.{NUM_LAYERS + number}."
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             name.replace(last, layer): tensor.shape
             for name, tensor in tensors.items()
             if name.startswith(last)

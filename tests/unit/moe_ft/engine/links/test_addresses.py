@@ -2,7 +2,6 @@
 
 import errno
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_localhost_is_listened_on_at_the_loopback_alone(names: dict[str, list[st
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count down the times that a port is taken on the second address."""
     times = [0]
     create = socket.create_server

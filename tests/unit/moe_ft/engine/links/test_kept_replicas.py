@@ -172,6 +172,7 @@ def _train_with_failures(sender: Sender, seed: random.Random) -> None:
             arrived.append(_send_perhaps_spoiled(sender, window, position, keep, region, spoils))
             found = sender.found()
             if kept_content is not None:
+                assert keep is not None
                 assert found[keep] == kept_content[0]
                 assert sender.peer.committed()[keep] == kept_content[1]
             assert (iteration in found) == arrived[-1]

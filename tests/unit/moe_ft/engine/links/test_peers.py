@@ -207,8 +207,12 @@ def test_peer_that_lets_in_and_does_not_read_is_given_up_after_a_time_without_pr
     monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     is_over = threading.Event()
+
+    def wait(_: socket.socket) -> None:
+        is_over.wait(DEADLINE_S)
+
     with (
-        FakePeer(lambda _: bool(is_over.wait(DEADLINE_S))) as silent,
+        FakePeer(wait) as silent,
         closing(PeerConnection(silent.address, TOKEN)) as connection,
     ):
         with pytest.raises(TimeoutError):

@@ -244,7 +244,11 @@ def test_peers_are_no_strangers_once_they_are_let_in(monkeypatch: pytest.MonkeyP
     with ExitStack() as stack:
         served = threading.Event()
         stack.callback(served.set)
-        listener = PeerListener(HOST, lambda peer: bool(served.wait(DEADLINE_S)), lambda _: None)
+
+        def serve(_: socket.socket) -> None:
+            served.wait(DEADLINE_S)
+
+        listener = PeerListener(HOST, serve, lambda _: None)
         stack.callback(listener.close)
         address = (HOST, listener.start())
         listener.admit(TOKEN)

@@ -1,6 +1,7 @@
 """Values in a store of torch: those of a stranger are not there, and break nothing."""
 
 import json
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -8,7 +9,13 @@ import torch.distributed as dist
 from moe_ft.engine.links.signed_store import MAX_VALUE_BYTES, SignedStore
 from moe_ft.errors import RepairError
 
-VALUES = ({"rank": 3, "facts": {"a": 1.5, "b": [None, True, "\n"]}}, [], 0, "text", 1e308)
+VALUES: tuple[Any, ...] = (
+    {"rank": 3, "facts": {"a": 1.5, "b": [None, True, "\n"]}},
+    [],
+    0,
+    "text",
+    1e308,
+)
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def test_nothing_is_there_before_the_token_is_known(store: dist.Store, said: lis
     ids=lambda planted: repr(planted[:12]),
 )
 def test_value_of_a_stranger_is_not_there_and_this_is_said_once(
-    store: dist.Store, signed: SignedStore, said: list[str], planted: bytes
+    store: Any, signed: SignedStore, said: list[str], planted: bytes
 ) -> None:
     signed.set("key", "ours")
     store.set("key", planted)
@@ -79,7 +86,7 @@ def test_value_of_a_stranger_is_not_there_and_this_is_said_once(
 
 
 def test_value_that_is_moved_to_another_key_or_start_is_not_there(
-    store: dist.Store, signed: SignedStore, said: list[str]
+    store: Any, signed: SignedStore, said: list[str]
 ) -> None:
     signed.set("key", "ours")
     signed.append("list", "ours")
@@ -92,9 +99,7 @@ def test_value_that_is_moved_to_another_key_or_start_is_not_there(
     assert len(said) == 4
 
 
-def test_list_keeps_its_values_whatever_a_stranger_appends(
-    store: dist.Store, signed: SignedStore
-) -> None:
+def test_list_keeps_its_values_whatever_a_stranger_appends(store: Any, signed: SignedStore) -> None:
     signed.append("list", 1)
     store.append("list", "no end of a line")
     signed.append("list", 2)
@@ -113,7 +118,7 @@ def test_value_that_is_too_long_or_is_no_json_is_not_written(signed: SignedStore
 
 
 def test_nothing_is_parsed_before_its_code_is_checked(
-    store: dist.Store, signed: SignedStore, monkeypatch: pytest.MonkeyPatch
+    store: Any, signed: SignedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signed.set("key", "ours")
     monkeypatch.setattr(json, "loads", lambda body: pytest.fail("parsed"))

@@ -88,7 +88,7 @@ def test_file_on_disk_is_opened_by_the_safetensors_library(tmp_path: Path) -> No
             )
         ]
     )
-    weights, moments = np.float32([1.5, -2, 3]), np.int16([1, -2, 3])
+    weights, moments = np.array([1.5, -2, 3], np.float32), np.array([1, -2, 3], np.int16)
     content = bytearray(layout.header.ljust(layout.num_bytes, b"\0"))
     for tensor, values in zip(layout.units[0].tensors, (weights, moments), strict=True):
         start = layout.units[0].offset + tensor.offset
@@ -143,7 +143,7 @@ def test_file_of_any_window_is_read_by_safetensors_with_every_tensor_at_its_plac
 ) -> None:
     layout = lay_out_with(window, room)
     content = fill(layout)
-    found = dict(safetensors.deserialize(content))
+    found = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
     for number, places in enumerate(layout.snapshots):
         for place in places:
             for tensor in place.tensors:
@@ -192,7 +192,7 @@ def test_window_gets_the_size_that_was_asked_for_or_is_refused(window: Window, r
         assert room < HEADER_ALIGNMENT_BYTES  # the header may need a page to declare the rest
     else:
         assert layout.num_bytes == asked
-        safetensors.deserialize(fill(layout))
+        safetensors.deserialize(fill(layout))  # type: ignore[no-untyped-call]
 
 
 def test_layout_of_a_window_is_that_worked_by_hand() -> None:
@@ -213,7 +213,8 @@ def test_layout_of_a_window_is_that_worked_by_hand() -> None:
     )
     assert layout.ends == (4096 + 74, 4096 + 138, 4096 + 212)
     assert [place.offset for place in layout.units] == [4096, 4096 + 64, 4096 + 128, 4096 + 192]
-    found = {name: read["shape"] for name, read in safetensors.deserialize(fill(layout))}
+    read = safetensors.deserialize(fill(layout))  # type: ignore[no-untyped-call]
+    found = {name: each["shape"] for name, each in read}
     assert found == {
         "layer.0.expert.0/full/e[0:3]/param": [3],
         "__unused__/12": [52],

@@ -23,9 +23,11 @@ class Other:
     """A process that has started a job, and says what its origin is."""
 
     def __init__(self, variables: dict[str, str]) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TELL], env={**os.environ, **variables}, **pipes
+            [sys.executable, "-c", _TELL],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
         self.origin = msgspec.json.decode(self._process.stdout.readline(), type=Origin)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moe_ft.engine.memory.regions import Region, write_atomically
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import (
@@ -18,6 +18,7 @@ from moe_ft.engine.persist.writer import (
     request_path,
 )
 from moe_ft.errors import LockLostError
+from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest

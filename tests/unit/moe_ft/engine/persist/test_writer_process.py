@@ -11,7 +11,6 @@ import msgspec
 import psutil
 import pytest
 
-from moe_ft.engine.memory.regions import write_atomically
 from moe_ft.engine.persist.client import writer_command
 from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.writer import (
@@ -20,6 +19,7 @@ from moe_ft.engine.persist.writer import (
     request_path,
     result_path,
 )
+from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import fill_region
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.memory.regions import Region, write_atomically
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.writer import (
     PersistRequest,
     PersistResult,
@@ -15,6 +15,7 @@ from moe_ft.engine.persist.writer import (
     request_path,
     result_path,
 )
+from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
@@ -71,9 +72,11 @@ class Office:
         self, region: Region, *, rank: int = 0, waits_s: float = FAR_S, iteration: int | None = None
     ) -> None:
         """Ask for a region of a rank to be written."""
+        asked = region.iteration if iteration is None else iteration
+        assert asked is not None
         request = PersistRequest(
             rank=rank,
-            iteration=region.iteration if iteration is None else iteration or 0,
+            iteration=asked,
             index=str(region.index_path),
             data=str(region.data_path),
             rotating=(),

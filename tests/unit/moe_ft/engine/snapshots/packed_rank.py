@@ -106,7 +106,7 @@ class Rank(SnapshotRank):
 
     def header(self) -> dict[str, tuple[str, int]]:
         """Return the type and the size of every tensor in a region's file, as safetensors reads it."""
-        found = safetensors.deserialize(bytes(self.regions[0].mapping))
+        found = safetensors.deserialize(bytes(self.regions[0].mapping))  # type: ignore[no-untyped-call]
         return {name: (each["dtype"], *each["shape"]) for name, each in found}
 
     def odd_tensors(self, region: int = 0) -> list[str]:

@@ -47,7 +47,7 @@ def test_region_is_a_valid_file_after_every_snapshot(trainer: Trainer) -> None:
     trainer.layouts[LENGTH] = full_size(trainer)
     for position in range(LENGTH):
         trainer.take(position)
-        found = dict(safetensors.deserialize(bytes(trainer.regions[0].mapping)))
+        found = dict(safetensors.deserialize(bytes(trainer.regions[0].mapping)))  # type: ignore[no-untyped-call]
         assert f"{EMBEDDING}/full/{EMBEDDING}.weight[0:9]/param" in found
 
 

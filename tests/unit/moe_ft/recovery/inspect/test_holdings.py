@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,7 +36,7 @@ def rows(text: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in table]
 
 
-def in_memory(tmp_path: Path, **which: int) -> tuple[Region, WindowState]:
+def in_memory(tmp_path: Path, **which: Any) -> tuple[Region, WindowState]:
     return fill_window(own_directory(tmp_path, 0), **which)
 
 

@@ -32,7 +32,7 @@ from tests.unit.moe_ft.commands.damaged import flip
 ENTRIES = list(make_window().index.entries())
 
 
-def in_memory(tmp_path: Path, **which: int) -> tuple[Region, WindowState]:
+def in_memory(tmp_path: Path, **which: Any) -> tuple[Region, WindowState]:
     return fill_window(own_directory(tmp_path, 0), **which)
 
 

@@ -79,6 +79,7 @@ def snapshots(model: SavedModel, k: int) -> Sequence[Sequence[int]]:
 @given(plans())
 def test_ranks_together_save_master_weights_and_moments_once(plan: tuple[SavedModel, int]) -> None:
     model, k = plan
+    assert isinstance(model.byte_model, PaperBytes)
     expected = checkpoint_bytes(model.shape, k, model.byte_model)
     assert {sum(of_snapshot) for of_snapshot in snapshots(model, k)} == {expected}
 

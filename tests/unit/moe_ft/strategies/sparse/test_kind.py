@@ -2,7 +2,8 @@
 
 import pytest
 
-from moe_ft.config.config import MoeFtConfig, StrategyConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
 from moe_ft.strategies.sparse.config import SparseConfig

@@ -9,8 +9,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.strategies.sparse.kind import SPARSE
 from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, planned_job, row
 
-MEASURED = {"iteration_s": 1.0, "bandwidth": 5e6}
-TWO_NODES = {"ranks_per_node": 2, "network_bandwidth": 4.6e6}
+MEASURED: dict[str, Any] = {"iteration_s": 1.0, "bandwidth": 5e6}
+TWO_NODES: dict[str, Any] = {"ranks_per_node": 2, "network_bandwidth": 4.6e6}
 WINDOW_3 = ("--moe-ft-window", "3")
 
 

@@ -60,11 +60,12 @@ def all_ends(num_positions: int, length: int) -> list[tuple[int, ...]]:
 
 def largest_of(sizes: PositionSizes, ends: tuple[int, ...]) -> int:
     """Return the largest snapshot of any rank, by adding up unit by unit."""
-    return max(
+    largest: int = max(
         sum(full[start:end]) + sum(compute[end:])
         for full, compute in zip(sizes.full.tolist(), sizes.compute.tolist(), strict=True)
         for start, end in zip((0, *ends), ends, strict=False)
     )
+    return largest
 
 
 def least_length(sizes: PositionSizes, budget: int) -> float:
@@ -161,7 +162,7 @@ def with_modules(sizes: PositionSizes, module_size: int) -> PositionSizes:
 
 
 def test_splits_of_a_border_are_the_modules_with_units_on_both_sides() -> None:
-    columns = [["a", "a", "b", "b"], ["a", "c", "a", None]]
+    columns: list[list[str | None]] = [["a", "a", "b", "b"], ["a", "c", "a", None]]
     # The second column's a is another module than the first's.
     assert count_splits(columns, 5).tolist() == [0, 2, 1, 1, 0, 0]
 
