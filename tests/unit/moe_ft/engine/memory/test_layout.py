@@ -2,9 +2,11 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import safetensors
 import safetensors.numpy
@@ -89,8 +91,9 @@ def test_file_on_disk_is_opened_by_the_safetensors_library(tmp_path: Path) -> No
         ]
     )
     weights, moments = np.array([1.5, -2, 3], np.float32), np.array([1, -2, 3], np.int16)
+    both: tuple[npt.NDArray[Any], ...] = (weights, moments)
     content = bytearray(layout.header.ljust(layout.num_bytes, b"\0"))
-    for tensor, values in zip(layout.units[0].tensors, (weights, moments), strict=True):
+    for tensor, values in zip(layout.units[0].tensors, both, strict=True):
         start = layout.units[0].offset + tensor.offset
         content[start : start + values.nbytes] = values.tobytes()
     path = tmp_path / "state.safetensors"
