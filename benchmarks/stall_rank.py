@@ -209,9 +209,7 @@ def run_rank(rank: int, job: Job, disk: Path, tmpfs: Path, phase: Any) -> None:
     torch.set_num_threads(1)
     report: dict[str, Any]
     try:
-        store = dist.FileStore(  # type: ignore[attr-defined]  # public, but in no __all__
-            str(disk / "store"), NUM_RANKS
-        )
+        store = dist.FileStore(str(disk / "store"), NUM_RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
         loop = Loop(rank, job.mib)
         loop.set_work(job.work, job.iteration_s)

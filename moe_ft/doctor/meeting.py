@@ -80,7 +80,7 @@ class StoreMeeting:
         self._rank = place.rank
         # torch would listen on all interfaces.
         listener = _listen(place.master) if is_master else None
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but in no __all__
+        store = dist.TCPStore(
             *place.master,
             is_master=is_master,
             master_listen_fd=listener,
