@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moe_ft.strategies.partial.strategy import PartialLoss
 from moe_ft.units import UnitId, UnitKind
 from tests.simulation.rank import Life
 from tests.simulation.shape import Shape, weights_of
@@ -82,7 +83,8 @@ class Recount:
                 abs(count - version.routed[at]) for at, count in tokens if at in version.routed
             )
         total = sum(sum(each.values()) for each in self.missing.values())
-        said = outcome.loss.total_lost_tokens if outcome.loss is not None else None
+        loss = outcome.loss
+        said = loss.total_lost_tokens if isinstance(loss, PartialLoss) else None
         if said is None or abs(said - total) > self.num_other:
             yield f"said that {said} tokens are lost, and {total} are"
 
