@@ -113,7 +113,8 @@ def plant(port: int, path: Path) -> None:
     keys = [*keys, "round_1/declared", "round_1/finished", "round_1/all_ready"]
     for prefix in ("moe_ft", "moe_ft/start_0"):
         ours = dist.PrefixStore(prefix, store)
-        ours.set("gathered_0", pickle.dumps([_Payload(path)] * 2))
+        payload = pickle.dumps([_Payload(path)] * 2)
+        ours.set("gathered_0", payload)  # type: ignore[arg-type]  # takes bytes too
         for key in keys:
             ours.set(key, "1")
             ours.add(f"{key}/count", 100)

@@ -169,7 +169,7 @@ def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> GpuJob:
 def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ON_ONE_GPU)
-    changes = {"distributed_backend": "gloo", "use_distributed_optimizer": False}
+    changes: dict[str, Any] = {"distributed_backend": "gloo", "use_distributed_optimizer": False}
     job.check("kill:1@4:backward", {3, 4}, layout={}, devices="0", script=str(script), **changes)
 
 

@@ -22,6 +22,7 @@ from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist import retention
+from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage_lock import SeenLock
 from moe_ft.engine.persist.writer import PersistWorker
@@ -34,9 +35,11 @@ from moe_ft.loop.replay import Replay
 from moe_ft.loop.resumption import Resumption
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
+from moe_ft.planning.branches import order_starts
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.recovery import fetch as fetching
 from moe_ft.recovery import readers, start
+from moe_ft.recovery.claim import take_over_lock
 from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.restore import Conversion
 from tests.simulation.active import Patches
@@ -72,8 +75,9 @@ def region_used_too_early(patches: Patches) -> None:
 @mutation
 def oldest_start_preferred(patches: Patches) -> None:
     """Recovery takes the state of the first start that has some."""
-    original = planning.order_starts
-    patches.set(planning, "order_starts", lambda progress, known: original(progress, known)[::-1])
+    patches.set(
+        planning, "order_starts", lambda progress, known: order_starts(progress, known)[::-1]
+    )
 
 
 @mutation
@@ -123,8 +127,9 @@ def same_name_taken_at_once(patches: Patches) -> None:
 @mutation
 def storage_that_is_away_refuses_a_start(patches: Patches) -> None:
     """A start that cannot write to storage is refused, although memory has what it needs."""
-    original = start.take_over_lock
-    patches.set(start, "take_over_lock", lambda *args, may_wait: original(*args, may_wait=False))
+    patches.set(
+        start, "take_over_lock", lambda *args, may_wait: take_over_lock(*args, may_wait=False)
+    )
 
 
 @mutation
@@ -142,15 +147,14 @@ def pruned_without_reading(patches: Patches) -> None:
 @mutation
 def older_files_forgotten(patches: Patches) -> None:
     """Retention does not see that a checkpoint needs files of older ones."""
-    original = retention.manifests
 
-    def manifests(found: Storage) -> Any:
-        for iteration, path, manifest in original(found):
+    def manifests_alone(found: Storage) -> Any:
+        for iteration, path, manifest in manifests(found):
             if not isinstance(manifest, Exception):
                 manifest = msgspec.structs.replace(manifest, older=())
             yield iteration, path, manifest
 
-    patches.set(retention, "manifests", manifests)
+    patches.set(retention, "manifests", manifests_alone)
 
 
 @mutation

@@ -66,9 +66,11 @@ class SimulatedLoop(TrainingLoop):
         self._training, self._rank, self._shape = training, rank, shape
         self._world, self.consumed = world, 0
         self.num_experts, self.train_iterations = shape.experts, training.iterations
-        self._everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
+        everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
         stage = shape.ranks_of(shape.stage_of(rank))
-        self._dp_cp = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
+        dp_cp = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
+        assert everyone is not None and dp_cp is not None, "a rank is in its own groups"
+        self._everyone, self._dp_cp = everyone, dp_cp
         self._expt_dp = groups.new_group(process, shape.expert_peers(rank), COLLECTIVE_TIMEOUT_S)
         self.links = Links(world, shape, rank, COLLECTIVE_TIMEOUT_S)
         self._gather = partial(groups.exchange, self._dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)

@@ -13,7 +13,8 @@ from megatron.fault_tolerance import add_arguments, pretrain
 def add_all_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments of this script and those of moe_ft."""
     own: argparse.ArgumentParser = pretrain_own.add_own_arguments(parser)
-    return add_arguments(own)
+    both: argparse.ArgumentParser = add_arguments(own)
+    return both
 
 
 if __name__ == "__main__":

@@ -234,6 +234,7 @@ class _System:
         parent = machine.world.process
         request: RankRequest = seen["request"]
         environ = dict(request.environment)
+        act: Callable[[], Any]
         if "listener" in seen:
             act = lambda: job_store.serve(seen["listener"], environ, seen["token"])  # noqa: E731
             name = "store"

@@ -62,8 +62,7 @@ def told_to_end_and_replaced(patches: Patches) -> None:
 @repair_mutation
 def replacement_without_the_token(patches: Patches) -> None:
     """The zygote does not pass the token of the start to a replacement."""
-    original = zygote.Link
-    patches.set(zygote, "Link", lambda *given: original(*given[:2]))
+    patches.set(zygote, "Link", lambda *given: Link(*given[:2]))
 
 
 @repair_mutation

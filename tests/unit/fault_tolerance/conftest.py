@@ -15,7 +15,9 @@ from moe_ft.events import EventLog
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    return megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    megatron: argparse.ArgumentParser = megatron_arguments.add_megatron_arguments(parser)
+    return megatron
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Packed tensors lie where they should, in the right format, and come back; masters bit for bit."""
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -133,7 +135,7 @@ def test_any_bits_come_back_but_for_the_lower_half_of_nan(bits: list[int]) -> No
 
 
 @given(ANY_BITS, st.randoms(use_true_random=False))
-def test_weights_may_be_rounded_in_either_direction(bits: list[int], random) -> None:
+def test_weights_may_be_rounded_in_either_direction(bits: list[int], random: Random) -> None:
     masters = of_bits(bits)
     uppers = [(code >> 16) & 0xFFFF for code in masters.view(torch.int32).tolist()]
     weights = weights_of([(upper + random.randrange(2)) & 0xFFFF for upper in uppers])

@@ -14,8 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EACH = pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
 
 
-@triton.jit
-def work_all(
+@triton.jit  # type: ignore[untyped-decorator]
+def work_all(  # type: ignore[no-untyped-def]  # compiled from a language of its own
     numbers,
     results,
     count,

@@ -14,7 +14,8 @@ def test_defaults_change_flags_that_megatron_has_and_leave_the_rest() -> None:
         parser = megatron_arguments.add_megatron_arguments(parser)
         if adapted:
             set_cpu_defaults(parser)
-        return vars(parser.parse_args(words))
+        args: argparse.Namespace = parser.parse_args(words)
+        return vars(args)
 
     stock, adapted = parse(adapted=False), parse(adapted=True)
     assert stock.keys() == adapted.keys()

@@ -160,10 +160,10 @@ def test_settings_that_no_file_can_hold_are_refused(name: str) -> None:
 
 
 def test_copy_shares_nothing_with_the_original() -> None:
-    values = {"epoch": 1, "shards": ["a", None, True], "rates": {"x": 0.5}}
+    values: dict[str, Any] = {"epoch": 1, "shards": ["a", None, True], "rates": {"x": 0.5}}
     copied = copy_of_json("state", values)
     assert copied == values
-    values["shards"].append("b")  # type: ignore[union-attr, attr-defined]
+    values["shards"].append("b")
     assert copied["shards"] == ["a", None, True]
 
 

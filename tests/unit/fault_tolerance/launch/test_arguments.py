@@ -56,7 +56,7 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
 def test_misspelled_flag_is_refused_also_where_the_script_ignores_unknown_ones(
     ignore: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--corpus", "a", "--other", "--moe-ft-strateg=dense")
+    words: tuple[str, ...] = ("--corpus", "a", "--other", "--moe-ft-strateg=dense")
     if ignore:
         words = tuple(word for word in words if word != "--other")
     with pytest.raises(SystemExit) as end:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +31,7 @@ def unwrapped() -> Iterator[None]:
 def _pass_on(methods: tuple[str, ...], folder: Path) -> None:
     """Start the next process by the next method; the last one leaves its process id in the folder."""
     if methods:
-        context = multiprocessing.get_context(methods[0])
+        context: Any = multiprocessing.get_context(methods[0])
         context.Process(target=_pass_on, args=(methods[1:], folder)).start()
     else:
         (folder / str(os.getpid())).touch()

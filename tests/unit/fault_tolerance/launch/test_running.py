@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from megatron.training import training
 
-from megatron.fault_tolerance.launch.running import check_has_trained, run_script
+from megatron.fault_tolerance.launch.running import check_has_trained
+from moe_ft.keeper.forked_rank import run_script
 from moe_ft.loop import refusing
 
 SEEN = """

@@ -205,7 +205,7 @@ class _Payload:
 @pytest.mark.usefixtures("_others")
 def test_code_of_a_stranger_in_the_store_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     store = dist.HashStore()
-    store.set("gathered_0", pickle.dumps([_Payload()]))
+    store.set("gathered_0", pickle.dumps([_Payload()]))  # type: ignore[arg-type]  # takes bytes too
     with (
         Gathered(signed(store), Role.JOINING).installed(),
         pytest.raises(RepairError, match="gathered_0, which the ranks have told each other"),

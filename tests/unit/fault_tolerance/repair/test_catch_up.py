@@ -35,7 +35,7 @@ from tests.unit.fault_tolerance.repair.members import Watched, position_at
 
 BROKEN = 5
 METRIC = "load_balancing_loss"
-DATA = ("forward", "data", "model", "config")
+DATA: tuple[Any, ...] = ("forward", "data", "model", "config")
 
 
 class _Optimizer:

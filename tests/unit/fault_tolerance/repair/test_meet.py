@@ -83,8 +83,8 @@ def test_replacement_is_like_any_other_rank_once_it_has_met_them_and_finished_an
         Rounds(store, rank, 3).join(1, survivor(rank, 4))
     tell(store, 1)
     membership = replacement(store)
-    assert membership.wait_for_survivors() == membership.position == position_at(4)
-    assert membership.role is Role.JOINING
+    assert membership.wait_for_survivors() == position_at(4)
+    assert (membership.role, membership.position) == (Role.JOINING, position_at(4))
     assert membership.meet().dead == (1,)
     assert (membership.role, membership.round) == (Role.JOINED, 1), "it has joined before"
     membership.finish()

@@ -102,7 +102,8 @@ class Rank(Watched):
             batches=_without_data(),
             evaluations=SkippedEvaluations(),
         )
-        args_of_step = ("forward", None, [], Namespace(), "scheduler", "config", lambda: None)
+        optimizer, models = Namespace(), list[Any]()
+        args_of_step = ("forward", None, models, optimizer, "scheduler", "config", lambda: None)
         self._step = Step(self._train_step, args_of_step, {"iteration": 5}, loop)
 
     def _train_step(self, *args: Any, iteration: int) -> str:

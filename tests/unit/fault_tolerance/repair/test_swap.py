@@ -81,7 +81,7 @@ def swap_fake_ones(folder: str) -> None:
     """Swap groups that were made in a fake world, as a replacement does, and end their links."""
     rank, recipes, link = int(os.environ["RANK"]), Recipes(), Link()
     store = dist.FileStore(f"{folder}/store", 2)
-    swaps.get_args = lambda: Namespace(distributed_timeout_minutes=1)
+    swaps.get_args = lambda: Namespace(distributed_timeout_minutes=1)  # type: ignore[attr-defined]
     links = Links(link, (Gloo(),))
     fake_world(recipes, "gloo", rank)
     pair = recipes.make_fake(dist.new_group, [0, 1])

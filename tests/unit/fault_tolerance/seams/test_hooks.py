@@ -100,13 +100,13 @@ class Program:
 
     def run_iteration(self, iteration: int) -> None:
         """Call the wrapped train_step as Megatron's loop does."""
-        parts = (None, [], self.optimizer, None, self.config, None)
+        parts: tuple[Any, ...] = (None, [], self.optimizer, None, self.config, None)
         training.train_step(self.forward_step, *parts, iteration=iteration)
 
     def train(self) -> Any:
         """Call the wrapped train."""
-        parts = (self.forward_step, [], self.optimizer, None, "data", None, None, self.config)
-        return training.train(*parts)
+        data, config = "data", self.config
+        return training.train(self.forward_step, [], self.optimizer, None, data, None, None, config)
 
     def setup(self) -> None:
         """Call the wrapped function that builds the optimizer."""

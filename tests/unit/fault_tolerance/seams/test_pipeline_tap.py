@@ -153,10 +153,11 @@ def test_links_are_open_when_all_ranks_of_the_pipeline_have_used_its_group(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     with Simulated() as world, Patches() as patches:
-        patches.set(module, "dist", collectives.Distributed())
+        dist = collectives.Distributed()
+        patches.set(module, "dist", dist)
 
         def act(rank: int) -> None:
-            groups: list[Any] = [module.dist.new_group([2, 0]), module.dist.new_group([3, 1])]
+            groups: list[Any] = [dist.new_group([2, 0]), dist.new_group([3, 1])]
             world.kernel.sleep(20.0 * rank)
             open_links(groups[rank % 2])
             world.say(rank)

@@ -122,8 +122,14 @@ def test_help_can_be_printed_whatever_percent_signs_other_flags_have() -> None:
 
 
 def test_log_of_what_crosses_stages_needs_stages() -> None:
-    flags = ("--mock-data", "--moe-ft-upstream-log", "--moe-ft-strategy", "dense")
-    flags = (*flags, "--moe-ft-job-id", "test")
+    flags = (
+        "--mock-data",
+        "--moe-ft-upstream-log",
+        "--moe-ft-strategy",
+        "dense",
+        "--moe-ft-job-id",
+        "test",
+    )
     with pytest.raises(
         ConfigError,
         match="--moe-ft-upstream-log needs pipeline stages: with --pipeline-model-parallel-size=1 nothing",
@@ -209,7 +215,7 @@ def test_sharding_that_the_distributed_optimizer_makes_void_is_warned_about(
 
 def test_sharding_that_was_not_given_or_is_used_is_not_warned_about() -> None:
     assert settings_without_effect(parse(*PARTIAL), PARTIAL) == []
-    flags = (*PARTIAL, "--moe-ft-sharding", "adaptive")
+    flags: tuple[str, ...] = (*PARTIAL, "--moe-ft-sharding", "adaptive")
     args = parse(*flags)
     args.use_distributed_optimizer = False
     assert settings_without_effect(args, flags) == []
