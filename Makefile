@@ -61,7 +61,7 @@ clean-coverage:
 check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels benchmarks tools examples pretrain_gpt_moe.py
+	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels benchmarks tools examples tests pretrain_gpt_moe.py
 
 # Not here: partial_routing needs a trace that is not part of the repository; partial_quality and lossy_state
 # train for hours, and keep their runs in a folder that has to be named.
