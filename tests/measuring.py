@@ -22,7 +22,17 @@ def save_coverage_regularly() -> None:
     # It would forget what it has saved, and with it the lines that another thread runs at that moment.
     measured._collector._clear_data = lambda: None
     measured.get_data().set_context(os.environ.get(TEST, "").partition(" ")[0])
-    kill = os.kill
+    kill, save, saving = os.kill, measured.save, threading.RLock()
+
+    def save_alone() -> None:
+        with saving:  # a thread must not write while another one, which ends the process, does
+            save()
+
+    measured.save = save_alone
+    # A fork finds the lock free.
+    os.register_at_fork(
+        before=saving.acquire, after_in_parent=saving.release, after_in_child=saving.release
+    )
 
     def save_and_kill(pid: int, number: int) -> None:
         if pid == os.getpid():

@@ -45,7 +45,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
 
-# Everything beside the flags that decides which slices a rank has, such as the sizes of buckets.
+# Everything besides the flags that decides which slices a rank has, such as the sizes of buckets.
 _CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 
 # Model chunks, Megatron's outermost optimizer and its scheduler.

@@ -200,7 +200,7 @@ class RouterLoad:
         """The model counts always."""
 
     def begin(self) -> None:
-        """The model begins anew in each iteration."""
+        """The model begins again in each iteration."""
 
     def close(self) -> None:
         """There are no hooks."""
