@@ -97,6 +97,7 @@ def run_ranks(
         if nodes is not None:
             variables["MOE_FT_NODE_ID"] = nodes[rank]
             variables["LOCAL_RANK"] = str(list(nodes[:rank]).count(nodes[rank]))
+        path.touch()  # a rank that the others' end stops before it opens its output has printed nothing
         process = _context.Process(target=_rank_main, args=(target, args, variables, path))
         process.start()
         ranks.append(process)
