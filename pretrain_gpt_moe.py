@@ -17,8 +17,7 @@ from megatron.fault_tolerance.launch.environment import (
 )
 from megatron.fault_tolerance.launch.pretraining import train
 from megatron.fault_tolerance.program.arguments import parse_arguments
-from megatron.fault_tolerance.program.data import provide_datasets
-from megatron.fault_tolerance.program.forward_step import forward_step
+from megatron.fault_tolerance.program.forward_step import forward_step, provide_datasets
 from megatron.fault_tolerance.program.model import build_config, embedding_ranks
 from moe_ft.loop.refusing import refusing
 

@@ -33,7 +33,7 @@ from benchmarks.paired_jobs import (
     iteration_times,
 )
 from benchmarks.sparse_jobs import Changes, JobFolder, write_data
-from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
+from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.reading import open_log
 from tests.demo_model import layout_flags

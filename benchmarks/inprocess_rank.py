@@ -26,10 +26,10 @@ from megatron.training import training
 
 import pretrain_gpt_moe
 from benchmarks.inprocess import note_call
-from megatron.fault_tolerance.repair.free import clear_metrics
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import clear_metrics
 from moe_ft.keeper.link import Link
 from moe_ft.loop.failure_report import FailureReport
 

@@ -1,7 +1,7 @@
 """Jobs that run iterations again while they train, with units frozen or not, to compare their times.
 
 Between two iterations of the stock loop one iteration is run again in each variant, through the replay that
-recovers windows (moe_ft/loop/replay.py), in the same process and in turns. What is trained in
+recovers windows (moe_ft/loop/resumption.py), in the same process and in turns. What is trained in
 between is of no use.
 """
 
@@ -24,7 +24,7 @@ from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.format.records import IterationRecord
 from moe_ft.loop import checkpoints
 from moe_ft.loop.listeners import Listeners
-from moe_ft.loop.replay import Replay
+from moe_ft.loop.resumption import Replay
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.start import start

@@ -34,7 +34,7 @@ from moe_ft.faults import FaultSpec
 from moe_ft.loop import checkpoints
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.faults import Faults
-from moe_ft.loop.replay import Replay
+from moe_ft.loop.resumption import Replay
 from moe_ft.recovery import start as starting
 
 _ENGINE_S = 0.3  # for commits of the other ranks, which take milliseconds

@@ -93,22 +93,21 @@ def skip_the_data_position() -> None:
     """
     from megatron.training import get_args
 
-    from megatron.fault_tolerance.seams.loop_facts import resume
-    from moe_ft.loop.replay import Replay
+    from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+    from moe_ft.loop.resumption import Replay
 
     def too_early(position: int) -> int:
         args = get_args()
         mark()
         return int(position - args.micro_batch_size * args.data_parallel_size)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(args: Any, record: Any) -> None:
-            original(args, record)
-            args.consumed_train_samples = too_early(args.consumed_train_samples)
+    resume = MegatronLoop.resume
 
-        return changed
+    def resume_too_early(loop: MegatronLoop, record: Any) -> None:
+        resume(loop, record)
+        get_args().consumed_train_samples = too_early(get_args().consumed_train_samples)
 
-    wrap(resume, make)
+    _set_method(MegatronLoop, "resume", resume_too_early)
     first_record = Replay.first_record.fget  # type: ignore[attr-defined]
 
     def changed(replay: Replay) -> Any:
@@ -233,7 +232,7 @@ def restore_another_ranks_slice() -> None:
 
 def replay_one_iteration_too_few() -> None:
     """End a replay before its last iteration."""
-    from moe_ft.loop.replay import Replay
+    from moe_ft.loop.resumption import Replay
 
     run, num_iterations = Replay.run, Replay.num_iterations
 

@@ -19,8 +19,7 @@ from megatron.training import get_args, training
 import pretrain_gpt_moe
 from megatron.fault_tolerance.launch import pretraining
 from megatron.fault_tolerance.program import forward_step
-from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
-from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop, pipeline_traffic
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import NeighbourLog, open_log
 from moe_ft.engine.memory.job_directory import own_directory
@@ -34,7 +33,7 @@ from moe_ft.loop.listeners import (
     LoopListener,
     LoopState,
 )
-from moe_ft.loop.replay import Replay
+from moe_ft.loop.resumption import Replay
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
 from moe_ft.state import record as records

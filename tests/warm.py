@@ -13,7 +13,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 import pretrain_gpt_moe
 from moe_ft.engine.links import listener
-from moe_ft.loop import breakpoint_meeting, failure_report
+from moe_ft.loop import failure_report, leaving
 
 # Megatron's parsers read the sources of its classes, four times a start.
 inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
@@ -21,7 +21,7 @@ add_megatron_arguments(argparse.ArgumentParser())
 
 # No claim of the tests is one on time, and cores may be slow or busy.
 for name in ("_MEETING_S", "_STEP_S", "_ANSWER_S"):
-    setattr(breakpoint_meeting, name, 10.0)
+    setattr(leaving, name, 10.0)
 for name in ("_STORE_DEADLINE_S", "_HURRIED_STORE_DEADLINE_S"):
     setattr(failure_report, name, 10.0)
 listener.STRANGER_S = 30.0

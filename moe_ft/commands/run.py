@@ -1,8 +1,8 @@
 """`moe_ft run`: train with a pretraining script of one's own, which stays as it is.
 
 Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
-megatron/fault_tolerance/launch/running.py runs the script. It touches Megatron's training loop, which this
-package does not, so it is found by name, and only when a script runs.
+megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megatron's training loop, which
+this package does not, so it is found by name, and only when a script runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from moe_ft.loop.refusing import refuse
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
 EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
 PROGRAM = "moe_ft run"
-LAUNCHER = "megatron.fault_tolerance.launch.running"
+LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
 def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -3,7 +3,7 @@
 The memory is reserved and touched before training. The training thread says, under a lock, which iteration
 the live state is of, and when it is torn: from the first inner optimizer step until the last copy into the
 rank's own slices. Whoever writes waits until it is whole, and then holds it: the next optimizer step does not
-begin before the process ends. When to write is moe_ft/loop/breakpoint_writer.py.
+begin before the process ends. When to write is moe_ft/loop/leaving.py.
 """
 
 import threading

@@ -12,7 +12,7 @@ from typing import NoReturn
 USAGE = "moe_ft keep [--preload MODULE]... [--] SCRIPT ARGS... | -m MODULE ARGS..."
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
 PRELOADED = (
-    "megatron.fault_tolerance.launch.running",  # with torch, Megatron and moe_ft
+    "megatron.fault_tolerance.launch.pretraining",  # with torch, Megatron and moe_ft
     "megatron.core.tokenizers.text.text_tokenizer",
     "transformer_engine.pytorch",
 )

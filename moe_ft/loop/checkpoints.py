@@ -19,15 +19,14 @@ from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.faults import Faults, Node
+from moe_ft.loop.leaving import BreakpointWriter, JobProcesses, meet_processes
 from moe_ft.loop.listeners import (
     Built,
     EndedIteration,
     LoopListener,
     LoopState,
 )
-from moe_ft.loop.local_processes import JobProcesses, meet_processes
 from moe_ft.loop.progress import Scalars
 from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers

@@ -26,12 +26,8 @@ from moe_ft.engine.links.store_meeting import StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
+from moe_ft.loop.leaving import JobProcesses, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
-from moe_ft.loop.local_processes import (
-    JobProcesses,
-    gone_ranks,
-    meet_processes,
-)
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 

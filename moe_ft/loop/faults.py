@@ -18,8 +18,8 @@ import torch.distributed as dist
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
+from moe_ft.loop.leaving import meet_processes
 from moe_ft.loop.listeners import Built, LoopListener
-from moe_ft.loop.local_processes import meet_processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.events import EventLog
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
+from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.progress import Digests, Progress, Scalars
 from moe_ft.loop.routers import Routers

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from megatron.training import get_args, training
+from megatron.training import training
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.seams import loop_facts
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
@@ -42,7 +42,7 @@ FLAWS = ("replication-factor", "persist-dir", "host-memory-limit", "recover-from
 
 def open_checkpointing(config: MoeFtConfig, built: Built) -> None:
     """Recover and start checkpointing, as the training loop does once its state is built."""
-    facts = loop_facts.job_facts(get_args(), "")
+    facts = MegatronLoop().job_facts("")
     start(config, facts, built, lambda phase, iteration: None)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.training import get_args, training
+from megatron.training import training
 
 import pretrain_gpt_moe
-from megatron.fault_tolerance.seams import loop_facts
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.recovery.checkpointing import Checkpointing
@@ -41,7 +41,7 @@ class Process:
 
     def start(self) -> Checkpointing:
         """Recover and start checkpointing."""
-        facts = loop_facts.job_facts(get_args(), "")
+        facts = MegatronLoop().job_facts("")
         return start(self._config, facts, self._built, lambda phase, iteration: None)
 
     def train(self, running: Checkpointing, iteration: int) -> None:
@@ -60,7 +60,7 @@ class Process:
             num_tokens=None,
             num_floating_point_operations=0.0,
             tokens_per_expert={},
-            counters=loop_facts.counters(get_args()),
+            counters=MegatronLoop().counters(0),
         )
         running.engine.end_iteration(iteration, 0.1, lambda: running.capture(facts))
 

@@ -18,9 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
-from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
-from megatron.fault_tolerance.repair.swap import Groups
+from megatron.fault_tolerance.repair.swap import Groups, Recipes
 from moe_ft.errors import LinksEndedError
 from moe_ft.keeper.link import Link
 from tests.demo_model import event_flags, layout_flags, model_flags

@@ -4,7 +4,7 @@ The job's store, where ranks that leave meet, is store.py.
 """
 
 from moe_ft.engine import breakpoints
-from moe_ft.loop import breakpoint_meeting, breakpoint_writer, checkpoints, local_processes
+from moe_ft.loop import checkpoints, leaving
 from tests.simulation.active import Patches
 from tests.simulation.collectives import Distributed
 from tests.simulation.kernel import Process
@@ -33,7 +33,7 @@ def terminate(process: Process) -> None:
 
 def install(patches: Patches) -> None:
     """Have ranks leave in simulated time."""
-    for module in (local_processes, breakpoint_writer, checkpoints):
+    for module in (leaving, checkpoints):
         patches.set(module, "dist", Distributed())
-    patches.set(breakpoint_meeting, "_MIN_POLL_S", _POLL_S)
+    patches.set(leaving, "_MIN_POLL_S", _POLL_S)
     patches.divert(breakpoints, "_nothing", lambda world: world.kernel.event("in breakpoint"))

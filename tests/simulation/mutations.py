@@ -29,10 +29,9 @@ from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.files import storage
 from moe_ft.files.storage import Storage
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.checkpoints import Checkpoints
-from moe_ft.loop.replay import Replay
-from moe_ft.loop.resumption import Resumption
+from moe_ft.loop.leaving import BreakpointWriter
+from moe_ft.loop.resumption import Replay, Resumption
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.branches import order_starts

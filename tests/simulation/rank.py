@@ -20,10 +20,10 @@ from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.format.records import RandomStates
-from moe_ft.loop import replay, resumption
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop import resumption
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.faults import Faults
+from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers
@@ -284,6 +284,5 @@ def install(patches: Patches) -> None:
     """Have a start read the state of simulated models."""
     patches.divert(meet, "local_parameters", _local_parameters)
     patches.divert(records, "capture_rng", _capture_rng)
-    patches.divert(replay, "current_rng", lambda world: encode_rng(_capture_rng(world)))
-    for module in (replay, resumption):
-        patches.divert(module, "apply_rng", _apply_rng)
+    patches.divert(resumption, "current_rng", lambda world: encode_rng(_capture_rng(world)))
+    patches.divert(resumption, "apply_rng", _apply_rng)

@@ -75,7 +75,7 @@ MAY_COMMUNICATE = (
 )
 # Names of modules above, which are no imports: what starts the training loop lies below it, and flags such as
 # Megatron's --spec take the name of a module.
-LAUNCHER = "megatron.fault_tolerance.launch.running"
+LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.keeper.target", LAUNCHER),

@@ -11,6 +11,7 @@ and cut. gloo's point-to-point operations keep the first timeout of their group;
 --distributed-timeout-seconds-after-init, as its collectives do.
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -21,8 +22,26 @@ from typing import Any
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.enums import AttnBackend
 from torch.utils._device import _device_constructors
 
+# Features that need a GPU.
+CPU_DEFAULTS = {
+    "distributed_backend": "gloo",
+    "attention_backend": AttnBackend.unfused,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "num_workers": 0,
+}
+# Features that need the kernels of Transformer Engine or Apex.
+UNFUSED_DEFAULTS = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+}
 _CPU = torch.device("cpu")
 _installed = False
 
@@ -49,6 +68,11 @@ def install() -> None:
     _answer_rng()
     # Megatron looks these functions up in their modules at each call.
     _install_collectives()
+
+
+def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
+    """Turn off in Megatron's parser all that a CPU cannot do; flags can still turn it on."""
+    parser.set_defaults(**UNFUSED_DEFAULTS, **CPU_DEFAULTS)
 
 
 def memory_bytes() -> int:

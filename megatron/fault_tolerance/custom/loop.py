@@ -12,8 +12,8 @@ from typing import Any, override
 import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.custom.settings import settings_of
-from megatron.fault_tolerance.seams.core_loop import CoreLoop
+from megatron.fault_tolerance.seams.flag_classes import settings_of
+from megatron.fault_tolerance.seams.replay import CoreLoop
 from moe_ft.config.flag_table import Kind
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted, IterationRecord

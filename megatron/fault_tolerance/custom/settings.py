@@ -13,7 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.fault_tolerance.seams.flag_classes import names_of
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import (
     check_event_log,
@@ -21,7 +20,6 @@ from megatron.fault_tolerance.seams.settings import (
     check_state_dtype,
 )
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.flag_table import Kind
 from moe_ft.config.flags import config_from_settings
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
@@ -102,25 +100,6 @@ def checked_groups(groups: Any) -> Any:
 
 
 _GROUPS = ("dp", "dp_cp", "expt_dp", "tp", "expt_tp", "ep", "pp")
-
-
-def settings_of(megatron: argparse.Namespace, kind: Kind) -> dict[str, Any]:
-    """Return the settings of a class, by flag, as JSON values.
-
-    Args:
-        megatron: result of `megatron_settings`.
-    """
-    return {
-        "--" + name.replace("_", "-"): _as_json(getattr(megatron, name))
-        for name in names_of(kind)
-        if hasattr(megatron, name)
-    }
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    return str(value) if isinstance(value, Enum) else value
 
 
 def megatron_settings(

@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.cpu.defaults import set_cpu_defaults
 from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
-from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
+from megatron.fault_tolerance.seams.flag_classes import (
+    SCRIPT_FLAGS,
+    untested_flags,
+    untested_line,
+)
 from megatron.fault_tolerance.seams.refusals import check_yaml
-from megatron.fault_tolerance.seams.run_settings import SCRIPT_FLAGS
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     checked_config,
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     prepare_environment()
     add_moe_ft_flags(parser)
     if cpu_device.is_active():
-        set_cpu_defaults(parser)
+        cpu_device.set_cpu_defaults(parser)
     parser.error = _refuse  # type: ignore[method-assign]  # argparse would print all of Megatron's usage
     parse = parser.parse_known_args
 

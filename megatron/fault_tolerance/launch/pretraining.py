@@ -1,25 +1,33 @@
-"""Megatron's `pretrain` with the seams of moe_ft around it, for a script of any shape.
+"""Megatron's `pretrain` with the seams of moe_ft around it, and a script that is run with it.
 
-arguments.py adds the flags; seams/hooks.py has the seams.
+arguments.py adds the flags; seams/hooks.py has the seams. moe_ft/commands/run.py reads the command line that
+runs a script: Megatron's functions are wrapped before the script imports them.
 """
 
 import argparse
 import inspect
 import os
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
-from megatron.training import get_args
+import megatron.training
+from megatron.training import arguments, get_args, training
 from megatron.training.training import pretrain as stock_pretrain
+from torch.distributed.elastic.multiprocessing import errors
 
-from megatron.fault_tolerance.launch.arguments import unread_flags
-from megatron.fault_tolerance.launch.environment import check_restarts
-from megatron.fault_tolerance.repair.seam import repairing
-from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.launch.arguments import parse_args, unread_flags, words_of_moe_ft
+from megatron.fault_tolerance.launch.environment import (
+    WholeErrorFile,
+    check_restarts,
+    prepare_environment,
+)
+from megatron.fault_tolerance.repair.seam import installed
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.settings import (
     check_model,
@@ -31,8 +39,9 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
+from moe_ft.keeper.forked_rank import run_script
 from moe_ft.loop.listener_order import listeners_of
-from moe_ft.loop.refusing import EXIT_NOT_SAVED, refusing
+from moe_ft.loop.refusing import EXIT_NOT_SAVED, refuse, refusing
 from moe_ft.saying import say
 
 END_GRACE_S = 2.0
@@ -97,18 +106,9 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:
-            repair = repairing(config, args, listeners)
-            after_setup = None if repair.seam is None else repair.seam.after_setup
-            with (
-                listeners,
-                repair.below_hooks(),
-                hooks.installed(listeners, after_setup),
-                repair.above_hooks(),
-            ):
-                result = call(**repair.arguments)
-        except (
-            SystemExit
-        ) as exit_:  # one of Megatron's --exit-* flags, or a failed validation of results
+            with installed(config, args, listeners) as arguments_of_repair:
+                result = call(**arguments_of_repair)
+        except SystemExit as exit_:  # an --exit-* flag, or a failed validation of results
             if exit_.code:
                 raise
             end = exit_
@@ -160,3 +160,47 @@ def check_all_read(args: argparse.Namespace) -> None:
             "parser, or without the command line. Call megatron.fault_tolerance.add_arguments(parser) on the "
             "parser that reads the command line, and keep what it reads in Megatron's arguments."
         )
+
+
+@partial(errors.record, error_handler=WholeErrorFile())
+def run(name: str, *, is_module: bool = False) -> None:
+    """Run a script, which finds its name, arguments and folder as if Python had started it.
+
+    Args:
+        name: the path of a file, or the name of a module.
+    """
+    prepare_environment()
+    wrap_megatron()
+    errors.get_error_handler = WholeErrorFile  # for the script's own `record`
+    words = list(sys.argv)  # the script may change them
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            run_script(name)
+    except SystemExit as end:
+        if end.code or {"-h", "--help"} & {*words}:
+            raise
+        check_has_trained(words)
+        raise
+    check_has_trained(words)
+
+
+def wrap_megatron() -> None:
+    """Wrap what scripts call, for the whole process; they have not imported it yet."""
+    original = arguments.parse_args
+    arguments.parse_args = wraps(original)(partial(parse_args, original))
+    training.pretrain = megatron.training.pretrain = pretrain
+
+
+def check_has_trained(words: list[str]) -> None:
+    """Refuse --moe-ft-* flags that had no effect, because the script never called `pretrain`."""
+    if training._STARTUP_TIMESTAMPS["pretrain_entry"] is not None:
+        return
+    name = Path(words[0]).name
+    if unused := words_of_moe_ft(words):
+        refuse(
+            f"{name} has ended without a call of megatron.training.pretrain, so {', '.join(unused)} had no "
+            "effect. Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
+        )
+    say(f"{name} has ended without a call of megatron.training.pretrain: moe_ft did nothing")

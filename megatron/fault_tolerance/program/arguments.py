@@ -1,28 +1,35 @@
-"""Command line: stock Megatron's flags, the --moe-ft-* flags of moe_ft/config/flags.py, --text-dir.
+"""Command line of pretrain_gpt_moe.py: stock Megatron's flags, those of moe_ft, --text-dir; and its rules.
 
-validation.py checks how the flags fit together.
+They are checked before anything is built. A script of your own may support what it does not. Each message
+names the flag, its value, the rule and the remedy. seams/refusals.py and seams/settings.py have the rules
+that hold for every program.
 """
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.core.optimizer import distrib_optimizer
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.cpu.defaults import UNFUSED_DEFAULTS, set_cpu_defaults
-from megatron.fault_tolerance.program.data import check_splits
+from megatron.fault_tolerance.program.forward_step import check_splits
 from megatron.fault_tolerance.program.text_dataset import (
     BYTE_VOCABULARY,
     TextSource,
     prepare_cached,
 )
-from megatron.fault_tolerance.program.validation import REFUSALS, check_program
 from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
-from megatron.fault_tolerance.seams.refusals import check_refusals, check_yaml
+from megatron.fault_tolerance.seams.refusals import (
+    SEAM_REFUSALS,
+    check_refusals,
+    check_yaml,
+    refused_flag,
+)
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     check_model,
@@ -31,8 +38,92 @@ from megatron.fault_tolerance.seams.settings import (
     warn,
 )
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
+
+_IGNORED = "pretrain_gpt_moe.py would ignore it"
+_UNREAD = "nothing in Megatron reads it, so it would have no effect"
+_NOT_GPT = "pretrain_gpt_moe.py trains GPTs only, and would ignore it"
+
+PROGRAM_REFUSALS: tuple[Rule, ...] = (
+    # Features that a training program must implement, and this one does not.
+    refused_flag("sft", _IGNORED),
+    refused_flag("fim_data", _IGNORED),
+    refused_flag("dataloader_inter_document_masking", _IGNORED),
+    refused_flag("per_dataset_sequences_path", _IGNORED),
+    refused_flag("check_for_spiky_loss", _IGNORED),
+    refused_flag(
+        "logits_load_dir",
+        "pretrain_gpt_moe.py has no loss for it, and would train without the teacher",
+        "Leave it out, or distill with Megatron's own pretrain_gpt.py",
+    ),
+    refused_flag(
+        "log_straggler",
+        _IGNORED,
+        "Leave it out; --timing-log-level 2 --timing-log-option all shows the times of every rank",
+    ),
+    refused_flag(
+        "vision_pretraining", _NOT_GPT, "Leave it out, or use Megatron's own program for it"
+    ),
+    *(
+        refused_flag(dest, _NOT_GPT, "Describe the model with --num-layers and --moe-layer-freq")
+        for dest in (
+            "hybrid_layer_pattern",
+            "hybrid_override_pattern",
+            "mtp_hybrid_override_pattern",
+            "is_hybrid_model",
+        )
+    ),
+    refused_flag(
+        "lazy_mpu_init", "Megatron then leaves the process groups to its caller, which builds none"
+    ),
+    # Flags that nothing reads, although a user would expect an effect.
+    refused_flag("apply_residual_connection_post_layernorm", _UNREAD),
+    refused_flag("openai_gelu", _UNREAD),
+    Rule(
+        "sample_rate",
+        "--sample-rate",
+        lambda args: args.sample_rate != 1.0,
+        _UNREAD,
+    ),
+    # Flags on which Megatron itself fails, later and with a traceback.
+    refused_flag(
+        "init_method_xavier_uniform",
+        "Megatron 0.19.2 passes it to a configuration that does not know it, and fails",
+        "Use --init-method-std",
+    ),
+    Rule(
+        "full_validation",
+        "--full-validation without --multiple-validation-sets",
+        lambda args: args.full_validation and not getattr(args, "multiple_validation_sets", 0),
+        "Megatron 0.19.2 fails in the first evaluation, with one validation set",
+        "Add --multiple-validation-sets, or use --eval-iters",
+    ),
+)
+
+REFUSALS = (*SEAM_REFUSALS, *PROGRAM_REFUSALS)
+_LOCAL = (
+    Rule(
+        "num_experts",
+        "--num-experts",
+        lambda args: args.num_experts and args.transformer_impl == "local" and args.add_bias_linear,
+        "Megatron's local experts fail to add a bias",
+        "Add the flag, or use --transformer-impl transformer_engine",
+        problem="with --transformer-impl=local needs --disable-bias-linear",
+    ),
+    Rule(
+        "",
+        "--apply-layernorm-1p",
+        lambda args: (
+            args.sequence_parallel
+            and args.transformer_impl == "local"
+            and args.layernorm_zero_centered_gamma
+        ),
+        remedy="Leave it out, or use --transformer-impl transformer_engine",
+        problem="is not supported by the local implementation's norm",
+    ),
+)
 
 
 def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, MoeFtConfig]:
@@ -93,9 +184,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     # Megatron has no default, and divides by the value even without evaluation.
     parser.set_defaults(eval_interval=1000)
     if not distrib_optimizer.HAVE_APEX_OR_TE:
-        parser.set_defaults(**UNFUSED_DEFAULTS)
+        parser.set_defaults(**cpu_device.UNFUSED_DEFAULTS)
     if cpu_device.is_active():
-        set_cpu_defaults(parser)
+        cpu_device.set_cpu_defaults(parser)
     parser.error = _refuse  # type: ignore[method-assign]  # argparse would print all of Megatron's usage
     return parser
 
@@ -124,3 +215,86 @@ def refusals_of_megatron() -> Iterator[None]:
             f"Megatron refuses these arguments: {reason}. "
             "The flags and their rules are listed by --help and in Megatron's documentation."
         ) from error
+
+
+def check_program(args: argparse.Namespace) -> None:
+    """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
+    check_rules(_LOCAL, args)
+    _check_transformer_engine(args)
+    _check_data(args)
+
+
+def _check_transformer_engine(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("transformer_engine"):
+        return
+    needing = {"layernorm", "moe_act", "mla_up_proj"} & set(args.recompute_modules or ())
+    if needing and args.recompute_granularity == "selective":
+        raise ConfigError(
+            f"--recompute-modules {' '.join(sorted(needing))} needs the package transformer-engine, "
+            "which is not installed. Recompute core_attn, moe, mlp or shared_experts instead."
+        )
+    if args.transformer_impl == "transformer_engine":
+        raise ConfigError(
+            "--transformer-impl=transformer_engine needs the package transformer-engine, which is "
+            "not installed. Install it (pip install moe-ft[te], on a machine with a GPU), or use "
+            "--transformer-impl local."
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    given = [
+        flag
+        for flag, value in (
+            ("--text-dir", args.text_dir),
+            ("--data-path", args.data_path),
+            ("--train-data-path", args.train_data_path),
+            ("--data-args-path", args.data_args_path),
+            ("--per-split-data-args-path", args.per_split_data_args_path),
+            ("--mock-data", args.mock_data),
+        )
+        if value
+    ]
+    if args.data_path == []:
+        raise ConfigError("--data-path is given without a value: it needs the prefix of a dataset.")
+    if not given:
+        raise ConfigError(
+            "no training data: give --text-dir DIR (a directory of text), --data-path PREFIX "
+            "(written by tools/prepare_text.py or Megatron's own tools) or --mock-data."
+        )
+    if len(given) > 1 and "--text-dir" in given:
+        raise ConfigError(f"{' and '.join(given)} exclude each other. Keep one of them.")
+    if args.text_dir is not None and args.tokenizer_type is not None:
+        raise ConfigError(
+            f"--tokenizer-type={args.tokenizer_type} and --text-dir exclude each other: the text is "
+            "tokenized as bytes, or with the Hugging Face tokenizer of --tokenizer-model. "
+            "Leave --tokenizer-type out."
+        )
+    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        _check_prefixes("--" + flag.replace("_", "-"), getattr(args, flag) or [])
+
+
+def _check_prefixes(flag: str, words: list[str]) -> None:
+    """Check every dataset prefix of a blend, which may have weights between the prefixes."""
+    for word in words:
+        if _is_number(word) or "://" in word:
+            continue
+        for suffix in (".idx", ".bin"):
+            path = Path(word + suffix)
+            if not path.is_file():
+                raise ConfigError(
+                    f"{flag} {word}: {path} does not exist. Give the prefix of an indexed dataset, "
+                    "without .bin or .idx; tools/prepare_text.py writes one."
+                )
+        if Path(word + ".bin").stat().st_size == 0:
+            raise ConfigError(
+                f"{flag} {word}: {word}.bin is empty, a dataset must hold at least one token. "
+                "Prepare it again with tools/prepare_text.py."
+            )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

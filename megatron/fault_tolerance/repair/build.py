@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.repair.free import clear_metrics
 from megatron.fault_tolerance.repair.meet import Membership, Position, Role
-from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import clear_metrics
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 

@@ -20,11 +20,11 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
-from megatron.fault_tolerance.repair.free import clear_metrics
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
+from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
+from megatron.fault_tolerance.seams.replay import clear_metrics
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts

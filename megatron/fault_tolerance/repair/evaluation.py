@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
-from megatron.fault_tolerance.repair.free import clear_metrics
 from megatron.fault_tolerance.repair.recover import validation_batches
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.loop_facts import is_evaluated
+from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import clear_metrics
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 

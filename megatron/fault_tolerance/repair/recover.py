@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair.meet import Position
-from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
+from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.files.patience import waiting

@@ -1,6 +1,6 @@
 """A round of repairs on this rank: phases from the broken iteration to its result.
 
-    free       leave the iteration, and remove what it leaves (free.py)
+    free       leave the iteration, and remove what it leaves
     build      instead, in a replacement: it has been set up alone (build.py)
     meet       meet all other ranks in the job's store (meet.py)                -> Met
     swap       put new backends under the process groups (swap.py)
@@ -10,29 +10,34 @@
 Each ends by itself or by a deadline. seam.py says when a round begins, and what follows if one fails.
 """
 
+import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from megatron.training import get_args
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.training import get_args, get_timers
 
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
-from megatron.fault_tolerance.repair.free import free
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, Met, Role
 from megatron.fault_tolerance.repair.recover import Batches, recover
 from megatron.fault_tolerance.repair.swap import Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
-from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
+from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
+from megatron.fault_tolerance.seams.replay import clear_metrics
 from moe_ft.keeper.link import Link
 from moe_ft.loop.listeners import Built, Listeners, Repair
+from moe_ft.loop.training_loop import LoopParts
 from moe_ft.saying import say
 
 _REPAIR_S = 600.0  # without progress, until training runs again
+_LOOP_TIMER = "interval-time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,42 @@ class Phases:
         now_s = self._now()
         self.seconds[phase] = max(0.0, now_s - self._last_s)
         self._last_s = now_s
+
+
+def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -> None:
+    """Leave the broken iteration, which has ended with an exception. Not collective.
+
+    Model, optimizer and Megatron's globals are then as before an iteration.
+    """
+    links.leave()
+    listeners.suspend(iteration)
+    machine = get_rerun_state_machine()
+    machine.state, machine.current_iteration = RerunState.NOT_RUNNING_YET, iteration
+    for name, timer in get_timers()._timers.items():
+        if name != _LOOP_TIMER and getattr(timer, "_started", False):
+            timer._started = False
+    clear_metrics()
+    for chunk in parts.model:
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, name, ()):
+                _begin_again(group)
+    for each in (parts.optimizer, *getattr(parts.optimizer, "chained_optimizers", ())):
+        # All ask again what costs a collective and is asked once: a replacement has to ask.
+        each._has_grad_norm_group_cache = None
+    gc.collect()  # the frames of the exception hold activations, and contexts that must end now
+
+
+def _begin_again(group: Any) -> None:
+    """Make a group of buckets as in a new process, which orders reductions otherwise at first."""
+    for handle in (group.grad_reduce_handle, group.param_gather_handle):
+        for work in getattr(handle, "works", (handle,)):
+            if work is not None:
+                with suppress(RuntimeError):  # its connections have ended
+                    work.wait()  # until nothing writes into the buffers any more
+    group.grad_reduce_handle = group.param_gather_handle = None
+    group.param_gather_dispatched = False
+    group.is_first_batch = True
+    group.golden_per_param_grad_ready_counts, group.per_param_grad_ready_counts = {}, {}
 
 
 def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Phases) -> Any:

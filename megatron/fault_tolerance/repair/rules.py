@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams.loop_facts import timeout_of_groups_s
+from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError

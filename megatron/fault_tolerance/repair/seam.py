@@ -9,8 +9,8 @@ launcher restarts the job.
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +26,12 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
-from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.recover import install_reading, training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link
-from megatron.fault_tolerance.repair.swap import Groups, check_torch
+from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
+from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.links.signed_store import SignedStore
@@ -287,31 +287,23 @@ class RepairSeam:
                 noticed_s = self._deaths.notice_or_raise(error, Exception)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Repairing:
-    """Contexts and arguments of a call of `pretrain`; without repairs they are empty."""
+@contextmanager
+def installed(
+    config: MoeFtConfig, args: argparse.Namespace, listeners: Listeners
+) -> Iterator[Mapping[str, Any]]:
+    """Install the hooks of the listeners, with repairs around them if the flags ask for them.
 
-    seam: RepairSeam | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def below_hooks(self) -> AbstractContextManager[None]:
-        """Return the context around those of the listeners."""
-        return nullcontext() if self.seam is None else self.seam.below_hooks()
-
-    def above_hooks(self) -> AbstractContextManager[None]:
-        """Return the context within those of the listeners."""
-        return nullcontext() if self.seam is None else self.seam.above_hooks()
-
-
-def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listeners) -> Repairing:
-    """Return what repairs add to a call of `pretrain`.
+    Yields:
+        Arguments that repairs add to a call of `pretrain`.
 
     Raises:
         ConfigError: if repairs are asked for, and this job or process cannot be repaired.
         RepairError: if the job's store cannot be reached.
     """
     if config.recovery.repair == "off":
-        return Repairing()
+        with listeners, hooks.installed(listeners):
+            yield {}
+        return
     link = checked_link(args, own_link())
     check_torch()
     links = Links(link, _transports(args))
@@ -321,13 +313,18 @@ def repairing(config: MoeFtConfig, args: argparse.Namespace, listeners: Listener
     store, watched = (job_store.connect(os.environ, link, deadline_s) for _ in range(2))
     if link.died_s is None:
         job_store.take_seat(store, os.environ)
-    connections = (_rounds(store, link, args), _rounds(watched, link, args))
-    seam = RepairSeam(link, listeners, store, connections, links, heart, args.rank)
-    return Repairing(seam=seam, arguments={"store": store})
-
-
-def _rounds(store: Any, link: Link, args: argparse.Namespace) -> Rounds:
-    return Rounds(SignedStore(store, lambda: link.token), args.rank, args.world_size)
+    rounds, of_watcher = (
+        Rounds(SignedStore(each, lambda: link.token), args.rank, args.world_size)
+        for each in (store, watched)
+    )
+    seam = RepairSeam(link, listeners, store, (rounds, of_watcher), links, heart, args.rank)
+    with (
+        listeners,
+        seam.below_hooks(),
+        hooks.installed(listeners, seam.after_setup),
+        seam.above_hooks(),
+    ):
+        yield {"store": store}
 
 
 def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:

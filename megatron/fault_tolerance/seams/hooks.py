@@ -2,8 +2,7 @@
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
 megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
-iteration_seams.py wraps its step. listeners.py says in which order listeners are called,
-validation.py which versions of Megatron fit.
+iteration_seams.py wraps its step. moe_ft/loop/listeners.py says in which order listeners are called.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
-from megatron.fault_tolerance.seams.loop_facts import samples_of_iteration
+from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
@@ -30,8 +29,7 @@ def installed(
     """Wrap the seams for one call of `megatron.training.pretrain`.
 
     Args:
-        listeners: of the run.
-        after_setup: called with what was built instead of the listeners' own, which need all ranks.
+        after_setup: called with what was built instead of the listeners' own, which needs all ranks.
     """
     with Patches() as patches:
         seams = _Seams(listeners, patches, after_setup or listeners.after_setup)
@@ -42,9 +40,7 @@ def installed(
         try:
             yield
             listeners.end("finished")
-        except (
-            SystemExit
-        ) as end:  # all of Megatron's --exit-* flags, and results that fail validation
+        except SystemExit as end:  # --exit-* flags, and results that fail validation
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             listeners.end(f"exit code {code}" if code else "exit flag", code)
             raise

@@ -1,24 +1,45 @@
 """Megatron's own training loop, `megatron.training.pretrain`, as the listeners see it.
 
-Its arguments are read when they are asked for: Megatron sets them after the listeners exist. Most of the work
-is loop_facts.py.
+Its arguments are read when they are asked for: Megatron sets them after the listeners exist.
 """
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any, override
 
-from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import (
+    StepBatchsizeNumMicroBatchesCalculator,
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import num_floating_point_operations
 
-from megatron.fault_tolerance.seams import loop_facts
-from megatron.fault_tolerance.seams.core_loop import CoreLoop
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams.flag_classes import (
+    fingerprint,
+    record_settings,
+    replay_settings,
+    script_settings,
+)
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import CoreLoop
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
-from moe_ft.loop.training_loop import LoopParts
+from moe_ft.loop.training_loop import LoopParts, state_places
+from moe_ft.planning.boundary_log import PipelineTraffic
+from moe_ft.planning.couplings import report_couplings, shared_weights_of
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.record import LoopCounters
+
+Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch size from there on)
 
 
 class MegatronLoop(CoreLoop):
@@ -47,11 +68,49 @@ class MegatronLoop(CoreLoop):
 
     @override
     def began_with(self) -> str:
-        return loop_facts.began_with(get_args())
+        args, flags = get_args(), []
+        if args.finetune:
+            flags.append("--finetune")
+        if args.ckpt_step is not None:
+            flags.append(f"--ckpt-step {args.ckpt_step}")
+        if flags and args.load is not None:
+            flags.append(f"--load {args.load}")
+        if args.pretrained_checkpoint is not None:
+            flags.append(f"--pretrained-checkpoint {args.pretrained_checkpoint}")
+        return " ".join(flags)
 
     @override
     def job_facts(self, began_with: str) -> JobFacts:
-        return loop_facts.job_facts(get_args(), began_with)
+        args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
+        num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        defaults = parser.parse_args([])
+        return JobFacts(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            stage=groups.pp.rank(),
+            places=state_places(groups),
+            groups=groups,
+            fingerprint=fingerprint(args),
+            replay_settings=replay_settings(args),
+            record_settings=record_settings(args),
+            script_settings=script_settings(args, defaults),
+            experts=ExpertFacts(
+                num_experts=args.num_experts or 0,
+                ep_rank=groups.ep.rank(),
+                ep_size=groups.ep.size(),
+                tokens_per_sample=args.seq_length * args.moe_router_topk,
+                planned_samples=num_planned,
+                samples_per_iteration=num_planned // max(1, args.train_iters or 0),
+            ),
+            iteration=args.iteration,
+            began_with=began_with,
+            is_deterministic=cpu_device.is_active() or bool(args.deterministic_mode),
+            timeout_s=args.distributed_timeout_minutes * 60.0,
+            traffic=pipeline_traffic(args) if is_logged else None,
+            is_evaluated=lambda iteration: may_be_evaluated(args, iteration),
+            couplings=report_couplings(shared_weights_of(args)) if is_logged else None,
+        )
 
     @override
     def start_fields(self) -> dict[str, Any]:
@@ -79,8 +138,11 @@ class MegatronLoop(CoreLoop):
     @override
     def is_used(self, iteration: int) -> bool:
         args = get_args()
-        is_saved_or_last = loop_facts.is_saved_or_last(args, iteration)
-        return is_saved_or_last or loop_facts.is_evaluated(args, iteration)
+        saves = (args.save_interval, args.non_persistent_save_interval) if args.save else ()
+        intervals = (*saves, args.exit_interval)
+        is_last = iteration in (args.phase_transition_iterations or ())
+        is_due = any(each and iteration % each == 0 for each in intervals)
+        return is_last or is_due or is_evaluated(args, iteration)
 
     @override
     def is_logged(self, iteration: int) -> bool:
@@ -88,7 +150,7 @@ class MegatronLoop(CoreLoop):
 
     @override
     def samples_ahead(self) -> int:
-        return loop_facts.samples_of_iteration(get_args())
+        return samples_of_iteration(get_args())
 
     @override
     def num_operations_so_far(self) -> float:
@@ -100,11 +162,25 @@ class MegatronLoop(CoreLoop):
 
     @override
     def counters(self, num_uncounted: int) -> LoopCounters:
-        return loop_facts.counters(get_args(), num_uncounted)
+        args = get_args()
+        # It has not counted either what --decrease-batch-size-if-needed leaves out.
+        num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
+        return LoopCounters(
+            consumed_train_samples=args.consumed_train_samples + num_uncounted,
+            consumed_valid_samples=args.consumed_valid_samples,
+            skipped_train_samples=args.skipped_train_samples + num_left_out * (num_uncounted > 0),
+            num_microbatches=get_num_microbatches(),
+        )
 
     @override
     def resume(self, record: Counted) -> None:
-        loop_facts.resume(get_args(), record)
+        args = get_args()
+        args.iteration = record.iteration
+        args.consumed_train_samples = record.consumed_train_samples
+        args.consumed_valid_samples = record.consumed_valid_samples
+        args.skipped_train_samples = record.skipped_train_samples
+        args.num_floating_point_operations_so_far = record.num_floating_point_operations
+        update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
 
     @override
     def set_data_position(self, consumed_samples: int) -> None:
@@ -144,3 +220,91 @@ class MegatronLoop(CoreLoop):
                 board.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
+
+
+def planned_samples(args: argparse.Namespace) -> int:
+    """Return the number of samples in all iterations of the run that the flags of this start plan.
+
+    The number is Megatron's: it ignores --rampup-batch-size, leaves samples out with
+    --decrease-batch-size-if-needed, and rounds --train-samples down to whole batches. Skipped iterations
+    count.
+
+    Args:
+        args: Megatron's arguments; building the optimizer has set `train_iters`.
+    """
+    return samples_of(_schedule(args), args.train_iters or 0)
+
+
+def samples_of(schedule: Schedule, num_iterations: int) -> int:
+    """Return the number of samples in the first iterations of a schedule, which ascends from 0."""
+    consumed = 0
+    ends = [start for start, _ in schedule[1:]]
+    for (_, batch_size), end in zip(schedule, [*ends, None], strict=True):
+        num_here = num_iterations
+        if end is not None:  # the batch that crosses the end still has this size
+            num_here = min(num_iterations, max(0, -(-(end - consumed) // batch_size)))
+        consumed += num_here * batch_size
+        num_iterations -= num_here
+    return consumed
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    if args.step_batch_size_schedule is None:
+        return [(0, get_current_running_global_batch_size())]
+    calculator = StepBatchsizeNumMicroBatchesCalculator(
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=False,
+        rank=-1,  # the first one logs
+        schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    return [(start, batch_size) for start, batch_size in calculator.schedule]
+
+
+def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
+    """Return what the pipeline sends in one iteration, at most.
+
+    It is more where sequences have lengths of their own and are longer than --seq-length.
+    """
+    num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+    batches = [args.global_batch_size]
+    if args.step_batch_size_schedule is not None:  # THRESHOLD:SIZE THRESHOLD:SIZE ...
+        batches = [int(step.split(":")[1]) for step in args.step_batch_size_schedule.split()]
+    length = args.decoder_seq_length or args.seq_length
+    length //= args.context_parallel_size
+    if args.sequence_parallel:
+        length //= args.tensor_model_parallel_size
+    dtype = torch.float32 if args.fp32_residual_connection else args.params_dtype
+    return PipelineTraffic(
+        num_stages=args.pipeline_model_parallel_size,
+        num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+        num_microbatches=max(batches) // (args.micro_batch_size * num_readers),
+        shape=(length, args.micro_batch_size, args.hidden_size),
+        element_bytes=dtype.itemsize,
+    )
+
+
+def samples_of_iteration(args: argparse.Namespace) -> int:
+    """Return the samples that the whole job reads in the current iteration."""
+    num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+    return int(get_num_microbatches() * args.micro_batch_size * num_readers)
+
+
+def is_evaluated(args: argparse.Namespace, iteration: int) -> bool:
+    """Return whether the loop evaluates the state of an iteration before it continues to train."""
+    return bool(args.do_valid) and may_be_evaluated(args, iteration)
+
+
+def may_be_evaluated(args: argparse.Namespace, iteration: int) -> bool:
+    """Return whether the loop evaluates the state of an iteration if there are validation data at all."""
+    is_off = not (args.eval_iters or args.full_validation)
+    if is_off or not args.eval_interval or iteration % args.eval_interval:
+        return False
+    return args.start_eval_at_iter is None or iteration >= args.start_eval_at_iter
+
+
+def timeout_of_groups_s(args: argparse.Namespace) -> float:
+    """Return after how many seconds a collective gives up, once the first iteration has been run."""
+    after_s = args.distributed_timeout_seconds_after_init
+    return float(args.distributed_timeout_minutes * 60 if after_s is None else after_s)

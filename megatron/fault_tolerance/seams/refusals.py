@@ -1,7 +1,7 @@
 """Flags of Megatron that the seams do not support, each with the reason and the remedy.
 
 They are refused whatever program calls Megatron's loop; those of pretrain_gpt_moe.py are in
-program/validation.py. Together they have one rule for each flag of the class `refused` in flag_table.py.
+program/arguments.py. Together they have one rule for each flag of the class `refused` in flag_table.py.
 Other rules refuse single values. settings.py checks how flags fit together and whether they fit this machine.
 """
 

@@ -1,16 +1,17 @@
-"""Iterations of `megatron.core` that are run again, with values that only their records hold.
+"""A training loop on `megatron.core`: its links, and iterations run again with values that only records hold.
 
 Forward, backward and the optimizer step run as they are, without timers, overlap and checks. Where some
 stages run them alone, a collective of the whole job on one of a few tensors is answered from the numbers of
 the iteration: which gradients are not finite, and the number of tokens. Any other one that would reach a rank
 outside raises an error, since nobody would answer it. Point-to-point transfers are pipeline_tap.py's, the
-order of the iterations is moe_ft/loop/replay.py's.
+order of the iterations is moe_ft/loop/resumption.py's.
 """
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron.fault_tolerance.seams import pipeline_tap
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.pipeline_tap import playing
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import Counted, JobNumbers, numbers_of
-from moe_ft.loop.training_loop import LoopParts, RunAgain
+from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
 from moe_ft.recovery.borders import Borders
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
@@ -69,36 +70,64 @@ def can_freeze(config: Any) -> bool:
     return not (computes_them_later or shards_weights)
 
 
-@contextmanager
-def replaying(
-    run_forward_backward: Callable[[LoopParts, Counted, Counted], None],
-    loop: LoopParts,
-    parameters: Sequence[LocalParameter],
-    borders: Borders | None,
-) -> Iterator[RunAgain]:
-    """Run iterations again; see `TrainingLoop.replaying` and `CoreLoop.run_forward_backward`."""
-    tp_size = loop.config.tensor_model_parallel_size
-    freezing = Freezing(parameters, tp_size=tp_size, is_possible=can_freeze(loop.config))
+class CoreLoop(TrainingLoop):
+    """A loop whose model, optimizer and pipeline are those of `megatron.core`."""
 
-    def run_again(
-        before: Counted,
-        after: Counted,
-        frozen: frozenset[UnitId],
-        before_step: Callable[[], None],
-    ) -> bool:
-        with _answering(loop, borders, after):
-            for chunk in loop.model:
-                chunk.zero_grad_buffer()
-            loop.optimizer.zero_grad()
-            with freezing.frozen(frozen):
-                run_forward_backward(loop, before, after)
-            before_step()
-            with _logged(loop.optimizer, after, freezing, frozen):
-                has_stepped, *_ = loop.optimizer.step()
-        return bool(has_stepped)
+    @abstractmethod
+    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
+        """Run forward and backward of one iteration again; gradients are zero, and ready afterwards.
 
-    with _quiet(loop), playing(borders.player) if borders else nullcontext():
-        yield run_again
+        Called by all ranks.
+
+        Args:
+            before: of the state in which the iteration begins.
+            after: of the state that it made.
+
+        Raises:
+            ConfigError: if the iteration would not be the same as before.
+        """
+
+    @override
+    @contextmanager
+    def replaying(
+        self, parts: LoopParts, parameters: Sequence[LocalParameter], borders: Borders | None
+    ) -> Iterator[RunAgain]:
+        tp_size = parts.config.tensor_model_parallel_size
+        freezing = Freezing(parameters, tp_size=tp_size, is_possible=can_freeze(parts.config))
+
+        def run_again(
+            before: Counted,
+            after: Counted,
+            frozen: frozenset[UnitId],
+            before_step: Callable[[], None],
+        ) -> bool:
+            with _answering(parts, borders, after):
+                for chunk in parts.model:
+                    chunk.zero_grad_buffer()
+                parts.optimizer.zero_grad()
+                with freezing.frozen(frozen):
+                    self.run_forward_backward(parts, before, after)
+                before_step()
+                with _logged(parts.optimizer, after, freezing, frozen):
+                    has_stepped, *_ = parts.optimizer.step()
+            return bool(has_stepped)
+
+        playing = pipeline_tap.playing(borders.player) if borders else nullcontext()
+        with _quiet(parts), playing:
+            yield run_again
+        clear_metrics()
+
+    @override
+    def open_links(self, pipeline: Any) -> None:
+        pipeline_tap.open_links(pipeline)
+
+    @override
+    def recording(self, record: RecordSend) -> AbstractContextManager[None]:
+        return pipeline_tap.recording(record)
+
+
+def clear_metrics() -> None:
+    """Forget numbers that the iterations so far have added up for the next log line."""
     get_moe_metrics_tracker().clear()
     MTPLossLoggingHelper.tracker = {}
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from megatron.training import arguments as megatron_arguments
 
-from megatron.fault_tolerance.program.arguments import add_flags
-from megatron.fault_tolerance.program.validation import REFUSALS
+from megatron.fault_tolerance.program.arguments import REFUSALS, add_flags
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from moe_ft.convert.huggingface.config_file import FAMILIES

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.swap import Recipes
 from moe_ft.keeper.link import Link
 
 

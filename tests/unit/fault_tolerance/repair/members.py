@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
-from megatron.fault_tolerance.repair.recipes import Recipes
+from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds

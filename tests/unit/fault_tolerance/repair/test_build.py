@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair.build import Gathered, Joining, from_json, to_json
 from megatron.fault_tolerance.repair.meet import Membership, Role
-from megatron.fault_tolerance.repair.recipes import Recipe, Recipes
+from megatron.fault_tolerance.repair.swap import Recipe, Recipes
 from moe_ft.errors import ConfigError, RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds

@@ -23,10 +23,9 @@ from megatron.fault_tolerance.repair import round as rounds_of_repair
 from megatron.fault_tolerance.repair.catch_up import Step
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
 from megatron.fault_tolerance.repair.meet import Membership
-from megatron.fault_tolerance.repair.recipes import Recipes
 from megatron.fault_tolerance.repair.recover import Batches, training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
-from megatron.fault_tolerance.repair.swap import Groups
+from megatron.fault_tolerance.repair.swap import Groups, Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.keeper.link import Link

@@ -21,9 +21,8 @@ from megatron.fault_tolerance.repair import seam, watcher
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
-from megatron.fault_tolerance.repair.recipes import Recipes
-from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam
-from megatron.fault_tolerance.repair.seam import repairing as repairing_for
+from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, installed
+from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
@@ -153,18 +152,13 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
     assert not link.is_armed
 
 
-def test_nothing_changes_while_repairs_are_off() -> None:
-    before = training.train_step
-    repair = repairing_for(MoeFtConfig(), Namespace(), Listeners(LoopState(), []))
-    with repair.below_hooks(), repair.above_hooks():
-        assert training.train_step is before
-    assert repair.seam is None and repair.arguments == {}
-
-
 def test_process_without_a_zygote_is_refused() -> None:
     config = MoeFtConfig(recovery=RecoveryConfig(repair="auto"))
-    with pytest.raises(ConfigError, match="--moe-ft-repair=auto needs ranks that are forked"):
-        repairing_for(config, Namespace(), Listeners(LoopState(), []))
+    with (
+        pytest.raises(ConfigError, match="--moe-ft-repair=auto needs ranks that are forked"),
+        installed(config, Namespace(), Listeners(LoopState(), [])),
+    ):
+        pass
 
 
 def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(

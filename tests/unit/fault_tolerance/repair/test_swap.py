@@ -16,8 +16,7 @@ from megatron.fault_tolerance.repair import swap as swaps
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
-from megatron.fault_tolerance.repair.recipes import Recipe, Recipes
-from megatron.fault_tolerance.repair.swap import Groups, check_torch, swap
+from megatron.fault_tolerance.repair.swap import Groups, Recipe, Recipes, check_torch, swap
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
 from tests.harness import run_ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from megatron.training import arguments as megatron_arguments
 
-from megatron.fault_tolerance.cpu.defaults import CPU_DEFAULTS, UNFUSED_DEFAULTS
-from megatron.fault_tolerance.program.validation import REFUSALS
+from megatron.fault_tolerance.cpu.device import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.program.arguments import REFUSALS
 from megatron.fault_tolerance.seams.flag_classes import names_of, untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes, names_in

@@ -8,8 +8,13 @@ import pytest
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.fault_tolerance.seams import loop_facts
-from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.megatron_loop import (
+    MegatronLoop,
+    is_evaluated,
+    pipeline_traffic,
+    samples_of_iteration,
+    timeout_of_groups_s,
+)
 from moe_ft.errors import ConfigError
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record
@@ -90,7 +95,7 @@ def test_run_that_begins_with_the_weights_of_another_says_which(
     flags: dict[str, object], expected: str, loop_args: Namespace
 ) -> None:
     vars(loop_args).update(flags)
-    assert loop_facts.began_with(loop_args) == expected
+    assert MegatronLoop().began_with() == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_evaluated_iterations_are_those_that_the_loop_evaluates(
     flags: dict[str, object], iterations: list[int], loop_args: Namespace
 ) -> None:
     vars(loop_args).update({"do_valid": True, **flags})
-    assert [i for i in range(1, 7) if loop_facts.is_evaluated(loop_args, i)] == iterations
+    assert [i for i in range(1, 7) if is_evaluated(loop_args, i)] == iterations
 
 
 @pytest.mark.parametrize(
@@ -124,20 +129,20 @@ def test_saved_and_last_iterations_are_those_of_the_intervals(
     flags: dict[str, object], iterations: list[int], loop_args: Namespace
 ) -> None:
     vars(loop_args).update(flags)
-    assert [i for i in range(1, 7) if loop_facts.is_saved_or_last(loop_args, i)] == iterations
+    assert [i for i in range(1, 7) if MegatronLoop().is_used(i)] == iterations
 
 
 def test_collectives_time_out_as_the_flags_say() -> None:
     args = Namespace(distributed_timeout_minutes=10, distributed_timeout_seconds_after_init=None)
-    assert loop_facts.timeout_of_groups_s(args) == 600
+    assert timeout_of_groups_s(args) == 600
     args.distributed_timeout_seconds_after_init = 45
-    assert loop_facts.timeout_of_groups_s(args) == 45
+    assert timeout_of_groups_s(args) == 45
 
 
 def test_samples_of_an_iteration_are_those_of_all_readers(loop_args: Namespace) -> None:
-    assert loop_facts.samples_of_iteration(loop_args) == 8
+    assert samples_of_iteration(loop_args) == 8
     loop_args.gtp_weight_remat_size = 2
-    assert loop_facts.samples_of_iteration(loop_args) == 16
+    assert samples_of_iteration(loop_args) == 16
 
 
 def test_loop_continues_with_the_counters_and_the_batch_size_of_a_record(
@@ -146,7 +151,7 @@ def test_loop_continues_with_the_counters_and_the_batch_size_of_a_record(
     record = msgspec.structs.replace(
         make_record(5), consumed_valid_samples=4, skipped_train_samples=3
     )
-    loop_facts.resume(loop_args, record)
+    MegatronLoop().resume(record)
     assert loop_args.iteration == 5
     assert loop_args.consumed_train_samples == 40
     assert loop_args.consumed_valid_samples == 4
@@ -189,6 +194,6 @@ def test_traffic_of_the_pipeline_follows_from_the_flags(
             **changes,
         }
     )
-    traffic = loop_facts.pipeline_traffic(loop_args)
+    traffic = pipeline_traffic(loop_args)
     assert (traffic.num_sends(0), traffic.num_sends(1)) == sends
     assert (traffic.shape, traffic.element_bytes) == (shape, element_bytes)

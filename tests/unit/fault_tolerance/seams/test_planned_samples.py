@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import num_microbatches_calculator as calculators
 
-from megatron.fault_tolerance.seams import loop_facts
-from megatron.fault_tolerance.seams.loop_facts import planned_samples, samples_of
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop, planned_samples, samples_of
 
 
 @pytest.fixture(autouse=True)

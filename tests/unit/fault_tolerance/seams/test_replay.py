@@ -16,8 +16,8 @@ from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import IterationRecord, RandomStates, numbers_of
-from moe_ft.loop import replay as replay_module
-from moe_ft.loop.replay import Replay
+from moe_ft.loop import resumption
+from moe_ft.loop.resumption import Replay
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
 from moe_ft.state.parameters import LocalParameter
@@ -156,8 +156,8 @@ class Loop:
 def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Loop:
     loop_args.decoder_seq_length = None
     # Records with random numbers of this process are in test_resumption.py.
-    monkeypatch.setattr(replay_module, "apply_rng", lambda states: None)
-    monkeypatch.setattr(replay_module, "current_rng", lambda: {"drawn": "by the replay"})
+    monkeypatch.setattr(resumption, "apply_rng", lambda states: None)
+    monkeypatch.setattr(resumption, "current_rng", lambda: {"drawn": "by the replay"})
     return Loop(loop_args)
 
 

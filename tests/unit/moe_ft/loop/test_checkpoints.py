@@ -15,9 +15,9 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.faults import Faults
+from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers

@@ -22,8 +22,8 @@ from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop import failure_report
 from moe_ft.loop.failure_report import FailureReport
+from moe_ft.loop.leaving import JobProcesses
 from moe_ft.loop.listeners import Listeners, LoopState
-from moe_ft.loop.local_processes import JobProcesses
 from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.waiting import wait_for
 

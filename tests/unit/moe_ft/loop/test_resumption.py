@@ -13,8 +13,7 @@ from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.records import IterationRecord, JobNumbers, numbers_of
 from moe_ft.loop.listeners import LoopState
-from moe_ft.loop.replay import Replay
-from moe_ft.loop.resumption import Resumption
+from moe_ft.loop.resumption import Replay, Resumption
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery.borders import Borders
 from moe_ft.state.random_states import current_rng

@@ -1,35 +1,135 @@
-"""Writes this rank's breakpoint when the job ends: on SIGTERM, and after an exception that is no refusal.
+"""Ranks that leave: their processes, their meeting, and the breakpoint that each writes.
 
-A repair in place begins with it too. So does the end of training on this rank if others have failed: its last
-state is nowhere else.
+A rank writes on SIGTERM, and after an exception that is no refusal. A repair in place begins with it too. So
+does the end of training on this rank if others have failed: its last state is nowhere else.
 
-It comes before any report, because a launcher kills the process some seconds later. Then it waits until the
-log of what the rank has sent is committed: other stages may need it to reach this state. The state and the
-lock around it are moe_ft/engine/breakpoints.py, the log moe_ft/engine/boundary/log.py.
+A breakpoint comes before any report, because a launcher kills the process some seconds later. Then the rank
+waits until the log of what it has sent is committed: other stages may need it to reach this state. The state
+and the lock around it are moe_ft/engine/breakpoints.py, the log moe_ft/engine/boundary/log.py.
+
+Breakpoints are of use only where all are of one iteration. A SIGTERM that comes in the middle of an optimizer
+step finds some ranks before it and others after it. Each rank writes at once and says in the job's store
+which iteration that is. If others are one iteration further, it steps and writes again; those wait for it.
+Nobody waits once a rank is known to be gone, or to have no breakpoint.
 """
 
+import os
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 from moe_ft.engine.background import BackgroundPart
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.links.store_meeting import StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
-from moe_ft.loop.breakpoint_meeting import BreakpointMeeting
 from moe_ft.loop.listeners import LoopState
-from moe_ft.loop.local_processes import JobProcesses
+from moe_ft.processes import has_ended, process_namespace
 from moe_ft.recovery.failures import is_not_finite
 from moe_ft.saying import say
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
 _LEAVING_S = 25.0
+_MEETING_S = 5.0  # for ranks that say nothing and cannot be seen: of a node that is gone
+_STEP_S = 5.0  # for those that are one iteration behind
+_ANSWER_S = 2.0
+_MIN_POLL_S = 0.02
+_NO_ANSWER = (RuntimeError, OSError)  # the store's host may be what died
 # A device leaves a collective that is aborted, and its step, without an exception.
 _UNCERTAIN = "nobody knows whether the device had received all gradients when it made the step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobProcesses:
+    """Processes of the ranks as one rank knows them: none before the ranks have met.
+
+    Attributes:
+        pids: process ids, by rank, of the ranks whose processes this one can see.
+        token: signs what the ranks say in the job's store when they leave. Before they have met, it is one
+            that anybody knows.
+    """
+
+    pids: Mapping[int, int] = field(default_factory=dict)
+    token: str = "none yet"
+
+
+def meet_processes() -> JobProcesses:
+    """Meet the other ranks. Called by all ranks."""
+    own = (process_namespace(), os.getpid(), secrets.token_hex(16))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    pids = {
+        rank: pid
+        for rank, (namespace, pid, _) in enumerate(everyone)
+        if namespace and namespace == own[0]
+    }
+    return JobProcesses(pids=pids, token=everyone[0][2])
+
+
+def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:
+    """Return the ranks whose processes have ended, if only just."""
+    return frozenset(rank for rank, pid in pids.items() if has_ended(pid))
+
+
+class BreakpointMeeting:
+    """One rank's part in a meeting of a start. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        incarnation: int,
+        processes: JobProcesses,
+    ) -> None:
+        self._world_size, self._pids = world_size, processes.pids
+        self._prefix = f"moe_ft/breakpoints/{incarnation}"
+        self._meeting = StoreMeeting(
+            SignedStore(store, lambda: processes.token),
+            rank,
+            world_size,
+            least_poll_s=_MIN_POLL_S,
+            answer_s=_ANSWER_S,
+        )
+
+    def cannot_step(self) -> None:
+        """Say that this rank has no breakpoint, or stays where it is: nobody need wait."""
+        with suppress(*_NO_ANSWER):
+            self._meeting.ask(lambda store: store.set(f"{self._prefix}/alone", True))
+
+    def agree(self, iteration: int) -> int | None:
+        """Return the iteration of which all can have a breakpoint; None if they cannot."""
+        found = self._say_and_wait("at", iteration, _MEETING_S)
+        return None if found is None else max(found.values())
+
+    def wait_for_others(self) -> None:
+        """Say that this rank is done, and wait for those that step: the step may need this rank."""
+        self._say_and_wait("done", True, _STEP_S)
+
+    def _say_and_wait(self, what: str, value: int, seconds: float) -> dict[int, int] | None:
+        """Say something, and return what all ranks have said, by rank; None if some will not."""
+        try:
+            key = f"{self._prefix}/{what}"
+            said = self._meeting.exchange(key, value, seconds, self._gives_up)
+        except _NO_ANSWER:
+            return None
+        return said if said and len(said) == self._world_size else None
+
+    def _gives_up(self, seconds: float) -> bool:
+        if gone_ranks(self._pids):
+            self.cannot_step()
+        if self._meeting.ask(lambda store: store.get(f"{self._prefix}/alone")):
+            return True
+        time.sleep(seconds)
+        return False
 
 
 class BreakpointWriter:
@@ -117,7 +217,7 @@ class BreakpointWriter:
         target = meeting.agree(own)
         if target is None:
             return breakpoints.write() if written.iteration is None else written
-        if target != written.iteration and breakpoints.wait_for_iteration(target, meeting.step_s):
+        if target != written.iteration and breakpoints.wait_for_iteration(target, _STEP_S):
             again = breakpoints.write()
             # If this could not begin, the breakpoint that was written first is still there.
             written = again if again.iteration is not None else written
