@@ -27,7 +27,6 @@ from moe_ft.loop.listeners import (
     LoopListener,
     LoopState,
 )
-from moe_ft.loop.progress import Scalars
 from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.state_seam import StateSeam
@@ -53,14 +52,12 @@ class Checkpoints(LoopListener):
         training: TrainingLoop,
         loop: LoopState,
         event_log: EventLog,
-        scalars: Scalars,
         faults: Faults,
         routers: Routers,
         breakpoint_writer: BreakpointWriter,
     ) -> None:
         self._config, self._training, self._loop = config, training, loop
-        self._log, self._scalars = event_log, scalars
-        self._faults, self._routers = faults, routers
+        self._log, self._faults, self._routers = event_log, faults, routers
         self._breakpoint_writer = breakpoint_writer
         self._breakpoints: Breakpoints | None = None
         self._began_with = ""
@@ -163,7 +160,7 @@ class Checkpoints(LoopListener):
             say(continuation_of(outcome))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
-            self._scalars.write(numbers, iteration=iteration)
+            self._training.write_numbers(numbers, iteration=iteration)
 
     def _note_replayed(self, iteration: int) -> None:
         self._loop.iteration = iteration
@@ -239,7 +236,7 @@ class Checkpoints(LoopListener):
             for name, value in report.fields.items()
             if isinstance(value, int | float)
         }
-        self._scalars.write(numbers, iteration=report.iteration)
+        self._training.write_numbers(numbers, iteration=report.iteration)
 
     def suspend(self, iteration: int) -> None:
         """Leave a breakpoint, and end checkpointing of this start. The next one recovers from memory."""

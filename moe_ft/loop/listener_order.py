@@ -10,7 +10,7 @@ from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
-from moe_ft.loop.progress import Digests, Progress, Scalars
+from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.training_loop import TrainingLoop
 
@@ -30,14 +30,12 @@ def listeners_of(
     log = EventLog(Path(config.observability.event_log or os.devnull), rank)
     breakpoints = BreakpointWriter(loop, log)
     faults, routers = Faults(config.fault.faults, log), Routers(config, log)
-    scalars = Scalars(training, loop)
-    checkpoints = Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
+    checkpoints = Checkpoints(config, training, loop, log, faults, routers, breakpoints)
     return Listeners(
         loop,
         [
             Progress(config, training, loop, log),
             faults,
-            scalars,
             routers,
             Digests(config.observability, training, loop, log),
             PipelineLog(checkpoints, training, loop),

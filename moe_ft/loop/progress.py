@@ -1,11 +1,10 @@
-"""Reports of a run: events, digests of its state, and numbers for the writers of its loop.
+"""Reports of a run: events, the times of its iterations, and digests of its state.
 
 The events are its start, its iterations and its end; a record that is overwritten has the phases between.
 """
 
 import os
 import socket
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -85,15 +84,16 @@ class Progress(LoopListener):
         self._log.progress(iteration, phase)
 
     def after_iteration(self, ended: EndedIteration) -> None:
-        """Write the event "iteration"."""
+        """Write the event "iteration", and its times where the loop writes its own numbers."""
+        times = {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}
+        self._training.write_numbers(times, iteration=ended.iteration)
         if not self._has_log:
             return  # reading a loss waits for the GPU
         loss = ended.losses.get("lm loss")
         self._log.write(
             "iteration",
             ended.iteration,
-            iteration_s=ended.seconds,
-            stall_s=self._loop.stall_s,
+            **times,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
         )
@@ -134,26 +134,6 @@ class Progress(LoopListener):
     def close(self) -> None:
         """Close the event log."""
         self._log.close()
-
-
-class Scalars(LoopListener):
-    """Numbers under moe-ft/, where the loop writes its own: TensorBoard and W&B in Megatron's.
-
-    Owned by the training thread.
-    """
-
-    def __init__(self, training: TrainingLoop, loop: LoopState) -> None:
-        self._training, self._loop = training, loop
-
-    def after_iteration(self, ended: EndedIteration) -> None:
-        """Write the times of the iteration."""
-        self.write(
-            {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}, iteration=ended.iteration
-        )
-
-    def write(self, values: Mapping[str, float], *, iteration: int) -> None:
-        """Write numbers by name."""
-        self._training.write_numbers(values, iteration=iteration)
 
 
 class Digests(LoopListener):

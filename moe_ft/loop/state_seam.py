@@ -26,7 +26,7 @@ class StateSeam:
         count_tokens: Callable[[], dict[str, torch.Tensor]],
         wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare for an iteration; the loop's counters are set.
+        """Begin with the counters that the loop has.
 
         Args:
             act: takes the facts of the state as it is now and the seconds that its iteration took; returns

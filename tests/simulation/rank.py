@@ -25,7 +25,6 @@ from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
-from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.recovery import meet
@@ -157,10 +156,8 @@ class Rank:
         config, loop = self._training.config, self._loop
         routers = Routers(config, log)
         routers._load = RouterLoad(loop.model)  # type: ignore[assignment]
-        faults, scalars = PhaseEvents(self._world, log), Scalars(loop, state)
-        self._checkpoints = ObservedCheckpoints(
-            config, loop, state, log, scalars, faults, routers, writer
-        )
+        faults = PhaseEvents(self._world, log)
+        self._checkpoints = ObservedCheckpoints(config, loop, state, log, faults, routers, writer)
         self._checkpoints.life = self._life
         pipeline_log = PipelineLog(self._checkpoints, loop, state)
         return Listeners(state, [routers, pipeline_log, self._checkpoints])

@@ -264,7 +264,6 @@ def _answer_rng() -> None:
 
 
 def _install_collectives() -> None:
-    """Replace the functions in torch.distributed, permanently."""
     dist.all_to_all_single = _integer_splits(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
@@ -294,7 +293,6 @@ def _integer_splits(all_to_all_single: Any) -> Any:
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a copy of a tensor with rows of zeros added, up to ``length`` rows."""
     padded = tensor.new_zeros((length, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     return padded

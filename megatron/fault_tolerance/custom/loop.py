@@ -101,29 +101,23 @@ def copy_of_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CustomLoop(CoreLoop):
-    """A loop on `megatron.core`. Owned by the training thread."""
+    """A loop on `megatron.core`. Owned by the training thread.
+
+    Attributes:
+        position: where the loop is, as far as it has told.
+        first_iteration: the one that this start begins with.
+    """
 
     def __init__(self, run: RunFacts, settings: argparse.Namespace, groups: Any) -> None:
         """Describe a loop by its own facts and the result of `megatron_settings`."""
         self._run, self._settings, self._groups = run, settings, groups
         self._record: IterationRecord | None = None
-        self._position = Position(iteration=run.iteration, consumed_samples=run.consumed_samples)
-        self._num_microbatches = 1
-        self._first_iteration = run.iteration
-
-    @property
-    def position(self) -> Position:
-        """The point where the loop is, as far as it has told."""
-        return self._position
-
-    @property
-    def first_iteration(self) -> int:
-        """The iteration that this start begins with."""
-        return self._first_iteration
+        self.position = Position(iteration=run.iteration, consumed_samples=run.consumed_samples)
+        self.first_iteration, self._num_microbatches = run.iteration, 1
 
     def end_iteration(self, position: Position, num_microbatches: int) -> None:
         """Take over what the loop says of the iteration that has just ended."""
-        self._position, self._num_microbatches = position, num_microbatches
+        self.position, self._num_microbatches = position, num_microbatches
         self._record = None
 
     def restore_random_numbers(self) -> None:
@@ -149,7 +143,7 @@ class CustomLoop(CoreLoop):
     @property
     @override
     def iteration(self) -> int:
-        return self._position.iteration
+        return self.position.iteration
 
     @override
     def began_with(self) -> str:
@@ -205,21 +199,21 @@ class CustomLoop(CoreLoop):
     @override
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
         # Those of the last iteration are counted already.
-        return {"consumed_train_samples": self._position.consumed_samples}
+        return {"consumed_train_samples": self.position.consumed_samples}
 
     @override
     def counters(self, num_uncounted: int) -> LoopCounters:
         return LoopCounters(
-            consumed_train_samples=self._position.consumed_samples,
+            consumed_train_samples=self.position.consumed_samples,
             num_microbatches=self._num_microbatches,
-            loop_state=dict(self._position.state),
+            loop_state=dict(self.position.state),
         )
 
     @override
     def resume(self, record: Counted) -> None:
         assert isinstance(record, IterationRecord)  # stages of such a loop do not recover alone
-        self._record, self._position = record, _position_of(record)
-        self._first_iteration = record.iteration
+        self._record, self.position = record, _position_of(record)
+        self.first_iteration = record.iteration
         self._num_microbatches = record.num_microbatches
 
     @override

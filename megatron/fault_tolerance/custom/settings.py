@@ -56,8 +56,6 @@ def checked_config(
     Args:
         settings: see `config_from_settings`.
         megatron: result of `megatron_settings`.
-        world_size: number of ranks.
-        train_iterations: of the whole training.
 
     Raises:
         ConfigError: names the setting as a flag, its value, the rule and the remedy.
@@ -113,7 +111,6 @@ def megatron_settings(
     Args:
         model: ``[chunk]``.
         optimizer: the outermost one.
-        scheduler: of its learning rates.
 
     Raises:
         ConfigError: if these are not the objects of `megatron.core` that snapshots are taken of.

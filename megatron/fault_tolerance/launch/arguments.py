@@ -107,7 +107,6 @@ def unread_flags(command_line: Sequence[str], args: argparse.Namespace) -> list[
 
 
 def _script_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """Return the flags of a parser that are neither Megatron's nor ours, by ``dest``."""
     known = {each.dest for each in (*own_parser()._actions, *_megatron_parser()._actions)}
     return tuple(sorted({each.dest for each in parser._actions} - known))
 

@@ -161,7 +161,6 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
 
 
 def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    """Return Megatron's parsed arguments and its parser."""
     parsers = []
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -31,7 +31,6 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Multi-latent attention whose queries have a norm only where they are compressed."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return norms and projections."""
         return norms_without_queries(self.config, submodules)
 
 

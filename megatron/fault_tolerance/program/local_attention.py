@@ -45,7 +45,7 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         **options: Any,
     ) -> None:
-        """Prepare attention; Megatron calls it with these argument names.
+        """Build attention; Megatron calls it with these argument names.
 
         Args:
             layer_number: from 1.
@@ -129,7 +129,6 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return norms and projections."""
         return norms_without_queries(self.config, submodules)
 
     def _qkv_down_projection(

@@ -120,7 +120,6 @@ def _replacements(config: Any) -> dict[Any, Any]:
 
 
 def _replaced(spec: Any, replacements: dict[Any, Any]) -> Any:
-    """Return a spec, or a part of one, with parts replaced."""
     if isinstance(spec, type) and spec in replacements:
         return replacements[spec]
     if isinstance(spec, ModuleSpec) or (

@@ -42,7 +42,6 @@ class EvaluatingAgain:
         """Repeat nothing yet.
 
         Args:
-            wait_for_all: the barrier that ends an evaluation.
             notice: returns when a death was noticed; raises the exception if no rank has died.
             repair: repairs from that time on, and runs the iteration again that is evaluated.
         """

@@ -153,7 +153,6 @@ class Membership:
         return self._met
 
     def _join_next(self) -> None:
-        """Take part in the next round, which was declared."""
         link, is_survivor = self._link, self.role is Role.SURVIVOR
         member = Member(
             rank=self.rank,

@@ -253,7 +253,6 @@ class RepairSeam:
         return self._repair_until_finished(step, iteration, noticed_s)
 
     def _note_position(self, step: Step, iteration: int) -> None:
-        """Note where the loop is, for a replacement."""
         self._rank.membership.position = position_of(
             get_args(),
             iteration,

@@ -172,12 +172,7 @@ class Groups:
         _world.pg_coalesce_state.clear()
 
     def renew(self, store: Any, number: int, timeout: timedelta) -> None:
-        """End the backends of all groups, and put new ones under them. Called by all ranks.
-
-        Args:
-            store: of the job.
-            number: of the round.
-        """
+        """End the backends of all groups, and put new ones under them in a round. Called by all ranks."""
         for _, group, _ in self._groups:
             release(group)
         prefix = PrefixStore(f"groups_{number}", store)
@@ -204,12 +199,7 @@ def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
 def put(
     group: Any, recipe: Recipe, store: Any, makers: Mapping[str, Maker], timeout: timedelta
 ) -> None:
-    """Put backends under a group that has none: one of each kind, as torch makes them.
-
-    Args:
-        store: of the group in this round.
-        makers: by the name of the kind in torch.
-    """
+    """Put backends under a group that has none: one of each kind in torch, by whose name the makers are."""
     name, description = _world.pg_names[group], group.group_desc
     ranks = tuple(_world.pg_group_ranks[group])
     devices: dict[str, list[torch.device]] = {}
@@ -249,5 +239,4 @@ def release(group: Any) -> None:
 
 
 def _library() -> ctypes.CDLL:
-    """Return torch's own libraries, which are loaded."""
     return ctypes.CDLL(torch._C.__file__)

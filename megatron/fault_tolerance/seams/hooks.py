@@ -135,10 +135,7 @@ class _Seams:
             yield
 
     def _zero_grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Begin an attempt at an iteration.
-
-        Megatron repeats forward and backward where results are rejected (its rerun state machine) and where a
-        paged stash overflows.
-        """
+        # Megatron repeats forward and backward where results are rejected (its rerun state machine) and where
+        # a paged stash overflows.
         self._listeners.begin_attempt()
         return original(*args, **kwargs)

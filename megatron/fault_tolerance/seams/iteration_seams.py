@@ -23,11 +23,7 @@ class IterationSeams:
     """Calls listeners as an iteration passes. Owned by the training thread."""
 
     def __init__(self, listeners: Listeners, before_step: Callable[[], None]) -> None:
-        """Prepare the seams of a run.
-
-        Args:
-            before_step: called before the step of every iteration that is not replayed.
-        """
+        """Call something before the step of every iteration that is not replayed."""
         self._listeners, self._loop = listeners, listeners.loop
         self._before_step = before_step
         self._inner: list[Any] = []

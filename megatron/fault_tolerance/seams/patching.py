@@ -15,7 +15,6 @@ class Patches:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put every replaced attribute back."""
         while self._originals:
             owner, name, own, original = self._originals.pop()
             if own:

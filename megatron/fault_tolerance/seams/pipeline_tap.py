@@ -106,7 +106,6 @@ def _play(
 def _received(
     player: BoundaryPlayer, link: P2PCommunicator, neighbour: int, direction: Direction, shape: Any
 ) -> torch.Tensor:
-    """Return a tensor as a receive would leave it."""
     config = link.config
     is_fixed = not (config.variable_seq_lengths or config.mtp_standalone)
     assert config.pipeline_dtype is not None

@@ -18,12 +18,11 @@ from moe_ft.strategies.registry import kind_of, kinds
 Strategies = Callable[[StrategyKind], bool]
 
 _NO_UNITS = "its state cannot be divided into units"
-_LEAVE = "Leave it out"
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
 def refused_flag(
-    dest: str, reason: str, remedy: str = _LEAVE, strategies: Strategies | None = None
+    dest: str, reason: str, remedy: str = "Leave it out", strategies: Strategies | None = None
 ) -> Rule:
     """Return a rule that refuses a flag whose default is false or None."""
     flag = "--" + dest.replace("_", "-")
@@ -163,22 +162,18 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "Use --cuda-graph-impl none",
         strategies=_replays,
     ),
-    Rule(
+    refused_flag(
         "qk_clip",
-        "--qk-clip",
-        lambda args: args.qk_clip,
         "it changes weights after the optimizer step, which a recovery runs again without it",
         "Leave it out, or use {others}",
-        strategies=_replays,
+        _replays,
     ),
-    Rule(
+    refused_flag(
         "phase_transition_iterations",
-        "--phase-transition-iterations",
-        lambda args: bool(args.phase_transition_iterations),
         "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
         "that again",
         "Use --moe-ft-strategy {others}",
-        strategies=_replays,
+        _replays,
     ),
     # Features that leave the seams no run to follow.
     refused_flag(

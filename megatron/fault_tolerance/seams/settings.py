@@ -108,9 +108,20 @@ def planned_iterations(args: argparse.Namespace) -> int:
 def void_settings(
     args: argparse.Namespace, config: MoeFtConfig, command_line: Sequence[str]
 ) -> list[str]:
-    """Return one line for each setting of moe_ft that changes nothing."""
+    """Return one line for each setting of moe_ft that changes nothing.
+
+    Args:
+        command_line: as given: shows a flag that is given with its default value.
+    """
     lines = config.warnings(planned_iterations(args) or None)
-    return [*lines, *settings_without_effect(args, command_line)]
+    is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
+    if is_given and args.use_distributed_optimizer and config.strategy.is_on:
+        lines.append(
+            f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: "
+            "every rank saves the slices that the optimizer has given it (only frozen parameters are "
+            "replicated)"
+        )
+    return lines
 
 
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
@@ -137,27 +148,27 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
     for part, packing in precision.packings.items():
         if packing is Packing.EXACT:
             continue
-        given = f"--moe-ft-state-dtype={precision.state_dtype}"
+        problem = ""
         if part not in _PARTS_OF_OPTIMIZERS.get(args.optimizer, ("master",)):
-            raise ConfigError(
-                f"{given}: --optimizer {args.optimizer} keeps no {part}. Leave it out of the list."
-            )
-        if kept[part] != "fp32":
+            problem = f"--optimizer {args.optimizer} keeps no {part}. Leave it out of the list."
+        elif kept[part] != "fp32":
             flag = "main-params" if part == "master" else part.replace("_", "-")
-            raise ConfigError(
-                f"{given}: the optimizer itself keeps {part} in {kept[part]} (--{flag}-dtype), and "
-                "snapshots hold that as it is. Leave it out of the list."
+            problem = (
+                f"the optimizer itself keeps {part} in {kept[part]} (--{flag}-dtype), and snapshots hold "
+                "that as it is. Leave it out of the list."
             )
-        if part == "master" and args.use_precision_aware_optimizer:
-            raise ConfigError(
-                f"{given}: with --use-precision-aware-optimizer masters are the optimizer's own, and "
-                "snapshots hold them as they are. Leave master out of the list."
+        elif part == "master" and args.use_precision_aware_optimizer:
+            problem = (
+                "with --use-precision-aware-optimizer masters are the optimizer's own, and snapshots hold "
+                "them as they are. Leave master out of the list."
             )
-        if packing is Packing.SPLIT and not args.bf16:
-            raise ConfigError(
-                f"{given}: masters can be split only where forward uses BF16 weights. Add --bf16, or use "
+        elif packing is Packing.SPLIT and not args.bf16:
+            problem = (
+                "masters can be split only where forward uses BF16 weights. Add --bf16, or use "
                 "master=exact."
             )
+        if problem:
+            raise ConfigError(f"--moe-ft-state-dtype={precision.state_dtype}: {problem}")
 
 
 _NO_STAGES = Rule(
@@ -174,21 +185,6 @@ def check_upstream_log(args: argparse.Namespace) -> None:
     if args.moe_ft_upstream_log:
         check_rules([_NO_STAGES], args)
         check_no_replay_is_refused(args, "--moe-ft-upstream-log")
-
-
-def settings_without_effect(args: argparse.Namespace, command_line: Sequence[str]) -> list[str]:
-    """Return one line for each flag of moe_ft that has no effect with Megatron's arguments.
-
-    Args:
-        command_line: as given: shows a flag that is given with its default value.
-    """
-    is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
-    if not is_given or not args.use_distributed_optimizer or args.moe_ft_strategy == "none":
-        return []
-    return [
-        f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: every "
-        "rank saves the slices that the optimizer has given it (only frozen parameters are replicated)"
-    ]
 
 
 def check_megatron_version(allow_untested: bool) -> None:
