@@ -1,19 +1,8 @@
 """Checkpoints and recoveries for a training loop on `megatron.core` that is not Megatron's own.
 
-The loop makes five calls, on all ranks and in this order:
-
-    with Checkpointer(settings, model=..., optimizer=..., scheduler=..., run=...) as checkpointer:
-        position = checkpointer.recover()
-        for iteration in range(position.iteration, run.train_iterations):
-            ...                                   # gradients to zero, forward, backward
-            checkpointer.before_step()
-            optimizer.step(); scheduler.step(...)
-            checkpointer.end_iteration(iteration + 1, consumed_samples=...)
-        checkpointer.finish()
-
-The with statement calls `close`. docs/custom_loops.md explains the calls, and examples/custom_loop.py is a
-loop that runs. `megatron.training` is not used. Megatron's own loop has seams instead of these calls:
-seams/hooks.py.
+The loop makes five calls, on all ranks: `recover`, then `before_step` and `end_iteration` in each iteration,
+then `finish` and `close`. docs/custom_loops.md explains them, and examples/custom_loop.py is a loop that
+runs. `megatron.training` is not used. Megatron's own loop has seams instead of these calls: seams/hooks.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

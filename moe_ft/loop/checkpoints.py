@@ -114,23 +114,23 @@ class Checkpoints(LoopListener):
         if running.outcome.record is not None:
             self._resumption = Resumption(training, self._loop, running, self._note_replayed)
 
-        self._breakpoints = running.engine.breakpoints
-        if self._breakpoints is not None:
-            self._use_breakpoints(self._breakpoints, running)
+        engine = running.engine
+        breakpoints = self._breakpoints = engine.breakpoints
+        if breakpoints is not None:
+            processes = meet_processes() if dist.is_initialized() else JobProcesses()
+            is_on_gpu = any(each.parameter.is_cuda for each in running.met.live.parameters)
+            self._breakpoint_writer.use(
+                breakpoints, processes, is_on_gpu=is_on_gpu, boundary=engine.boundary
+            )
 
         def act(state: IterationFacts, iteration_s: float) -> float:
-            self._note_moment(lambda: running.engine.moment(running.capture(state)))
-            return running.engine.end_iteration(
+            if breakpoints is not None:
+                breakpoints.note(*_attempt(lambda: engine.moment(running.capture(state))))
+            return engine.end_iteration(
                 state.iteration, iteration_s, lambda: running.capture(state)
             )
 
         self._seam = StateSeam(training, self._loop, act, self._routers.counts, self._wait_for_loop)
-
-    def _use_breakpoints(self, breakpoints: Breakpoints, running: Checkpointing) -> None:
-        processes = meet_processes() if dist.is_initialized() else JobProcesses()
-        is_on_gpu = any(each.parameter.is_cuda for each in running.met.live.parameters)
-        boundary = running.engine.boundary
-        self._breakpoint_writer.use(breakpoints, processes, is_on_gpu=is_on_gpu, boundary=boundary)
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
@@ -203,10 +203,6 @@ class Checkpoints(LoopListener):
         if facts is None:
             return None
         return running.engine.moment(running.capture_ahead(facts, num_samples))
-
-    def _note_moment(self, take: Callable[[], Moment]) -> None:
-        if self._breakpoints is not None:
-            self._breakpoints.note(*_attempt(take))
 
     def _wait_for_loop(self) -> None:
         if self._breakpoints is not None:

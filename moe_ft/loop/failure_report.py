@@ -68,7 +68,6 @@ class FailureReport(LoopListener):
         """Listen to nothing yet.
 
         Args:
-            event_log: gets the event "stopped".
             on_sigterm: False leaves SIGTERM alone, for --exit-signal-handler.
             before_report: called after SIGTERM, before anything else.
         """

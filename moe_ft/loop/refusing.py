@@ -32,9 +32,7 @@ def refusing() -> Iterator[None]:
 def refuse(reason: str, program: str | None = None, code: int = EXIT_REFUSED) -> NoReturn:
     """Print one line a node, since what is wrong may be wrong on one node only, and exit.
 
-    Args:
-        reason: with the rule and the remedy.
-        program: the name at the beginning of the line, by default that of the script.
+    The line begins with the name of the program, by default that of the script.
     """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         name = program or Path(sys.argv[0]).name

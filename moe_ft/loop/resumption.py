@@ -41,7 +41,7 @@ class Replay:
 
         Args:
             note: called with the iteration before each optimizer step.
-            borders: what answers for the other stages, if only some replay.
+            borders: answer for the other stages, if only some replay.
             meet_before: called with each iteration before it is run again; may call collectives of the job.
         """
         self._conversion, self._parameters = conversion, list(parameters)
@@ -128,7 +128,6 @@ class Resumption:
         """Set the counters of the loop, from which the data iterators are built next.
 
         Args:
-            running: has recovered a state.
             note: called with each iteration that is run again, before its optimizer step.
         """
         record, window = running.outcome.record, running.take_replay()
@@ -161,13 +160,9 @@ class Resumption:
             self._training.set_data_position(self._reached.consumed_train_samples)
 
     def finish(self, forward_backward: Callable[..., Any] | None) -> tuple[int, dict[str, float]]:
-        """Run what is due. Called by all ranks; those with nothing to run wait for the others.
+        """Run what is due; return how many iterations this rank has run, and the seconds by phase.
 
-        Args:
-            forward_backward: the loop's own, if it is about to call it.
-
-        Returns:
-            The number of iterations that this rank has run, and the seconds by phase.
+        Called by all ranks; those with nothing to run wait for the others.
         """
         self.is_due = False
         running, num_replayed = self._running, 0

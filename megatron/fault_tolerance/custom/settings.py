@@ -53,10 +53,6 @@ def checked_config(
 ) -> MoeFtConfig:
     """Return the settings of moe_ft by the names of their flags, checked as those of a command line are.
 
-    Args:
-        settings: see `config_from_settings`.
-        megatron: result of `megatron_settings`.
-
     Raises:
         ConfigError: names the setting as a flag, its value, the rule and the remedy.
     """
@@ -110,7 +106,6 @@ def megatron_settings(
 
     Args:
         model: ``[chunk]``.
-        optimizer: the outermost one.
 
     Raises:
         ConfigError: if these are not the objects of `megatron.core` that snapshots are taken of.

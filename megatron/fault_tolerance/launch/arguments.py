@@ -39,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Where there is no GPU this also makes the process train on the CPU. A --moe-ft-* flag that is misspelled
     ends the process, even where the script ignores unknown flags.
-
-    Returns:
-        The same parser.
     """
     if PREFIX + "strategy" in parser._option_string_actions:
         return parser

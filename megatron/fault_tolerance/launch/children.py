@@ -23,7 +23,6 @@ def end_children_with(rank_pid: int, *, on_cpu: bool) -> None:
     """Have what multiprocessing starts from here on end soon after the rank, and what that starts too.
 
     Args:
-        rank_pid: the process of the rank.
         on_cpu: whether CUDA calls of new interpreters must be answered by the CPU, as those of the rank are.
     """
 

@@ -164,11 +164,7 @@ def check_all_read(args: argparse.Namespace) -> None:
 
 @partial(errors.record, error_handler=WholeErrorFile())
 def run(name: str, *, is_module: bool = False) -> None:
-    """Run a script, which finds its name, arguments and folder as if Python had started it.
-
-    Args:
-        name: the path of a file, or the name of a module.
-    """
+    """Run a script or a module, which finds its name, arguments and folder as if Python had started it."""
     prepare_environment()
     wrap_megatron()
     errors.get_error_handler = WholeErrorFile  # for the script's own `record`

@@ -21,17 +21,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron.fault_tolerance.program import model
-from megatron.fault_tolerance.program.local_attention import norms_without_queries
+from megatron.fault_tolerance.program.local_attention import LatentAttention
 from moe_ft.errors import ConfigError
 
 TopK = tuple[torch.Tensor, torch.Tensor]
-
-
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Multi-latent attention whose queries have a norm only where they are compressed."""
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return norms_without_queries(self.config, submodules)
 
 
 class BestOfGroups:

@@ -159,13 +159,9 @@ def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int)
 
 
 def provide_datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Build the three datasets; Megatron calls this on all ranks.
+    """Build the training, validation and test dataset, of these numbers of samples at least.
 
-    Args:
-        num_samples: minimum for the training, validation and test dataset.
-
-    Returns:
-        (train, validation, test); None on the ranks that read no data.
+    Megatron calls this on all ranks. Those that read no data get None.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -207,8 +203,7 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron
 def check_splits(args: argparse.Namespace) -> None:
     """Raise ConfigError if a part of --split would get no document: Megatron would never return.
 
-    Args:
-        args: Megatron's arguments; its validation has set the default of --split.
+    Its validation has set the default of --split.
     """
     blend, _ = get_blend_and_blend_per_split(args)
     if args.mock_data or blend is None:

@@ -50,11 +50,9 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         Args:
             layer_number: from 1.
             attn_mask_type: says which keys a query sees when `forward` gets no mask.
-            k_channels: size of a head's queries and keys; None for the configured size.
-            v_channels: size of a head's values; None for the configured size.
+            k_channels, v_channels: size of a head's queries and keys, and of its values.
             pg_collection: groups tp and cp; None for Megatron's global ones.
-            options: further arguments of Megatron's attention. `cp_comm_type` changes nothing here: keys and
-                values are always gathered.
+            options: `cp_comm_type` changes nothing here: keys and values are always gathered.
         """
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         has_parts = config.context_parallel_size > 1
@@ -116,20 +114,29 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         return torch.as_tensor(whole).view(2 * group.size(), -1, length)[own].view(1, 1, -1, length)
 
 
-class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-latent attention whose queries have a norm only where they are compressed.
+
+    Without --q-lora-rank, as in DeepSeek-V2-Lite, --qk-layernorm is for keys and values alone. Megatron's
+    local implementation refuses that, and Transformer Engine's normalizes the queries' input a second time
+    (Megatron 0.19.2).
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return Megatron's norms and projections of compressed queries; others use the projection alone."""
+        compressed = copy.copy(self.config)
+        compressed.q_lora_rank = self.config.q_lora_rank or self.config.hidden_size
+        classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
+        return {**classes, "linear_q_proj": submodules.linear_q_proj}
+
+
+class LocalLatentAttention(LatentAttention):
     """Multi-latent attention whose rotary keys get the gradients of all heads under tensor parallelism.
 
     All heads share the rotary part of the keys. The local implementation divides the projection that computes
     it over the tensor-parallel ranks, and gathers the result. In the backward pass of Megatron's gather, each
     rank gets only the contribution of its own heads: nothing adds the others (Megatron 0.19.2).
-
-    Queries need not be compressed (no --q-lora-rank), as in DeepSeek-V2-Lite: --qk-layernorm is then for keys
-    and values alone. Megatron's local implementation refuses that, and Transformer Engine's normalizes the
-    queries' input a second time (Megatron 0.19.2).
     """
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        return norms_without_queries(self.config, submodules)
 
     def _qkv_down_projection(
         self, hidden_states: torch.Tensor
@@ -146,17 +153,6 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
             whole = gather_from_tensor_model_parallel_region(keys_and_values, group=self.tp_group)
             keys_and_values = scatter_to_sequence_parallel_region(whole, group=self.tp_group)
         return queries, keys_and_values
-
-
-def norms_without_queries(config: Any, submodules: Any) -> dict[str, Any]:
-    """Return Megatron's norms and projections of multi-latent attention, by name, without a second norm.
-
-    They are those of compressed queries. Queries that are not compressed use the plain projection alone.
-    """
-    compressed = copy.copy(config)
-    compressed.q_lora_rank = config.q_lora_rank or config.hidden_size
-    classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
-    return {**classes, "linear_q_proj": submodules.linear_q_proj}
 
 
 def check_latent_attention(args: argparse.Namespace) -> None:

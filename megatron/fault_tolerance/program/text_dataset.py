@@ -2,7 +2,7 @@
 
 The default tokens are bytes: nothing is downloaded, and the vocabulary is 256. The document separator is the
 byte 0xFF, which never occurs in UTF-8. Megatron's NullTokenizer with a vocabulary of 256 takes it for the end
-of a document. data.py feeds the dataset to training; tools/prepare_text.py is the command line.
+of a document. forward_step.py feeds the dataset to training; tools/prepare_text.py is the command line.
 """
 
 import hashlib
@@ -111,12 +111,10 @@ def write_dataset(
 
     Args:
         source: each file is one document; a long file is several (see `split_documents`).
-        prefix: output path without suffix; its directory is created.
         progress: wraps the iteration over files, for a progress bar.
 
     Raises:
-        ConfigError: if there is no readable text, the tokenizer cannot be loaded, or the output
-            cannot be written.
+        ConfigError: if there is no readable text, or the tokenizer or the output cannot be used.
     """
     files = find_files(source.paths)
     encode, vocabulary_size = _encoder(source.tokenizer)

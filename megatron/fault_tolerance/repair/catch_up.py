@@ -127,10 +127,8 @@ def catch_up(
     """Return the result of the broken iteration. Called by all ranks.
 
     Args:
-        step: the call that was broken off.
         first: the iteration that runs next; the one after the broken one if its state was recovered.
         last: the one that was broken off.
-        survivors: where their loop was.
 
     Raises:
         RepairError: if the state or the result of an iteration cannot be the same as without the death.

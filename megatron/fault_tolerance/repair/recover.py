@@ -46,8 +46,7 @@ class Batches:
         """Know no data set yet.
 
         Args:
-            loader_of: returns the loader of this part from what Megatron has built; None on a rank that reads
-                nothing.
+            loader_of: picks the loader of this part; None on a rank that reads nothing.
             counter: Megatron's argument that counts its samples.
         """
         self._loader_of, self._counter = loader_of, counter
@@ -64,12 +63,7 @@ class Batches:
         return loaders
 
     def renew(self, iterators: Any) -> None:
-        """Have the loop's iterators continue after the samples that Megatron's arguments count.
-
-        Args:
-            iterators: Megatron's RerunDataIterator, or a list of one a virtual stage; None where nothing is
-                read.
-        """
+        """Have the loop's iterators, one a virtual stage, continue after the samples that Megatron counts."""
         found = iterators if isinstance(iterators, list) else [iterators]
         for data_set, iterator in zip(self._data_sets, found, strict=True):
             if iterator is not None:

@@ -113,11 +113,7 @@ def _begin_again(group: Any) -> None:
 
 
 def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Phases) -> Any:
-    """Repair, and return the result of the broken iteration. Called by all ranks.
-
-    Args:
-        step: the call that was broken off, or that a replacement makes.
-        iteration: that was broken off.
+    """Repair, and return the result of the iteration that was broken off. Called by all ranks.
 
     Raises:
         Exception: anything, if another rank dies meanwhile.

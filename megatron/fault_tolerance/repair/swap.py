@@ -94,9 +94,8 @@ class Recipes:
     ) -> Any:
         """Make groups over fake backends, and note the recipe of those that were asked for.
 
-        Args:
-            original: function of torch, perhaps around `make`.
-            default: backend to note, if not the one that is asked for.
+        The function is one of torch, perhaps around `make`. The default is noted instead of the backend that
+        is asked for.
         """
         arguments = _arguments(original, args, kwargs)
         recipe = self._recipe(arguments if default is None else {**arguments, "backend": default})

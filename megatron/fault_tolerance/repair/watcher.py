@@ -139,9 +139,7 @@ class Deaths:
     ) -> float:
         """Return when this rank learned of a death; disarm and raise the error if no rank has died.
 
-        Args:
-            error: that has ended an iteration, an evaluation or a repair.
-            may_mean_death: exceptions after which the news of a death may still be on its way.
+        After some exceptions the news of a death may still be on its way.
         """
         if self._link.is_armed and (reason := why_lost(error)):
             end_process(reason)

@@ -134,11 +134,8 @@ def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> d
     """Return the settings that only a script of one's own reads, by flag, as text.
 
     They are the flags that the script has added, and those of Megatron that pretrain_gpt_moe.py refuses or
-    nothing but other programs reads, where they are not their defaults. Nobody but the script knows what they
-    decide: the data, the loss, or the name of a log.
-
-    Args:
-        defaults: of Megatron's flags.
+    nothing but other programs reads. Those with default values are left out. Nobody but the script knows what
+    they decide: the data, the loss, or the name of a log.
     """
     of_scripts = (names_in(text) for of in OF_SCRIPTS for text in FLAGS[of].values())
     names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}

@@ -227,10 +227,7 @@ def planned_samples(args: argparse.Namespace) -> int:
 
     The number is Megatron's: it ignores --rampup-batch-size, leaves samples out with
     --decrease-batch-size-if-needed, and rounds --train-samples down to whole batches. Skipped iterations
-    count.
-
-    Args:
-        args: Megatron's arguments; building the optimizer has set `train_iters`.
+    count. Building the optimizer has set `train_iters`.
     """
     return samples_of(_schedule(args), args.train_iters or 0)
 

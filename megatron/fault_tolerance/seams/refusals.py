@@ -198,8 +198,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
 def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first flag, or value of a flag, that a rule refuses.
 
-    Args:
-        args: Megatron's arguments. Its validation may add to them (older flags, arguments of a checkpoint).
+    Megatron's validation may add to the arguments (older flags, arguments of a checkpoint).
     """
     strategy = args.moe_ft_strategy
     kind = kind_of(strategy)
@@ -214,11 +213,7 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSA
 
 
 def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:
-    """Raise ConfigError if Megatron's arguments use what no replay can repeat.
-
-    Args:
-        flag: of ours, with which iterations are run again whatever the strategy.
-    """
+    """Raise ConfigError if arguments use what no replay can repeat, with a flag that needs replays."""
     for rule in SEAM_REFUSALS:
         if rule.strategies is _replays:
             with_flag = f"{rule.problem} with {flag}"

@@ -75,13 +75,9 @@ class CoreLoop(TrainingLoop):
 
     @abstractmethod
     def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
-        """Run forward and backward of one iteration again; gradients are zero, and ready afterwards.
+        """Run forward and backward of one iteration again, between two states. Called by all ranks.
 
-        Called by all ranks.
-
-        Args:
-            before: of the state in which the iteration begins.
-            after: of the state that it made.
+        Gradients are zero, and ready afterwards.
 
         Raises:
             ConfigError: if the iteration would not be the same as before.

@@ -73,9 +73,6 @@ def checked_config(
 ) -> MoeFtConfig:
     """Return the settings, checked without the model: it may still change. Nothing is built yet.
 
-    Args:
-        refusals: the rules on flags that the program does not support.
-
     Raises:
         ConfigError: with one line that names flag, value, rule and remedy.
     """
