@@ -36,10 +36,13 @@ GROUPS = Namespace(
 )
 
 
+def facts(**changes: Any) -> RunFacts:
+    numbers = {"train_iterations": 10, "samples_per_iteration": 8, "sequence_length": 32}
+    return RunFacts(**{"settings": {"seed": 1}, **numbers, "iteration": 3, **changes})
+
+
 def loop_of(**changes: Any) -> CustomLoop:
-    facts = {"train_iterations": 10, "samples_per_iteration": 8, "sequence_length": 32}
-    run = RunFacts(**{"settings": {"seed": 1}, **facts, "iteration": 3, **changes})
-    return CustomLoop(run, MODEL, GROUPS)
+    return CustomLoop(facts(**changes), MODEL, GROUPS)
 
 
 def test_loop_begins_where_it_says() -> None:
@@ -85,14 +88,14 @@ def test_replay_gets_the_position_before_the_iteration_and_its_micro_batches() -
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> CustomLoop:
+def world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be rank 1 of two."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    return loop_of(replay_settings={"micro_batch": 2})
 
 
-def test_facts_of_the_job_hold_the_settings_of_model_and_loop(job: CustomLoop) -> None:
-    facts = job.job_facts("")
+def test_facts_of_the_job_hold_the_settings_of_model_and_loop(world: None) -> None:
+    facts = loop_of(replay_settings={"micro_batch": 2}).job_facts("")
     expected = {"--num-layers": 2, "--num-experts": 4, "seed": 1, "sequence_length": 32}
     assert expected.items() <= facts.fingerprint.items()
     assert {"--hidden-dropout": 0.1, "micro_batch": 2}.items() <= facts.replay_settings.items()
@@ -101,10 +104,7 @@ def test_facts_of_the_job_hold_the_settings_of_model_and_loop(job: CustomLoop) -
     found = [(each.rank, each.size) for each in (places.dp, places.expt_dp, places.tp)]
     assert (found, places.expt_tp.rank) == ([(1, 2), (0, 1), (0, 1)], 0)
     assert facts.timeout_s == 600
-
-
-def test_tokens_of_the_planned_run_are_counted_from_its_iterations(job: CustomLoop) -> None:
-    experts = job.job_facts("").experts
+    experts = facts.experts
     assert (experts.num_experts, experts.ep_rank, experts.ep_size) == (4, 1, 2)
     assert experts.planned_tokens == 10 * 8 * 32 * 2
     assert experts.tokens_per_iteration == 8 * 32 * 2
@@ -115,27 +115,14 @@ def test_tokens_of_the_planned_run_are_counted_from_its_iterations(job: CustomLo
     [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
 )
 def test_replay_is_exact_if_the_loop_or_else_its_model_says_so(
-    given: bool | None, by_model: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    given: bool | None,
+    by_model: bool,
+    expected: bool,
+    world: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(MODEL, "deterministic_mode", by_model)
     assert loop_of(is_deterministic=given).job_facts("").is_deterministic is expected
-
-
-def test_start_names_the_layout(job: CustomLoop) -> None:
-    fields = job.start_fields()
-    assert (fields["dp"], fields["ep"], fields["world_size"]) == (2, 2, 2)
-    assert (fields["seq_length"], fields["num_experts"], fields["train_iterations"]) == (32, 4, 10)
-
-
-def facts(**changes: Any) -> RunFacts:
-    numbers = {"train_iterations": 9, "samples_per_iteration": 4, "sequence_length": 32}
-    return RunFacts(**{"settings": {"seed": 1}, **numbers, **changes})
-
-
-def test_facts_of_an_ordinary_run_are_accepted() -> None:
-    facts(iteration=3, consumed_samples=12, replay_settings={"dropout": 0.5}).check()
 
 
 @pytest.mark.parametrize(
@@ -167,10 +154,7 @@ def test_copy_shares_nothing_with_the_original() -> None:
     assert copied["shards"] == ["a", None, True]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"tuple": (1, 2)}, {1: "a"}],
-)
+@pytest.mark.parametrize("values", [{"tuple": (1, 2)}, {1: "a"}])
 def test_values_that_would_change_are_refused(values: Any) -> None:
     with pytest.raises(ConfigError, match="state would not come back from JSON as it is. Use"):
         copy_of_json("state", values)
@@ -180,10 +164,3 @@ def test_values_that_would_change_are_refused(values: Any) -> None:
 def test_values_that_json_lacks_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="state cannot be kept as JSON: "):
         copy_of_json("state", {"value": value})
-
-
-def test_loop_that_says_nothing_has_no_evaluation_operations_or_other_run() -> None:
-    loop = loop_of()
-    assert not any(loop.is_used(iteration) or loop.is_logged(iteration) for iteration in range(10))
-    assert loop.num_operations_so_far() == loop.num_operations_of(8) == 0.0
-    assert loop.began_with() == ""

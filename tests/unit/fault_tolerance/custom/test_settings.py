@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.fault_tolerance.custom.settings import checked_config, checked_groups, settings_of
+from megatron.fault_tolerance.custom.settings import checked_config, checked_groups
+from megatron.fault_tolerance.seams.flag_classes import settings_of
 from moe_ft.config.flag_table import Kind
 from moe_ft.errors import ConfigError
 

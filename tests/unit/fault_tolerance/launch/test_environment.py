@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch import environment
 from megatron.fault_tolerance.launch.environment import WholeErrorFile
-from megatron.fault_tolerance.launch.running import run
+from megatron.fault_tolerance.launch.pretraining import run
 from moe_ft.errors import ConfigError
 
 STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -48,24 +49,22 @@ def test_variables_of_a_launcher_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "restarts", [{"TORCHELASTIC_MAX_RESTARTS": "3"}, {"TORCHELASTIC_RESTART_COUNT": "1"}]
+    ("given", "is_refused"),
+    [
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({**STORE, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        (STORE, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+    ],
 )
 def test_restarts_in_vain_are_refused_with_what_helps(
-    restarts: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**STORE, **restarts}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="--max-restarts=.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        environment.check_restarts()
-
-
-@pytest.mark.parametrize("given", [STORE, {"TORCHELASTIC_MAX_RESTARTS": "3"}, {}])
-def test_job_without_restarts_or_with_a_store_of_its_own_is_accepted(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    environment.check_restarts()
+    message = "--max-restarts=.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
+        environment.check_restarts()
 
 
 @pytest.mark.parametrize("has_makefile", [False, True])

@@ -1,14 +1,18 @@
-"""Calls of `pretrain` are checked, and pass to Megatron's own with nothing around it where moe_ft is off."""
+"""Calls of `pretrain` are checked, and pass to Megatron's own with nothing around it where moe_ft is off.
+
+A script runs as Python runs it, and --moe-ft-* flags that it never used are refused.
+"""
 
 import argparse
 import inspect
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.training import global_vars
+from megatron.training import global_vars, training
 from megatron.training import pretrain as stock_pretrain
 
 from megatron import fault_tolerance
@@ -86,16 +90,6 @@ def test_call_without_flags_of_a_megatron_that_parses_inside_pretrain_passes(
     assert pretraining.pretrain(print, print, "type", forward_step_func=print) == "result"
     assert older_calls == [(print, print, "type", print)]
     assert "moe_ft: off" in capsys.readouterr().err
-
-
-def test_call_with_flags_of_a_megatron_that_parses_inside_pretrain_is_refused(
-    older_calls: list[Any], asks: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        pretraining.pretrain(print, print, "type", print)
-    assert end.value.code == EXIT_REFUSED
-    assert not older_calls
-    assert "is called with a provider first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,3 +170,52 @@ def test_sigterm_is_reported_as_a_failure_unless_it_means_a_planned_end(
         checked_config(args), args, lambda: during.append(signal.getsignal(signal.SIGTERM))
     )
     assert (during != [before]) == is_reported
+
+
+SEEN = """
+import atexit, pickle, sys
+
+class Mine: pass
+
+atexit.register(lambda: print(pickle.loads(pickle.dumps(Mine())).__class__))
+print(__name__, __file__, __spec__, __package__, __doc__, sys.argv, sys.modules["__main__"].Mine)
+"""
+CODE = "import sys; sys.argv = sys.argv[1:]; import {0}; {0}.run_script(sys.argv[0])"
+
+
+@pytest.mark.rest
+def test_script_sees_the_same_as_with_python_and_stays_the_main_module_to_the_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(SEEN)
+    words = ["script.py", "--lr", "1"]
+    code = CODE.format("megatron.fault_tolerance.launch.pretraining")
+    outputs = [
+        subprocess.run(
+            [sys.executable, *start, *words],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(Path(__file__).parents[4])},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for start in ([], ["-c", code])
+    ]
+    assert outputs[0] == outputs[1]
+    assert "<class '__main__.Mine'>" in outputs[0]
+
+
+def test_flags_of_a_script_that_never_trained_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setitem(training._STARTUP_TIMESTAMPS, "pretrain_entry", None)
+    pretraining.check_has_trained(["train.py", "--lr", "1"])
+    assert "train.py has ended without a call" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        pretraining.check_has_trained(["train.py", "--moe-ft-strategy=dense", "--moe-ft-keep", "3"])
+    assert end.value.code == EXIT_REFUSED
+    assert "so --moe-ft-strategy, --moe-ft-keep had no effect" in capsys.readouterr().err
+    monkeypatch.setitem(training._STARTUP_TIMESTAMPS, "pretrain_entry", 1.0)
+    pretraining.check_has_trained(["train.py", "--moe-ft-strategy=dense"])
+    assert capsys.readouterr().err == ""

@@ -1,17 +1,33 @@
-"""Command lines that cannot work are refused as a whole; flags without effect are named in a warning."""
+"""Command lines that cannot work are refused as a whole; flags without effect are named in a warning.
 
+Refused flags have one rule each, with reason and remedy.
+"""
+
+import argparse
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from megatron.training import arguments as megatron_arguments
 
-from megatron.fault_tolerance.program.arguments import parse_arguments
+from megatron.fault_tolerance.program.arguments import (
+    PROGRAM_REFUSALS,
+    REFUSALS,
+    check_program,
+    parse_arguments,
+)
+from megatron.fault_tolerance.seams.flag_classes import megatron_flags, names_of, untested_flags
+from megatron.fault_tolerance.seams.refusals import check_refusals
+from moe_ft.config.flag_table import FLAGS, REFUSED_HERE, Kind, flag_classes, names_in
+from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
+from moe_ft.strategies import registry
 from tests.demo_model import model_flags
+from tests.unit.fault_tolerance import parsing
 
 WORLD_SIZE = 2
 Parse = Callable[..., None]
@@ -31,20 +47,15 @@ REFUSED = {
     "--moe-ft-job-id ''": "--moe-ft-job-id= is empty: an unset variable? Give a value, or leave the "
     "flag out.",
     "--moe-ft-interval 0": "--moe-ft-interval=0 must be a whole number, at least 1, or auto. Give one",
-    "--moe-ft-interval -1": "--moe-ft-interval=-1 must be a whole number, at least 1, or auto. Give one",
     "--moe-ft-interval 1.5": "--moe-ft-interval=1.5 must be a whole number, at least 1, or auto. Give one",
     "--moe-ft-interval auto --moe-ft-overhead-limit nan": "--moe-ft-overhead-limit=nan must be a fraction "
     "between 0 and 1. Write 0.03 for three percent.",
-    "--moe-ft-overhead-limit -1": "--moe-ft-overhead-limit=-1.0 must be a fraction between 0 and 1. Write",
     "--moe-ft-replication-factor -1": "--moe-ft-replication-factor=-1 must be a whole number, at least 0, or "
     "auto. Give one of them.",
     "--moe-ft-host-memory-limit 10XB": "--moe-ft-host-memory-limit=10XB must be a size in bytes. Write it "
     "like 512GiB.",
-    "--moe-ft-host-memory-limit=-1GiB": "--moe-ft-host-memory-limit=-1GiB must be a size in bytes. Write it",
-    "--moe-ft-persist-dir ''": "--moe-ft-persist-dir= is empty: an unset variable? Give a value, or leave",
     "--moe-ft-persist-dir memory://x": "--moe-ft-persist-dir=memory://x must be storage that outlives the "
     "process which writes it, and memory:// ends with that. Name a directory, or the URL",
-    "--moe-ft-memory-dir ''": "--moe-ft-memory-dir= is empty: an unset variable? Give a value, or leave",
     "--moe-ft-memory-dir DIR --moe-ft-persist-dir DIR": "--moe-ft-memory-dir=DIR and "
     "--moe-ft-persist-dir=DIR must not be the same directory or one in the other: the first is emptied when "
     "a job ends, the second is kept. Name directories that are apart.",
@@ -53,7 +64,6 @@ REFUSED = {
     "--moe-ft-keep 0": "--moe-ft-keep=0 must be at least 1: the newest checkpoint is never deleted. Give the",
     "--moe-ft-recover-from iter_abc": "--moe-ft-recover-from=iter_abc must be auto, load or iter_N. Write it "
     "like iter_120.",
-    "--moe-ft-recover-from iter_-1": "--moe-ft-recover-from=iter_-1 must be auto, load or iter_N. Write it",
     "--moe-ft-on-missing foo": "argument --moe-ft-on-missing: invalid choice: 'foo' (choose from 'start', ",
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill": "--moe-ft-inject-fault kill must have the form "
     "KIND:RANK@ITERATION[:PHASE]. Write it like kill:3@20:backward.",
@@ -77,8 +87,6 @@ REFUSED = {
     "least 1, or auto. Give one of them.",
     "--moe-ft-strategy partial --moe-ft-plt-limit -1": "--moe-ft-plt-limit=-1.0 must be a fraction between 0 "
     "and 1. Write 0.0375 for 3.75 percent.",
-    "--moe-ft-strategy partial --moe-ft-dynamic-k --moe-ft-plt-limit nan": "--moe-ft-plt-limit=nan must be a "
-    "fraction between 0 and 1. Write",
     "--moe-ft-state-dtype foo=bar": "--moe-ft-state-dtype=foo=bar: 'foo=bar' must be PART=FORMAT, each part "
     "once; parts are master, exp_avg, exp_avg_sq, formats exact, ",
     "--moe-ft-state-dtype exp_avg=bf16": "--moe-ft-state-dtype=exp_avg=bf16 loses precision, and "
@@ -174,13 +182,6 @@ def test_data_that_are_not_there_are_named(flags: str, parse: Parse, tmp_path: P
     assert REFUSED_DATA[flags] in str(refusal.value).replace(str(tmp_path), "DIR")
 
 
-def test_text_directory_without_text_is_named(parse: Parse, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/picture").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="holds 1 files, none of them readable UTF-8 text"):
-        parse("--text-dir DIR/texts --data-cache-path DIR", *model_flags(tokenizer_type=False))
-
-
 def test_job_without_a_name_is_refused(parse: Parse) -> None:
     with pytest.raises(ConfigError, match=r"--moe-ft-job-id is missing: .* Add --moe-ft-job-id"):
         parse("--moe-ft-strategy dense", *model_flags(), "--mock-data")
@@ -246,3 +247,87 @@ def test_flag_with_a_consequence_is_warned_about_by_rank_0_only(
     monkeypatch.setenv("RANK", "1")
     parse(flags)
     assert "warning: --" not in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[4]
+RULES = {rule.flag: rule for rule in REFUSALS if flag_classes()[rule.dest].kind is Kind.REFUSED}
+
+
+def test_every_refused_flag_has_one_rule() -> None:
+    rules = Counter(rule.dest for rule in REFUSALS if rule.flag in RULES)
+    assert rules == Counter(names_of(Kind.REFUSED))
+
+
+def test_table_knows_the_flags_that_this_program_refuses_and_others_may_read() -> None:
+    names = {name for each in FLAGS[REFUSED_HERE].values() for name in names_in(each)}
+    assert names == {rule.dest for rule in PROGRAM_REFUSALS}
+
+
+def test_every_refused_flag_is_in_the_documentation(parser: argparse.ArgumentParser) -> None:
+    text = (ROOT / "docs/flags.md").read_text()
+    written = megatron_flags(parser)
+    assert [rule.flag for rule in REFUSALS if f"`{written[rule.dest]}" not in text] == []
+
+
+def used(rule: Rule, parser: argparse.ArgumentParser) -> object:
+    """Return a value of a flag that is not its default."""
+    (action,) = [each for each in parser._actions if each.dest == rule.dest]
+    if action.nargs == 0:
+        return True
+    return {int: 2, float: 0.5}.get(action.type, "given")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_refused_flag_is_refused_with_its_reason_and_remedy(
+    name: str, args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    rule = RULES[name]
+    setattr(args, rule.dest, used(rule, parser))
+    refused_with = ["none", *(kind.name for kind in registry.kinds())]
+    if rule.strategies is not None:
+        check_refusals(args, REFUSALS)
+        assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
+        refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
+    assert refused_with
+    for strategy in refused_with:
+        args.moe_ft_strategy = strategy
+        with pytest.raises(ConfigError, match="is not supported") as refusal:
+            check_refusals(args, REFUSALS)
+        assert str(refusal.value).startswith(rule.flag)
+        remedy = rule.remedy.format(others="dense, partial or sparse")
+        assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
+
+
+@pytest.mark.parametrize("name", sorted({rule.dest for rule in REFUSALS}))
+def test_flag_that_a_megatron_does_not_have_is_not_refused(
+    name: str, args: argparse.Namespace
+) -> None:
+    delattr(args, name)
+    check_refusals(args, REFUSALS)
+
+
+@pytest.mark.parametrize("rule", PROGRAM_REFUSALS, ids=lambda rule: rule.flag)
+def test_flag_that_only_this_program_refuses_is_left_to_a_script(
+    rule: Rule, args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    setattr(args, rule.dest, used(rule, parser))
+    args.moe_ft_strategy = "sparse"
+    check_refusals(args)
+
+
+def test_blend_of_weights_and_prefixes_is_checked_prefix_by_prefix() -> None:
+    with pytest.raises(ConfigError, match="/nowhere/b: /nowhere/b.idx does not exist"):
+        check_program(parsing.parse("--data-path", "0.3", "/nowhere/b"))
+
+
+def test_local_experts_with_a_bias_are_refused() -> None:
+    args = parsing.parse("--mock-data")
+    args.add_bias_linear = True
+    with pytest.raises(ConfigError, match="--transformer-impl=local needs --disable-bias-linear"):
+        check_program(args)
+
+
+def test_recomputing_layernorm_needs_transformer_engine() -> None:
+    flags = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+    with pytest.raises(ConfigError, match="--recompute-modules layernorm needs the package"):
+        check_program(parsing.parse("--mock-data", *flags))

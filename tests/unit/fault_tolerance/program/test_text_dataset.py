@@ -14,7 +14,6 @@ from megatron.fault_tolerance.program.text_dataset import (
     TextSource,
     find_files,
     prepare_cached,
-    read_text,
     split_documents,
     write_dataset,
 )
@@ -66,10 +65,6 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "in" / "nul.txt").write_bytes(b"a\0b")
     summary = write_dataset(source, tmp_path / "text")
     assert (summary.num_documents, summary.num_skipped_files) == (1, 3)
-
-
-def test_unreadable_file_is_no_text(tmp_path: Path) -> None:
-    assert read_text(tmp_path / "missing") is None
 
 
 def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:

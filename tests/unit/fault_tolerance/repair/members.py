@@ -1,5 +1,6 @@
 """Ranks of a round of repairs, and the process groups of one process."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Member, Rounds
+from tests.simulation.repairs import product
 from tests.unit.signed import signed
 
 
@@ -27,18 +29,9 @@ class Watched:
 
 
 def position_at(iteration: int, **changes: Any) -> Position:
-    """Return the position of a loop in an iteration of 8 samples."""
-    counters = {
-        "consumed_train_samples": iteration * 8,
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": 0,
-        "num_floating_point_operations_so_far": 0.0,
-        "num_groups": 9,
-    }
-    flags = dict.fromkeys(
-        ("do_valid", "do_test", "gathers_weights", "evaluations_draw", "is_evaluated"), False
-    )
-    return Position(iteration=iteration, do_train=True, **{**counters, **flags, **changes})
+    """Return the position of a loop in an iteration of 8 samples, in a job of 9 groups."""
+    given = {"consumed_train_samples": iteration * 8, "num_groups": 9, **changes}
+    return replace(product.position_at(iteration), **given)
 
 
 def survivor(rank: int, iteration: int, **changes: Any) -> Member:

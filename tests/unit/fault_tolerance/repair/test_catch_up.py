@@ -142,15 +142,6 @@ def test_iteration_that_the_loop_has_skipped_is_skipped_again(
     assert rank.args.consumed_valid_samples == 0
 
 
-def test_evaluations_before_the_broken_iteration_are_counted_or_end_the_repair(rank: Rank) -> None:
-    rank.args.do_valid, rank.args.eval_interval = True, 4
-    rank.catch_up()
-    assert rank.args.consumed_valid_samples == rank.args.global_batch_size
-    rank.evaluations.draw = True
-    with pytest.raises(RepairError, match="before the evaluation of iteration 4 would run again"):
-        rank.catch_up()
-
-
 @pytest.mark.parametrize("norm", [2.5, None])
 def test_result_is_answered_where_the_state_after_the_broken_iteration_was_recovered(
     rank: Rank, norm: float | None

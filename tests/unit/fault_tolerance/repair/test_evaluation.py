@@ -128,16 +128,11 @@ def test_evaluation_begins_again_with_its_samples_after_each_repair(
     training.get_timers()("eval-time").stop()  # asserts that it is running, as the loop does next
 
 
-def test_evaluation_that_no_death_breaks_off_fails_as_ever(
+def test_evaluation_fails_as_ever_without_a_death_or_where_a_replacement_would_wait_for_others(
     loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=0)
-
-
-def test_evaluation_fails_as_ever_where_a_replacement_would_wait_for_others_before_it(
-    loop: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert can_begin_again()
     loop.log_params_norm = True
     assert not can_begin_again()
@@ -159,9 +154,11 @@ def evaluate_and_print(evaluations: SkippedEvaluations, draws: bool) -> None:
         training.evaluate_and_print_results(lambda: torch.rand(1) if draws else None)
 
 
-def test_evaluation_with_random_numbers_ends_the_repair(
+def test_evaluation_is_counted_where_it_is_skipped_or_ends_the_repair_if_it_draws(
     evaluations: SkippedEvaluations, loop_args: Namespace
 ) -> None:
+    evaluations.skip(loop_args, 3)
+    assert loop_args.consumed_valid_samples == 2 * loop_args.eval_global_batch_size
     evaluate_and_print(evaluations, draws=True)
     evaluate_and_print(evaluations, draws=False)
     evaluations.skip(loop_args, 4)

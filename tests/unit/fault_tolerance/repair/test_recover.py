@@ -5,7 +5,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, override
 
 import pytest
 from megatron.core.rerun_state_machine import (
@@ -27,7 +27,10 @@ from megatron.fault_tolerance.repair.recover import (
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.config import ObservabilityConfig
 from moe_ft.config.flag_table import flag_classes
+from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.files.patience import excused_until_s
+from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
+from moe_ft.loop.training_loop import LoopParts
 from tests.unit.fault_tolerance.repair.members import position_at
 
 
@@ -120,3 +123,19 @@ def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_i
     assert most(4, 5) == 4
     assert most(4, 4, log_num_zeros_in_grad=True) == 4
     assert most(4, 4, is_evaluated=True) == 4, "its result was returned before"
+
+
+class _Lost(LoopListener):
+    """Finds no state."""
+
+    @override
+    def after_setup(self, built: Built) -> None:
+        raise UnrecoverableError("every copy was lost")
+
+
+def test_repair_without_a_state_is_no_refusal_of_the_job(loop: Namespace) -> None:
+    listeners, position = Listeners(LoopState(), [_Lost()]), position_at(4)
+    parts = LoopParts(model=[], optimizer=None, config=None, forward_backward=print)
+    with pytest.raises(RepairError, match="found no state to continue from: every copy was lost"):
+        recover.recover(listeners, training_batches(), ([], None, None), parts, [position])
+    assert listeners.loop.most_iteration == 5, "all know the result of the broken iteration"

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.meet import Membership
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
-from moe_ft.errors import SnapshotError
 from moe_ft.files.patience import note_progress, waiting
 from moe_ft.keeper.rounds import declare
 from tests.unit.fault_tolerance.repair.members import Watched
@@ -64,18 +62,6 @@ def test_declared_round_ends_the_connections_of_the_one_before(rank: Rank) -> No
         noticed_s = rank.watcher.noticed_s(1)
         assert noticed_s >= before_s
         assert rank.watcher.noticed_s(1) == noticed_s
-        rank.link.round = 1
-        rank.links.begin()
-        rank.rounds.finish(1)
-        assert rank.links.is_open
-        rank.lose_the_other()
-        rank.wait_for_the_end()
-
-
-def test_rank_that_timed_out_has_all_leave_their_iteration(rank: Rank) -> None:
-    with rank.watching():
-        rank.rounds.time_out(1)
-        rank.wait_for_the_end()
 
 
 def test_store_that_does_not_answer_holds_up_no_end_of_training(
@@ -187,27 +173,6 @@ def test_training_thread_that_has_left_its_iteration_may_take_its_time(
     assert rank.link.hung_s == 0
 
 
-def during(rank: Rank, act: Callable[[], Any]) -> threading.Thread:
-    """Act once the rank has looked into the store in vain."""
-    has_looked = threading.Event()
-    is_declared = rank.rounds.is_declared
-
-    def look(number: int) -> bool:
-        found = is_declared(number)
-        has_looked.set()
-        return found
-
-    rank.rounds.is_declared = look  # type: ignore[method-assign]
-
-    def run() -> None:
-        assert has_looked.wait(60)
-        act()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
 def test_death_that_is_known_begins_a_repair_and_ends_the_connections(
     rank: Rank, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,13 +185,6 @@ def test_death_that_is_known_begins_a_repair_and_ends_the_connections(
     )
 
 
-@pytest.mark.parametrize("error", [CLOSED, SnapshotError("a copy failed")])
-def test_news_of_a_death_may_come_after_the_exception(rank: Rank, error: Exception) -> None:
-    thread = during(rank, rank.lose_the_other)
-    assert rank.deaths.notice(error) is not None
-    thread.join()
-
-
 def test_no_news_are_awaited_after_an_exception_that_no_death_explains(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,18 +192,6 @@ def test_no_news_are_awaited_after_an_exception_that_no_death_explains(
     assert rank.deaths.notice(ValueError("a mistake")) is None
     rank.lose_the_other()
     assert rank.deaths.notice(ValueError("a mistake")) is not None, "it is known"
-
-
-def test_timeout_is_told_to_the_others_who_may_hang(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watchers, "_NOTICE_S", 0.02)
-    monkeypatch.setattr(watchers, "STUCK_S", 0.02)
-    assert rank.deaths.notice(CLOSED) is None
-    assert not rank.rounds.has_timed_out(1)
-    assert rank.deaths.notice(RuntimeError("Timed out waiting 1000ms for recv")) is None
-    assert rank.rounds.has_timed_out(1)
-    assert rank.links.is_open
 
 
 @pytest.mark.parametrize("error", [CLOSED, KeyboardInterrupt()])
@@ -282,14 +228,3 @@ def test_process_ends_for_good_if_a_repair_gets_no_further(rank: Rank) -> None:
     assert os.read(reader, 5) == b"later", "it may take longer while it makes progress"
     os.close(reader)
     assert not rank.link.is_armed, "or the zygote would replace it"
-
-
-def test_process_lives_on_if_a_repair_ends_in_time(rank: Rank) -> None:
-    def repair(rank: Rank) -> None:
-        before = threading.active_count()
-        with ending_after(0.05, rank.link):
-            pass
-        assert threading.active_count() == before
-
-    assert end_of(repair, rank) == 7
-    assert rank.link.is_armed

@@ -1,18 +1,33 @@
-"""Every flag of the installed Megatron is classified once, and its class follows from what it does."""
+"""Every flag of the installed Megatron is classified once, and its class follows from what it does.
+
+Settings of a run are compared by what they mean, not by how they are written.
+"""
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from megatron.training import arguments as megatron_arguments
+from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron.fault_tolerance.cpu.device import CPU_DEFAULTS, UNFUSED_DEFAULTS
-from megatron.fault_tolerance.program.arguments import REFUSALS
-from megatron.fault_tolerance.seams.flag_classes import names_of, untested_flags, untested_line
+from megatron.fault_tolerance.program.arguments import REFUSALS, parse_arguments
+from megatron.fault_tolerance.seams.flag_classes import (
+    SCRIPT_FLAGS,
+    fingerprint,
+    names_of,
+    record_settings,
+    replay_settings,
+    script_settings,
+    untested_flags,
+)
 from megatron.fault_tolerance.seams.refusals import check_refusals
-from moe_ft.config.flag_table import FLAGS, FlagClass, Kind, flag_classes, names_in
+from moe_ft.config.flag_table import FLAGS, Kind, flag_classes, names_in
 from moe_ft.strategies import registry
+from tests.demo_model import model_flags
+from tests.stock_program import CPU_FLAGS
 
 TESTS = Path(__file__).parents[3]
 
@@ -42,12 +57,6 @@ def test_no_flag_is_in_the_table_twice_and_no_class_has_another_mark() -> None:
     found = [(names, *each.split()) for of in FLAGS.values() for each, names in of.items()]
     assert sum(len(names_in(names)) for names, *_ in found) == len(flag_classes())
     assert {tuple(mark) for _, _, *mark in found} == {(), ("untested",)}
-
-
-def test_names_are_sorted_within_their_class() -> None:
-    for subject, classes in FLAGS.items():
-        for heading, names in classes.items():
-            assert names_in(names) == sorted(names_in(names), key=str.lower), (subject, heading)
 
 
 def test_defaults_are_neither_refused_nor_untested(
@@ -96,18 +105,138 @@ def test_captured_flag_that_is_not_called_untested_is_in_a_test(
     assert missing == []
 
 
-def test_class_names_kind_and_mark() -> None:
-    assert flag_classes()["fp8"] == FlagClass(Kind.REPLAY, is_tested=False)
-    assert flag_classes()["lr"] == FlagClass(Kind.RECORD, is_tested=True)
-
-
-def test_untested_flags_are_named_in_one_line() -> None:
-    assert untested_line(["--a", "--b"]) == ["no test of moe_ft runs with --a, --b"]
-    assert untested_line([]) == []
-
-
 def test_flags_that_a_parser_requires_do_not_keep_it_from_being_compared() -> None:
     newer = argparse.ArgumentParser()
     newer.add_argument("--corpus", required=True)
     newer.add_argument("--shares", type=float, default="0.5")
     assert untested_flags(newer.parse_args(["--corpus", "here"]), newer) == ["--corpus"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kv_lora_rank", "moe_router_score_function", "rotary_base", "rope_scaling_factor"),
+        *("pipeline_model_parallel_layout", "data_args_path", "mtp_use_repeated_layer"),
+        *("context_parallel_size", "world_size", "virtual_pipeline_model_parallel_size"),
+    ],
+)
+def test_what_decides_the_meaning_of_state_is_in_the_fingerprint(
+    name: str, args: argparse.Namespace
+) -> None:
+    args.world_size, args.virtual_pipeline_model_parallel_size = 1, None  # Megatron derives them
+    assert f"--{name.replace('_', '-')}" in fingerprint(args)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective", "clip_grad"),
+        *("fp8", "moe_z_loss_coeff", "bias_swiglu_fusion", "train_iters", "deterministic_mode"),
+    ],
+)
+def test_what_an_iteration_computes_is_in_the_settings_of_a_replay(
+    name: str, args: argparse.Namespace
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    before = replay_settings(args)
+    setattr(args, name, 7)
+    assert before[flag] != replay_settings(args)[flag] == 7
+    assert flag not in fingerprint(args)
+
+
+@pytest.mark.parametrize(
+    "name", ["lr", "lr_decay_style", "weight_decay", "loss_scale_window", "eval_interval"]
+)
+def test_what_records_hold_is_in_the_settings_of_records(
+    name: str, args: argparse.Namespace
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    before = record_settings(args)
+    setattr(args, name, 7)
+    assert before[flag] != record_settings(args)[flag] == 7
+    assert flag not in replay_settings(args)
+
+
+def test_when_a_run_ends_does_not_matter_for_an_iteration(args: argparse.Namespace) -> None:
+    assert not {"--exit-interval", "--exit-duration-in-mins"} & record_settings(args).keys()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--moe-expert-capacity-factor -1 --cp-comm-type a2a",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ],
+)
+def test_settings_of_a_replay_are_written_as_the_configuration_has_them(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As earlier versions noted them: their windows are compared with those of this start.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py"])
+    monkeypatch.setattr(megatron_arguments, "set_global_variables", lambda args: None)
+    given = [*CPU_FLAGS, *model_flags(num_layers=4), "--mock-data", *flags.split()]
+    args, _ = parse_arguments(given)
+    config = core_transformer_config_from_args(args)
+    for flag, value in replay_settings(args).items():
+        name = flag.removeprefix("--").replace("-", "_")
+        noted = getattr(config, name, value)
+        if isinstance(noted, bool | int | float | str | None):
+            assert value == noted, name
+
+
+def test_rate_of_decoupled_parameters_may_change_but_not_whether_there_are_any(
+    args: argparse.Namespace,
+) -> None:
+    found = []
+    for rate in (None, 0.1, 0.2):
+        args.decoupled_lr = rate
+        found.append(fingerprint(args)["--decoupled-lr"])
+    assert found == [False, True, True]
+
+
+def test_setting_that_a_megatron_does_not_have_is_not_compared(args: argparse.Namespace) -> None:
+    del args.rotary_base
+    assert "--rotary-base" not in fingerprint(args)
+
+
+def test_data_may_be_moved_but_not_exchanged(args: argparse.Namespace, tmp_path: Path) -> None:
+    lists = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    for path, text in zip(
+        lists,
+        ("0.3 /here/one 0.7 /here/two\n", "0.3 /x/one 0.7 /x/two", "0.3 one 0.7 other"),
+        strict=True,
+    ):
+        path.write_text(text)
+    found = []
+    for path, data in zip(lists, ("/here/data", "/there/data", "/there/other"), strict=True):
+        args.data_args_path, args.data_path = str(path), [data]
+        found.append(fingerprint(args))
+    assert found[0] == found[1]
+    assert found[1]["--data-path"] != found[2]["--data-path"]
+    assert found[1]["--data-args-path"] != found[2]["--data-args-path"]
+
+
+def test_data_lists_of_all_splits_are_read(args: argparse.Namespace, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text('{"train": ["1.0", "/data/a"], "valid": ["/data/b"]}')
+    args.per_split_data_args_path = str(path)
+    assert fingerprint(args)["--per-split-data-args-path"] == ["train", "1.0", "a", "valid", "b"]
+
+
+def test_settings_of_a_script_are_its_own_flags_and_those_that_no_gpt_of_ours_reads(
+    args: argparse.Namespace,
+) -> None:
+    defaults = argparse.Namespace(**vars(args))
+    assert script_settings(args, defaults) == {}
+    setattr(args, SCRIPT_FLAGS, ("corpus", "schedule"))
+    args.corpus, args.schedule = ["a", "b"], object()
+    args.fim_rate, args.sft, args.lr = 0.25, True, 1.0
+    assert script_settings(args, defaults) == {
+        "--corpus": "['a', 'b']",
+        "--schedule": "object",  # not where it lies in memory, which every start changes
+        "--fim-rate": "0.25",
+        "--sft": "True",
+    }

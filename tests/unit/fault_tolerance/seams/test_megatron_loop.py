@@ -20,13 +20,6 @@ from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record
 
 
-def test_facts_are_those_of_the_arguments_at_the_time(loop_args: Namespace) -> None:
-    loop = MegatronLoop()
-    assert (loop.num_experts, loop.sequence_length, loop.train_iterations) == (4, 32, 10)
-    loop_args.num_experts, loop_args.train_iters, loop_args.iteration = None, 20, 7
-    assert (loop.num_experts, loop.train_iterations, loop.iteration) == (0, 20, 7)
-
-
 class _Schedule:
     """Megatron's forward-backward: notes its arguments, and what the loop checks meanwhile."""
 

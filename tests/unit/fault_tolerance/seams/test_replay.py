@@ -155,7 +155,6 @@ class Loop:
 @pytest.fixture
 def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Loop:
     loop_args.decoder_seq_length = None
-    # Records with random numbers of this process are in test_resumption.py.
     monkeypatch.setattr(resumption, "apply_rng", lambda states: None)
     monkeypatch.setattr(resumption, "current_rng", lambda: {"drawn": "by the replay"})
     return Loop(loop_args)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core import package_info
 
+from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     check_arguments,
@@ -16,13 +17,11 @@ from megatron.fault_tolerance.seams.settings import (
     config_from_arguments,
     is_off,
     planned_iterations,
-    settings_without_effect,
     void_settings,
 )
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.registry import option_types
-from moe_ft.strategies.sparse.config import SparseConfig
 from tests.unit.fault_tolerance.parsing import parse
 
 PARTIAL = ("--moe-ft-strategy", "partial")
@@ -32,41 +31,6 @@ PRESETS = Path(__file__).parents[4] / "examples" / "presets"
 def test_flags_without_values_give_the_default_config() -> None:
     options = {name: type_() for name, type_ in option_types().items()}
     assert config_from_arguments(parse("--mock-data")) == MoeFtConfig(options=options)
-
-
-def test_every_kind_of_flag_reaches_the_config() -> None:
-    config = config_from_arguments(
-        parse(
-            *("--moe-ft-event-log", "DIR", "--moe-ft-state-digest"),
-            *("--moe-ft-state-digest-interval", "3", "--moe-ft-fault-report-grace-s", "1.5"),
-            *("--moe-ft-inject-fault", "kill:1@2", "--moe-ft-inject-fault", "hang:0@3"),
-        )
-    )
-    assert config.observability.event_log == "DIR"
-    assert config.observability.state_digest
-    assert config.observability.state_digest_interval == 3
-    assert config.fault.fault_report_grace_s == 1.5
-    assert config.fault.inject_fault == ("kill:1@2", "hang:0@3")
-
-
-def test_settings_of_sparse_windows_reach_the_config() -> None:
-    config = config_from_arguments(
-        parse(
-            *("--mock-data", "--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
-            *("--moe-ft-max-window", "5", "--moe-ft-unit-order", "soft-count"),
-            *("--moe-ft-popularity-decay", "0.5", "--moe-ft-reorder-change", "0.2"),
-            *("--moe-ft-reorder-fraction", "0.4"),
-        )
-    )
-    assert config.strategy.strategy == "sparse"
-    assert config.options["sparse"] == SparseConfig(
-        window="3",
-        max_window=5,
-        unit_order="soft-count",
-        popularity_decay=0.5,
-        reorder_change=0.2,
-        reorder_fraction=0.4,
-    )
 
 
 @pytest.mark.parametrize("preset", ["checkfreq", "gemini", "moc", "moevement"])
@@ -201,23 +165,41 @@ def test_graphs_that_hide_the_tokens_of_experts_are_refused_with_partial_snapsho
 
 
 @pytest.mark.parametrize(
-    "given",
-    [("--moe-ft-sharding", "adaptive"), ("--moe-ft-sharding=equal",), ("--moe-ft-sharding=none",)],
+    "flag", ["--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"]
 )
-def test_sharding_that_the_distributed_optimizer_makes_void_is_warned_about(
-    given: tuple[str, ...],
-) -> None:
-    flags = (*PARTIAL, *given)
-    (line,) = settings_without_effect(parse(*flags), flags)
-    sharding = given[-1].rpartition("=")[2]
-    assert f"--moe-ft-sharding={sharding} changes nothing with --use-distributed-optimizer" in line
+def test_iterations_are_not_skipped_with_virtual_stages(flag: str) -> None:
+    skips = ("--mock-data", "--iterations-to-skip", "7")
+    check_refusals(parse(*skips))
+    with pytest.raises(ConfigError, match="--iterations-to-skip with virtual .* fails"):
+        check_refusals(parse(*skips, flag, "2"))
 
 
-def test_sharding_that_was_not_given_or_is_used_is_not_warned_about() -> None:
-    assert settings_without_effect(parse(*PARTIAL), PARTIAL) == []
-    flags: tuple[str, ...] = (*PARTIAL, "--moe-ft-sharding", "adaptive")
+def test_rules_of_the_seams_do_not_speak_of_a_program() -> None:
+    texts = [f"{rule.reason} {rule.remedy}" for rule in SEAM_REFUSALS]
+    assert [text for text in texts if "pretrain_gpt" in text] == []
+
+
+@pytest.mark.parametrize("flags", [("--yaml-cfg", "x.yaml"), ("--yaml-cfg=x.yaml",)])
+def test_settings_in_a_yaml_file_are_refused_because_no_flag_is_read(flags: tuple[str]) -> None:
+    with pytest.raises(
+        ConfigError, match="--yaml-cfg=x.yaml is not supported: Megatron then reads"
+    ):
+        check_yaml(["--lr", "1", *flags])
+    check_yaml(["--lr", "1"])
+
+
+def void(*flags: str, **changes: object) -> list[str]:
+    """Return the lines about settings that change nothing."""
     args = parse(*flags)
-    args.use_distributed_optimizer = False
-    assert settings_without_effect(args, flags) == []
-    flags = ("--moe-ft-sharding", "equal")  # nothing is saved
-    assert settings_without_effect(parse(*flags), flags) == []
+    vars(args).update(changes)
+    return void_settings(args, config_from_arguments(args), flags)
+
+
+def test_sharding_that_was_given_and_that_the_distributed_optimizer_makes_void_is_warned_about() -> (
+    None
+):
+    for sharding in ("adaptive", "none"):
+        (line,) = void(*PARTIAL, f"--moe-ft-sharding={sharding}")
+        assert f"--moe-ft-sharding={sharding} changes nothing with --use-distributed-opt" in line
+    assert void(*PARTIAL) == []
+    assert void(*PARTIAL, "--moe-ft-sharding", "adaptive", use_distributed_optimizer=False) == []

@@ -19,7 +19,6 @@ from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
-from moe_ft.loop.progress import Scalars
 from moe_ft.loop.routers import Routers
 from moe_ft.planning.recovery import Tier
 from moe_ft.recovery.checkpointing import Outcome
@@ -69,9 +68,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> _Wandb:
 
 def checkpoints_of(config: MoeFtConfig, log: EventLog, loop: LoopState) -> Checkpoints:
     training, routers = MegatronLoop(), Routers(config, log)
-    scalars = Scalars(training, loop)
     faults, breakpoints = Faults([], log), BreakpointWriter(loop, log)
-    return Checkpoints(config, training, loop, log, scalars, faults, routers, breakpoints)
+    return Checkpoints(config, training, loop, log, faults, routers, breakpoints)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
 SEAMS = (
     *("after_setup", "after_recovery", "before_batch", "begin_iteration", "enter_phase"),
     *("before_step", "begin_update", "end_iteration", "after_iteration", "suspend"),
-    *("end_training", "after_training", "failed", "close"),
+    *("failed", "close"),
 )
 SEEN = {  # of the loop, by seam
     "before_batch": ("iteration", "grad_norm"),
@@ -43,9 +43,6 @@ class _Recorder(LoopListener):
             self.loop.stall_s += self.stall_s
         if seam == self.fails_in:
             raise ZeroDivisionError(f"{seam} of {self.name}")
-
-    def waits_for(self, iteration: int, phase: Phase) -> bool:
-        return self.name == "b" and (iteration, phase) == (4, Phase.IN_STEP)
 
 
 class Run:
@@ -125,26 +122,6 @@ def test_iteration_is_reported_once_and_after_all_have_acted_on_its_state(run: R
     assert ("after_iteration", "a", 0.25) in run.end_iteration()
 
 
-def test_last_state_is_reported_after_all_have_acted_on_it(run: Run) -> None:
-    expected = by_both(("end_training",), ("after_training",))
-    assert run.of(lambda each: each.end_training()) == expected
-
-
-def test_phase_is_awaited_if_any_listener_waits_for_it(run: Run) -> None:
-    run.loop.iteration = 4
-    assert run.listeners.is_awaited(Phase.IN_STEP)
-    assert not run.listeners.is_awaited(Phase.FORWARD)
-    run.loop.iteration = 5
-    assert not run.listeners.is_awaited(Phase.IN_STEP)
-
-
-def test_exception_in_a_phase_reaches_the_loop(run: Run) -> None:
-    run.a.fails_in = "enter_phase"
-    with pytest.raises(ZeroDivisionError):
-        run.listeners.enter(Phase.FORWARD)
-    assert run.loop.phase is Phase.FORWARD
-
-
 def test_listeners_are_closed_backwards_also_when_one_fails(run: Run) -> None:
     run.b.fails_in = "close"
     with pytest.raises(ZeroDivisionError, match="close of b"), run.listeners:
@@ -157,20 +134,3 @@ def test_failure_is_told_to_all_also_when_one_fails(run: Run) -> None:
     with pytest.raises(ZeroDivisionError, match="failed of a"):
         run.listeners.failed(KeyError("lost"))
     assert run.calls == by_both(("failed", "'lost'"))
-
-
-def test_listener_does_nothing_by_default() -> None:
-    loop = LoopState()
-    with Listeners(loop, [LoopListener()]) as listeners:
-        listeners.before_setup()
-        listeners.after_setup(([], None, None), 2)
-        listeners.replay_if_due()
-        listeners.begin_iteration(2)
-        listeners.begin_attempt()
-        listeners.before_step()
-        assert not listeners.is_awaited(Phase.IN_STEP)
-        listeners.end_iteration({}, is_skipped=True, num_samples=8)
-        listeners.end_training()
-        listeners.end("finished")
-        listeners.failed(KeyError())
-    assert loop == LoopState(iteration=3, phase=Phase.BETWEEN)

@@ -14,10 +14,10 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
-from moe_ft.events import EventLog, read_progress
+from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop.listeners import Built, LoopState, Repair
-from moe_ft.loop.progress import Digests, Progress, Scalars
+from moe_ft.loop.progress import Digests, Progress
 from moe_ft.state.digest import digest_state
 from tests.harness import events, run_ranks
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
@@ -82,9 +82,7 @@ class Rank:
 
 
 def test_log_line_of_the_recovered_iteration_is_named_if_the_rank_ended_before_it(
-    tmp_path: Path,
-    loop_args: Namespace,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, loop_args: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank = Rank(tmp_path)
     rank.leave(3, Phase.BETWEEN)
@@ -93,26 +91,26 @@ def test_log_line_of_the_recovered_iteration_is_named_if_the_rank_ended_before_i
 
 
 @pytest.mark.parametrize(
-    ("phase", "recovered", "has_ended"),
-    [(Phase.FORWARD, 4, False), (Phase.BETWEEN, 2, False), (Phase.BETWEEN, 4, True)],
-    ids=["next iteration", "older state", "end of training"],
+    ("left", "phase", "recovered", "has_ended"),
+    [
+        (3, Phase.FORWARD, 4, False),
+        (3, Phase.BETWEEN, 2, False),
+        (3, Phase.BETWEEN, 4, True),
+        (4, Phase.BETWEEN, 5, False),
+    ],
+    ids=["next iteration", "older state", "end of training", "no line is due"],
 )
 def test_log_line_that_was_printed_or_will_be_is_not_named(
     tmp_path: Path,
     loop_args: Namespace,
+    left: int,
     phase: Phase,
     recovered: int,
     has_ended: bool,
 ) -> None:
     rank = Rank(tmp_path)
-    rank.leave(3, phase, has_ended=has_ended)
+    rank.leave(left, phase, has_ended=has_ended)
     assert rank.left_out(recovered) == []
-
-
-def test_iteration_that_has_no_log_line_is_not_named(tmp_path: Path, loop_args: Namespace) -> None:
-    rank = Rank(tmp_path)
-    rank.leave(4, Phase.BETWEEN)
-    assert rank.left_out(5) == []
 
 
 def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: EventLog) -> None:
@@ -125,13 +123,8 @@ def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: 
         "loss": 1.5,
         "num_tokens": 8 * 32,
     }
-
-
-def test_iteration_of_a_stage_that_computes_no_loss_has_none(
-    progress: Progress, event_log: EventLog
-) -> None:
-    progress.after_iteration(ended(6))
-    assert last_event(event_log)["loss"] is None
+    progress.after_iteration(ended(7))
+    assert last_event(event_log)["loss"] is None, "this stage computes none"
 
 
 @pytest.mark.parametrize(
@@ -150,17 +143,23 @@ def test_end_says_whether_the_last_state_is_safe(
 
 
 @pytest.mark.parametrize(
-    ("stages", "num_replayed", "scope"), [((), 0, "global"), ((0, 2), 3, "local")]
+    ("stages", "num_replayed", "recovered", "scope", "repeated"),
+    [((), 0, 5, "global", 2), ((0, 2), 3, 5, "local", 5), ((), 0, 8, "global", 0)],
 )
 def test_repair_names_the_dead_ranks_and_where_training_ran_again(
-    stages: tuple[int, ...], num_replayed: int, scope: str, event_log: EventLog
+    stages: tuple[int, ...],
+    num_replayed: int,
+    recovered: int,
+    scope: str,
+    repeated: int,
+    event_log: EventLog,
 ) -> None:
     loop = LoopState(iteration=5, stages_alone=stages, num_replayed=num_replayed)
     Progress(CONFIG, MegatronLoop(), loop, event_log).after_repair(
         Repair(
             number=2,
             iteration=7,
-            recovered=5,
+            recovered=recovered,
             dead=(1, 3),
             hung_s={3: 61.5},
             is_replacement=True,
@@ -175,30 +174,13 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
         "hung_s": {"3": 61.5},
         "is_replacement": True,
         "broken_iteration": 7,
-        "recovered_iteration": 5,
+        "recovered_iteration": recovered,
         "scope": scope,
         "stages": list(stages),
-        "repeated_iterations": num_replayed + 2,
+        "repeated_iterations": repeated,
         "seconds": 0.75,
         "phases_s": {"notice": 0.25, "swap": 0.5},
     }
-
-
-def test_rank_that_had_stepped_and_kept_its_state_has_repeated_nothing(
-    progress: Progress, event_log: EventLog
-) -> None:
-    repair = Repair(
-        number=1, iteration=7, recovered=8, dead=(1,), hung_s={}, is_replacement=False, phases_s={}
-    )
-    progress.after_repair(repair)
-    assert last_event(event_log)["repeated_iterations"] == 0
-
-
-def test_phase_is_in_the_progress_record(progress: Progress, event_log: EventLog) -> None:
-    progress.enter_phase(7, Phase.BACKWARD)
-    found = read_progress(event_log.directory, event_log.rank)
-    assert found is not None
-    assert (found.iteration, found.phase) == (7, Phase.BACKWARD)
 
 
 def test_run_without_a_log_reads_no_loss(loop_args: Namespace, tmp_path: Path) -> None:
@@ -210,13 +192,6 @@ def test_run_without_a_log_reads_no_loss(loop_args: Namespace, tmp_path: Path) -
     progress.after_iteration(ended(losses={"lm loss": torch.empty(1, device="meta")}))
     progress.end("finished", 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_log_is_closed_at_the_end(progress: Progress, event_log: EventLog) -> None:
-    event_log.write("before", 1)
-    progress.close()
-    event_log.write("after", 1)
-    assert [line["event"] for line in events_in(event_log)] == ["before"]
 
 
 def open_logs(folder: str) -> None:
@@ -239,30 +214,19 @@ def test_all_ranks_have_the_same_incarnation(tmp_path: Path) -> None:
     assert [events(tmp_path, rank, "opened")[0]["incarnation"] for rank in (0, 1)] == [7, 7]
 
 
-def test_times_of_an_iteration_are_in_tensorboard(
+def test_times_of_an_iteration_are_in_tensorboard_also_without_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
-    Scalars(MegatronLoop(), LoopState(stall_s=0.25)).after_iteration(ended(6))
+    loop, log = LoopState(stall_s=0.25), EventLog(tmp_path, 3)
+    Progress(MoeFtConfig(), MegatronLoop(), loop, log).after_iteration(ended(6))
     board.close()
     found = EventAccumulator(str(tmp_path)).Reload()
     assert {
         name: [(each.step, each.value) for each in found.Scalars(name)]
         for name in found.Tags()["scalars"]
     } == {"moe-ft/iteration_s": [(6, 2.0)], "moe-ft/stall_s": [(6, 0.25)]}
-
-
-def test_numbers_of_one_moment_are_one_line_in_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[tuple[object, ...]] = []
-    writer = type("Wandb", (), {"log": lambda self, *line: lines.append(line)})()
-    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", writer)
-    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5, "lost_tokens": 7}, iteration=8)
-    assert lines == [({"moe-ft/plt": 0.5, "moe-ft/lost_tokens": 7}, 8)]
-
-
-def test_rank_without_writers_writes_nothing() -> None:
-    Scalars(MegatronLoop(), LoopState()).write({"plt": 0.5}, iteration=8)
 
 
 EVERY = ObservabilityConfig(event_log="somewhere", state_digest_interval=3)

@@ -1,12 +1,6 @@
 """Tokens are counted on the routers where somebody reads them, and written if asked for."""
 
-from typing import Any
-
 import pytest
-import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.config.strategy import StrategyConfig
@@ -14,6 +8,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop.routers import Routers
 from moe_ft.strategies.sparse.config import SparseConfig
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
+from tests.unit.moe_ft.one_router import LAYER, NUM_EXPERTS, NUM_TOKENS, Model
 
 LOGGED = MoeFtConfig(observability=ObservabilityConfig(event_log="x", router_log=True))
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
@@ -21,42 +16,6 @@ SOFT = MoeFtConfig(
     strategy=StrategyConfig(strategy="sparse"),
     options={"sparse": SparseConfig(unit_order="soft-count")},
 )
-NUM_EXPERTS, NUM_TOKENS = 4, 6
-LAYER = "layer.0"
-
-
-class Model(torch.nn.Module):
-    """A decoder of one layer that is only a router."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        router: Any = TopKRouter(
-            TransformerConfig(
-                num_layers=1,
-                hidden_size=8,
-                num_attention_heads=1,
-                num_moe_experts=NUM_EXPERTS,
-                add_bias_linear=False,
-                perform_initialization=False,
-                moe_router_load_balancing_type="none",
-                moe_router_topk=2,
-                moe_token_dispatcher_type="alltoall",
-            ),
-            pg_collection=ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None),
-        )
-        router.gating = lambda tokens: tokens @ router.weight.T  # the original wants a GPU
-        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-        layer: Any = torch.nn.Module()
-        layer.layer_number, layer.mlp = 1, torch.nn.Module()
-        layer.mlp.router = router
-        self.decoder: Any = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList([layer])
-
-    def forward(self) -> None:
-        """Route some tokens."""
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randn(NUM_TOKENS // 2, 2, 8, generator=generator, requires_grad=True)
-        self.decoder.layers[0].mlp.router(tokens)
 
 
 @pytest.fixture

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_ft.state.router_load import RouterLoad, table
+from tests.unit.moe_ft.one_router import NUM_EXPERTS, NUM_TOKENS, TOP_K, Model, hidden
 
 UNITS = 2**20  # in which probabilities are counted
 MAP = torch.tensor([[True, False, True], [True, False, False]])
@@ -53,42 +51,12 @@ def test_tokens_that_only_fill_an_expert_up_are_not_counted() -> None:
 
 # The whole gate
 
-NUM_EXPERTS, TOP_K, NUM_TOKENS = 4, 2, 6
-
 
 def gate(*, is_watched: bool = True, **settings: Any) -> tuple[RouterLoad, Any]:
     """Return the load of a model that is one MoE layer's router, and the router."""
-    router = TopKRouter(
-        TransformerConfig(
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=1,
-            num_moe_experts=NUM_EXPERTS,
-            add_bias_linear=False,
-            perform_initialization=False,
-            moe_router_load_balancing_type="none",
-            moe_router_topk=TOP_K,
-            moe_token_dispatcher_type="alltoall",
-            **settings,
-        ),
-        pg_collection=ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None),
-    )
-    router.gating = lambda tokens: tokens @ router.weight.T  # the original wants a GPU
-    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-    model: Any = torch.nn.Module()
-    model.decoder = torch.nn.Module()
-    layer: Any = torch.nn.Module()
-    layer.layer_number, layer.mlp = 1, torch.nn.Module()
-    layer.mlp.router = router
-    model.decoder.layers = torch.nn.ModuleList([layer])
-    load = RouterLoad()
+    model, load = Model(**settings), RouterLoad()
     load.start([model], sums_probabilities=is_watched)
-    return load, router
-
-
-def hidden(seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(NUM_TOKENS // 2, 2, 8, generator=generator, requires_grad=True)
+    return load, model.router
 
 
 def units(sums: torch.Tensor) -> list[int]:

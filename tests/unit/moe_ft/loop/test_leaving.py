@@ -1,25 +1,126 @@
-"""A rank writes its breakpoint once, before its report, and says why if there is none."""
+"""Ranks that leave: each writes its breakpoint once, and all meet at the latest iteration, if they can.
+
+The simulation has whole jobs that are told to end.
+"""
 
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
-from moe_ft.loop import breakpoint_writer as module
-from moe_ft.loop.breakpoint_writer import BreakpointWriter
+from moe_ft.loop import leaving as module
+from moe_ft.loop.leaving import (
+    BreakpointMeeting,
+    BreakpointWriter,
+    JobProcesses,
+    gone_ranks,
+    meet_processes,
+)
 from moe_ft.loop.listeners import LoopState
-from moe_ft.loop.local_processes import JobProcesses
 from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.unit.moe_ft.engine.boundary.logs import SmallLog, sends_of, small_log
 from tests.unit.moe_ft.engine.engine_job import Job, Setup, capture
+from tests.unit.moe_ft.together import run_together
+from tests.waiting import wait_for
 
 DEADLINE_S = 120.0
+OWN = JobProcesses(pids={0: os.getpid()}, token="the token")
+
+
+def test_process_that_has_ended_is_gone_before_and_after_somebody_waits_for_it() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    wait_for(lambda: gone_ranks({5: process.pid}), "the end of the process")
+    process.wait()
+    assert gone_ranks({4: os.getpid(), 5: process.pid}) == {5}
+
+
+def test_rank_sees_itself() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert meet_processes().pids == {0: os.getpid()}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer than a busy machine takes."""
+    for name in ("_MEETING_S", "_STEP_S", "_ANSWER_S"):
+        monkeypatch.setattr(module, name, 100.0)
+
+
+def agree(store: dist.Store, iterations: Sequence[int | None]) -> list[int | None]:
+    """Return what ranks agree on, each with the breakpoint of an iteration, or none."""
+    world_size = len(iterations)
+
+    def of_rank(rank: int, gather: object) -> int | None:
+        meeting = BreakpointMeeting(store, rank, world_size, 0, OWN)
+        iteration = iterations[rank]
+        if iteration is None:
+            meeting.cannot_step()
+            return None
+        target = meeting.agree(iteration)
+        if target is not None:
+            meeting.wait_for_others()
+        return target
+
+    return run_together(world_size, of_rank)
+
+
+@pytest.mark.parametrize("iterations", [[4, 4, 4], [4, 5, 4], [5, 4, 5]])
+def test_ranks_meet_at_the_latest_iteration(iterations: list[int]) -> None:
+    assert agree(dist.HashStore(), iterations) == [max(iterations)] * 3
+
+
+def test_nobody_waits_for_a_rank_without_a_breakpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MEETING_S", 1e9)
+    assert agree(dist.HashStore(), [4, None, 5]) == [None] * 3
+
+
+def test_nobody_waits_for_a_rank_whose_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MEETING_S", 1e9)
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    store = dist.HashStore()
+    seen = replace(OWN, pids={**OWN.pids, 1: process.pid})
+    assert BreakpointMeeting(store, 0, 3, 0, seen).agree(4) is None
+    # A rank on another machine, which cannot see that process, learns of it.
+    assert BreakpointMeeting(store, 2, 3, 0, replace(OWN, pids={2: os.getpid()})).agree(4) is None
+
+
+def test_rank_that_says_nothing_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MEETING_S", 0.0)
+    assert BreakpointMeeting(dist.HashStore(), 0, 2, 0, OWN).agree(4) is None
+
+
+def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MEETING_S", 1e9)
+
+    class Broken:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("Connection reset by peer")
+
+    meeting = BreakpointMeeting(Broken(), 0, 2, 0, OWN)
+    assert meeting.agree(4) is None
+    meeting.wait_for_others()
+
+
+def test_earlier_starts_do_not_count() -> None:
+    store = dist.HashStore()
+    assert agree(store, [4, 5]) == [5, 5]
+    meeting = BreakpointMeeting(store, 0, 1, 1, OWN)
+    assert meeting.agree(2) == 2
 
 
 @pytest.fixture
@@ -84,21 +185,21 @@ def test_repair_on_a_gpu_leaves_no_state_that_the_broken_iteration_has_made(
     assert aborted == [], "the groups of a repair stay"
 
 
-@pytest.mark.parametrize("error", [ConfigError("no"), UnrecoverableError("nothing")])
-def test_refusal_leaves_none(
-    error: Exception, writer: BreakpointWriter, event_log: EventLog
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (ConfigError("no"), "refused"),
+        (UnrecoverableError("nothing"), "refused"),
+        (RuntimeError(f"found {math.nan} in local forward loss calculation"), "not finite"),
+    ],
+)
+def test_refusal_or_a_result_that_is_not_finite_leaves_none(
+    error: Exception, problem: str, writer: BreakpointWriter, event_log: EventLog
 ) -> None:
     writer.on_failure(error)
     found = last_event(event_log)
     assert found["bytes"] == 0
-    assert "refused" in found["problem"]
-
-
-def test_result_that_is_not_finite_leaves_none(
-    writer: BreakpointWriter, event_log: EventLog
-) -> None:
-    writer.on_failure(RuntimeError(f"found {math.nan} in local forward loss calculation"))
-    assert "not finite" in last_event(event_log)["problem"]
+    assert problem in found["problem"]
 
 
 class Leaving:
@@ -167,10 +268,8 @@ def test_log_that_is_not_committed_in_time_is_said(
 ) -> None:
     monkeypatch.setattr(module, "_LEAVING_S", 0.0)
     leaving.writer.on_sigterm()
-    found, reason = (
-        last_event(event_log),
-        "not committed within 0 s: the next recovery may be global",
-    )
+    found = last_event(event_log)
+    reason = "not committed within 0 s: the next recovery may be global"
     assert (found["event"], found["part"], found["iteration"]) == ("degraded", "boundary-log", 3)
     assert reason in found["reason"]
     assert f"{reason}\n" in capsys.readouterr().err
