@@ -6,8 +6,7 @@ the nearest tier (recoveries.py), and also what the case itself says that it mus
 """
 
 import shutil
-from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_ft.faults import Phase
@@ -29,6 +28,7 @@ from tests.harness import events
 from tests.kept_job import run_kept
 from tests.partial_runs import check_losses
 from tests.recoveries import Expected
+from tests.references import Place
 
 _BATCH, _MICRO_BATCH, _LENGTH = 8, 2, 32
 _MAX_RESTARTS = 5
@@ -122,7 +122,7 @@ _FEATURES: dict[str, Changes] = {
 }
 
 
-def job_flags(case: Case, dataset_flags: Sequence[str]) -> list[str]:
+def job_flags(case: Case, place: Place) -> list[str]:
     """Return the flags that the run has with and without checkpoints."""
     changes: Changes = {"hidden_dropout": 0.1, "train_iters": NUM_ITERATIONS}
     changes |= {"clip_grad": 0.1, "global_batch_size": _BATCH}  # active in every iteration
@@ -142,7 +142,7 @@ def job_flags(case: Case, dataset_flags: Sequence[str]) -> list[str]:
         changes["num_layers_per_virtual_pipeline_stage"] = 1
         changes.pop("iterations_to_skip", None)
     further = RERUNS if case.feature == "reruns" else ()
-    return [*model_flags(**changes), *layout_flags(layout), *further, *dataset_flags]
+    return [*model_flags(**changes), *layout_flags(layout), *further, *place.dataset_flags]
 
 
 def _precision(case: Case) -> Changes:
@@ -180,9 +180,7 @@ def faults_of(case: Case) -> list[str]:
     return found
 
 
-def run_case(
-    case: Case, dataset_flags: Sequence[str], folder: Path, memory_dir: Path
-) -> list[Expected | None]:
+def run_case(case: Case, place: Place) -> list[Expected | None]:
     """Train with the case's faults until the run has ended; return what its restarts have recovered.
 
     Raises:
@@ -191,34 +189,28 @@ def run_case(
     """
 
     def between(start: int) -> None:
-        for fault in struck(case, faults_fired(folder, case.world_size), start):
+        for fault in struck(case, faults_fired(place.folder, case.world_size), start):
             if fault.tier == "storage":
-                shutil.rmtree(memory_dir / JOB_ID)
+                shutil.rmtree(place.memory_dir / JOB_ID)
             elif fault.tier == "peer":
-                shutil.rmtree(memory_dir / JOB_ID / f"node{fault.victim}", ignore_errors=True)
+                shutil.rmtree(place.memory_dir / JOB_ID / f"node{fault.victim}", ignore_errors=True)
 
     recovered = run_until_it_ends(
         [
-            *job_flags(case, dataset_flags),
+            *job_flags(case, place),
             *checkpoint_flags(case),
             *fault_flags(faults_of(case)),
         ],
         case.world_size,
-        folder=folder,
-        memory_dir=memory_dir,
+        place,
         max_restarts=_MAX_RESTARTS,
         between=between,
         has_breakpoints=case.has_breakpoints,
     )
-    replicated = {
-        (rank, line["iteration"])
-        for rank in range(case.world_size)
-        for line in events(folder / "events", rank, "replicate")
-    }
-    check_case(case, faults_fired(folder, case.world_size), recovered, replicated)
+    check_case(case, faults_fired(place.folder, case.world_size), recovered)
     if not case.is_exact:
         check_losses(
-            folder / "events",
+            place.folder / "events",
             num_ranks=case.world_size,
             num_experts=NUM_EXPERTS,
             ep_size=LAYOUTS[case.layout][1].get("ep", 1),
@@ -228,25 +220,29 @@ def run_case(
     return recovered
 
 
-def run_repaired_case(
-    case: Case, dataset_flags: Sequence[str], folder: Path, memory_dir: Path
-) -> None:
+def run_repaired_case(case: Case, place: Place) -> None:
     """Train under `moe_ft keep` with the case's kills, each of which is repaired in place.
 
     Raises:
         AssertionError: if a start fails, or a rank was not replaced.
     """
-    log = folder / "events"
+    log = place.folder / "events"
     run_kept(
         [
-            *job_flags(case, dataset_flags),
+            *job_flags(case, place),
             *checkpoint_flags(case),
             *fault_flags(faults_of(case)),
-            *(*event_flags(log), "--moe-ft-repair", "auto", "--moe-ft-memory-dir", str(memory_dir)),
-            *("--moe-ft-persist-dir", str(folder / "storage")),
+            *(
+                *event_flags(log),
+                "--moe-ft-repair",
+                "auto",
+                "--moe-ft-memory-dir",
+                str(place.memory_dir),
+            ),
+            *("--moe-ft-persist-dir", str(place.folder / "storage")),
         ],
         case.world_size,
-        log=folder / "log",
+        log=place.folder / "log",
     ).check()
     for rank in range(case.world_size):
         dead = [line["dead_ranks"] for line in events(log, rank, "repair")]
@@ -276,22 +272,16 @@ def _is_of(line: Mapping[str, Any], fault: Fault, world_size: int) -> bool:
 
 
 def check_case(
-    case: Case,
-    fired: Sequence[Mapping[str, Any]],
-    recovered: Sequence[Expected | None],
-    replicated: Set[tuple[int, int]],
+    case: Case, fired: Sequence[Mapping[str, Any]], recovered: Sequence[Expected | None]
 ) -> None:
     """Fail unless the faults fired, and each restart recovered what the case itself says that it must.
 
     This does not depend on what was left between the starts: the first window is complete long before the
     first fault. A slow machine may skip later ones, and may not have sent a state to the peer yet that is
-    complete in memory or on storage: the peer must have what a rank said that it has sent.
+    complete in memory or on storage. That the peer has what was sent is a promise in the simulation.
 
     Args:
-        case: the run.
-        fired: events of the faults.
         recovered: ``[start - 1]`` what was recovered, which was the newest and nearest that was left.
-        replicated: (rank, iteration) of each `replicate` event.
     """
     of_starts = [struck(case, fired, start) for start in range(len(recovered) + 1)]
     for fault in case.faults:
@@ -309,7 +299,7 @@ def check_case(
         ]
         where = f"{case}: start {start + 1} recovered {each or 'nothing'} after {lines}"
         is_from_storage = any(fault.tier == "storage" for fault in faults)
-        may_be_older = is_from_storage or not _was_sent(last, faults, replicated)
+        may_be_older = is_from_storage or any(fault.tier == "peer" for fault in faults)
         if each is None:  # a slow writer had not written a window yet
             assert is_from_storage, where
             continue
@@ -330,8 +320,7 @@ def check_case(
         assert may_be_older or not is_older, where
         was_in_storage = last is not None and "storage" in last.tiers
         for rank, tier in enumerate(() if each.has_parts or was_in_storage else each.tiers):
-            was_sent = (rank, each.target_iteration) in replicated
-            assert tier in _tiers(faults, rank, was_sent=was_sent, is_older=is_older), where
+            assert tier in _tiers(faults, rank, is_older=is_older), where
         last = each
 
 
@@ -339,32 +328,15 @@ def _lengths(case: Case) -> Sequence[int]:
     return range(1, 4) if case.window is None else (case.window,)
 
 
-def _is_lost(faults: Sequence[Fault], rank: int) -> bool:
-    """Return whether the node of a rank is lost; ranks take turns on two nodes."""
-    return rank % 2 in {fault.victim for fault in faults if fault.tier == "peer"}
-
-
-def _was_sent(
-    last: Expected | None, faults: Sequence[Fault], replicated: Set[tuple[int, int]]
-) -> bool:
-    """Return whether all ranks whose node is lost had sent the state that was recovered last."""
-    if last is None:
-        return True
-    lost = (rank for rank in range(len(last.tiers)) if _is_lost(faults, rank))
-    return all((rank, last.target_iteration) in replicated for rank in lost)
-
-
-def _tiers(faults: Sequence[Fault], rank: int, *, was_sent: bool, is_older: bool) -> set[str]:
+def _tiers(faults: Sequence[Fault], rank: int, *, is_older: bool) -> set[str]:
     """Return the tiers that a rank's state may come from after faults in a start.
 
     Args:
-        faults: of the start.
-        rank: the rank.
-        was_sent: whether the rank said that its peer has this state.
         is_older: whether it is older than the state recovered before, whose memory may be used again.
     """
+    lost = {fault.victim for fault in faults if fault.tier == "peer"}
     if any(fault.tier == "storage" for fault in faults):
         return {"storage"}
-    if _is_lost(faults, rank):
-        return {"peer"} if was_sent else {"peer", "storage"}
+    if rank % 2 in lost:  # ranks take turns on two nodes
+        return {"peer", "storage"}
     return {"memory", "storage"} if is_older else {"memory"}

@@ -10,6 +10,7 @@ from typing import Any
 from tests.demo_model import event_flags
 from tests.harness import events, run_with_restarts
 from tests.recoveries import Expected, RecoveryWatch
+from tests.references import Place
 
 JOB_ID = "test"
 
@@ -17,9 +18,8 @@ JOB_ID = "test"
 def run_until_it_ends(
     flags: Sequence[str],
     world_size: int,
+    place: Place,
     *,
-    folder: Path,
-    memory_dir: Path,
     max_restarts: int,
     between: Callable[[int], None] | None = None,
     has_breakpoints: bool = False,
@@ -28,10 +28,7 @@ def run_until_it_ends(
 
     Args:
         flags: of the job, without its directories.
-        world_size: number of ranks.
-        folder: for events (``folder/events``), storage (``folder/storage``) and output.
-        memory_dir: for the memory of the job.
-        max_restarts: number of restarts after which the job must have ended.
+        place: its folder gets events, storage and output.
         between: called after a start that failed, with its number, before its remains are read.
         has_breakpoints: whether ranks may leave newer states than their windows.
 
@@ -39,6 +36,7 @@ def run_until_it_ends(
         AssertionError: if the job does not end by itself, or a rank has not recovered the newest state that
             was left from the nearest tier.
     """
+    folder, memory_dir = place.folder, place.memory_dir
     log, storage = folder / "events", folder / "storage"
     nodes = [f"node{rank % 2}" for rank in range(world_size)]
     watch = RecoveryWatch(log, world_size, memory_dir / JOB_ID, storage, lambda start: nodes)

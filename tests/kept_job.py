@@ -5,6 +5,7 @@ stands for torchrun's agent: when a worker fails it ends all of them and starts 
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -170,3 +171,8 @@ def _wait(workers: Sequence[Any], deadline: float, log: Path) -> tuple[int, ...]
                 os.killpg(each.pid, signal.SIGKILL)
             each.wait()
     return tuple(each.returncode for each in workers)
+
+
+def logged_in(text: str) -> list[int]:
+    """Return the iterations that have a log line of Megatron's in a text, in their order."""
+    return [int(number) for number in re.findall(r"iteration +(\d+)/ +\d+ \|", text)]

@@ -1,20 +1,37 @@
 """Jobs in which single stages recover: a layout, faults, and the stages that must run iterations again."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import pretrain_gpt_moe
+from megatron.fault_tolerance.program import forward_step
+from moe_ft.loop.listeners import Listeners
+from moe_ft.loop.training_loop import LoopParts
 from tests.demo_model import event_flags, layout_flags, model_flags, world_size_of
 from tests.faulty_runs import fault_flags, faults_fired
-from tests.harness import JobResult, Train, events, run_with_restarts
+from tests.harness import JobResult, Train, digests, events, run_with_restarts
+from tests.references import Place
 
 NUM_ITERATIONS = 12
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
 DENSE = ("--moe-ft-strategy", "dense", "--moe-ft-interval", "4")
 LOGGED = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
+INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
+BIASED = ("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid")
 ALL: tuple[int, ...] = ()  # stages of a recovery in which all go back
-NOBODY = None  # every rank continues from its breakpoint
+PP2, PP4 = {"pp": 2, "ep": 2}, {"pp": 4}
+# The scale grows until gradients overflow, again and again: some steps are skipped.
+FP16: dict[str, Any] = {
+    "flags": ("--fp16", "--initial-loss-scale", "1048576", "--loss-scale-window", "2"),
+    "changes": {"bf16": False, "hysteresis": 1},
+}
+TWO_STAGES_PER_NODE = [
+    ("node0", "node0", "node1", "node1"),
+    ("node2", "node2", "node1", "node1"),
+]
+_LENGTHS = (32, 16, 24, 8)  # of the micro-batches of an iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +39,21 @@ class Case:
     """A layout, the faults of a run, and the stages that each recovery must run again.
 
     Attributes:
-        stages: ``[recovery]`` stages that run iterations again alone, `ALL`, or `NOBODY`.
+        stages: ``[recovery]`` stages that run iterations again alone, or `ALL`.
         changes: of the flags of the small model.
         nodes: ``[start][rank]`` the node of each rank; the last one is that of all later starts.
+        train: instead of the program, also for the run without faults.
     """
 
-    layout: Mapping[str, int]
-    faults: Sequence[str]
-    stages: Sequence[Sequence[int] | None]
+    layout: Mapping[str, int] = field(default_factory=lambda: PP2)
+    faults: Sequence[str] = ("kill:1@5:backward", "kill:2@9:before-step")
+    stages: Sequence[Sequence[int]] = ((0,), (1,))
     strategy: Sequence[str] = SPARSE
     flags: Sequence[str] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
     recovery: str = "local"
     nodes: Sequence[Sequence[str]] = ()
+    train: Train | None = None
 
     @property
     def world_size(self) -> int:
@@ -45,7 +64,7 @@ class Case:
         """Return the pipeline stage of a rank."""
         return rank * self.layout["pp"] // self.world_size
 
-    def base(self, dataset_flags: Sequence[str]) -> list[str]:
+    def base(self, place: Place) -> list[str]:
         """Return the flags of the run without checkpoints."""
         layout = {name: size for name, size in self.layout.items() if name != "dp"}
         changes = {
@@ -54,55 +73,82 @@ class Case:
             "lr_decay_style": "linear",
             **self.changes,
         }
-        return [*model_flags(**changes), *layout_flags(layout), *self.flags, *dataset_flags]
+        return [*model_flags(**changes), *layout_flags(layout), *self.flags, *place.dataset_flags]
 
-    def flags_of(self, base: Sequence[str], folder: Path, memory_dir: Path) -> list[str]:
+    def flags_of(self, place: Place) -> list[str]:
         """Return the flags of the run with checkpoints and faults."""
         return [
-            *(*base, *event_flags(folder / "events"), *self.strategy, *LOGGED),
+            *(*self.base(place), *event_flags(place.folder / "events"), *self.strategy, *LOGGED),
             *("--moe-ft-recovery", self.recovery),
-            *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(memory_dir)),
+            *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(place.memory_dir)),
             *fault_flags(self.faults),
         ]
 
     def run(
-        self,
-        base: Sequence[str],
-        folder: Path,
-        memory_dir: Path,
-        between: Callable[[int], None] | None = None,
-        num_failures: int = 0,
-        train: Train | None = None,
-    ) -> list[JobResult]:
-        """Run the job, starting it again after each fault and some more failures; see `run_with_restarts`."""
-        return run_with_restarts(
-            self.flags_of(base, folder, memory_dir),
+        self, place: Place, between: Callable[[int], None] | None = None, train: Train | None = None
+    ) -> JobResult:
+        """Run the job, starting it again after each fault; check all that must be so, return its last start.
+
+        Args:
+            between: see `run_with_restarts`.
+            train: instead of the program in the run with faults.
+        """
+        result = run_with_restarts(
+            self.flags_of(place),
             self.world_size,
-            log_dir=folder / "logs",
-            max_restarts=len(self.faults) + num_failures,
+            log_dir=place.folder / "logs",
+            max_restarts=len(self.faults),
             nodes=self._nodes if self.nodes else None,
             between=between,
-            train=train,
-        )
+            train=train or self.train,
+        )[-1]
+        result.check()
+        self.check(place)
+        return result
 
     def _nodes(self, start: int) -> Sequence[str]:
         return self.nodes[min(start, len(self.nodes) - 1)]
 
-    def check(self, folder: Path) -> None:
+    def check(self, place: Place) -> None:
         """Check that all faults have fired, and which stages each recovery has run again."""
-        assert len(faults_fired(folder, self.world_size)) == len(self.faults)
+        assert len(faults_fired(place.folder, self.world_size)) == len(self.faults)
         for rank in range(self.world_size):
-            found = events(folder / "events", rank, "recovery")
+            found = events(place.folder / "events", rank, "recovery")
             scopes = ["local" if each else "global" for each in self.stages]
             assert [each["scope"] for each in found] == scopes, found
             for each, stages in zip(found, self.stages, strict=True):
                 has_replayed = each["replayed_iterations"] > 0
                 if stages == ALL:
                     assert has_replayed
-                    assert bool(each["reason"]) == (self.recovery != "global")
+                    assert each["reason"]
                     continue
-                assert has_replayed == (self.stage_of(rank) in (stages or ())), each
-                assert not stages or each["stages"] == list(stages)
+                assert has_replayed == (self.stage_of(rank) in stages), each
+                assert each["stages"] == list(stages)
+
+    def check_end(self, place: Place) -> None:
+        """Check that the run has ended in the state of one without faults, and left no memory."""
+        assert not list(place.memory_dir.glob("test/*/rank_*"))
+        wanted = place.references.digests(self.base(place), self.world_size, self.train)
+        assert digests(place.folder / "events", self.world_size) == wanted
 
 
-PP2, PP3, PP4 = {"pp": 2, "ep": 2}, {"pp": 3}, {"pp": 4}
+def train_with_lengths(flags: list[str]) -> None:
+    """Train with sequences of several lengths, the same in every iteration. Runs on every rank."""
+    read, lengths = forward_step._read_batch, itertools.cycle(_LENGTHS)
+
+    def read_part(*args: Any) -> dict[str, Any]:
+        batch, length = read(*args), next(lengths)
+        cut = {name: each if each is None else each[:, :length] for name, each in batch.items()}
+        if cut["attention_mask"] is not None:
+            cut["attention_mask"] = batch["attention_mask"][:, :, :length, :length]
+        return cut
+
+    forward_step._read_batch = read_part  # type: ignore[assignment]
+    begin = Listeners.begin_training
+
+    def begin_training(self: Listeners, parts: LoopParts) -> None:
+        parts.config.variable_seq_lengths = True  # no flag of Megatron sets it for a GPT
+        begin(self, parts)
+
+    Listeners.begin_training = begin_training  # type: ignore[method-assign]
+    pretrain_gpt_moe.main(flags)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.checkpoint_job import CheckpointJob
 from tests.harness import events
+from tests.jobs import CheckpointJob
 from tests.recount import Recount
 
 LAYERS = tuple(f"layer.{number}" for number in range(4))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -50,3 +51,13 @@ class References:
                 ).check()
                 known.write_text(json.dumps(digests(folder / "events", world_size)))
         return [(own, whole) for own, whole in json.loads(known.read_text())]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Data and folders of a test's jobs; see the fixtures of these names."""
+
+    dataset_flags: Sequence[str]
+    folder: Path
+    memory_dir: Path
+    references: References

@@ -51,6 +51,7 @@ def replays_of(folder: Path, rank: int) -> list[list[dict[str, Any]]]:
 
 def _describe(local: Any, units: Collection[UnitId]) -> dict[str, Any]:
     return {
+        "name": local.name,
         "kind": local.unit.kind.value,
         "layer": local.unit.layer_name,
         "is_to_come": local.unit in units,

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_job import CheckpointJob
 from tests.covering_array import SPACE, case_of, runs
-from tests.references import Digests, References
-from tests.repaired_job import RepairedJob
+from tests.jobs import CheckpointJob, RepairedJob
+from tests.references import Digests, Place, References
 
 RECOVERIES = "recoveries"  # property of a test: a line that says what its run has recovered
 
@@ -36,11 +35,17 @@ def references(shared_folder: Path) -> References:
 
 
 @pytest.fixture
-def job(
+def place(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
-) -> CheckpointJob:
+) -> Place:
+    """Return data and folders for jobs."""
+    return Place(dataset_flags, tmp_path, memory_dir, references)
+
+
+@pytest.fixture
+def job(place: Place) -> CheckpointJob:
     """Return a job that takes checkpoints."""
-    return CheckpointJob(dataset_flags, tmp_path, memory_dir, references)
+    return CheckpointJob(place)
 
 
 @pytest.fixture
@@ -50,8 +55,6 @@ def expected(job: CheckpointJob) -> Digests:
 
 
 @pytest.fixture
-def repaired(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
-) -> RepairedJob:
+def repaired(place: Place) -> RepairedJob:
     """Return a job whose dead ranks are replaced in place."""
-    return RepairedJob(dataset_flags, tmp_path, memory_dir, references)
+    return RepairedJob(place)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_job import NUM_RANKS, CheckpointJob, flip_byte, refusal
 from tests.harness import run_training
+from tests.jobs import NUM_RANKS, CheckpointJob, flip_byte, refusal
 
 Digests = list[tuple[str, str]]
 

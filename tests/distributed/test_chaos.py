@@ -14,7 +14,7 @@ from moe_ft.events import event_path
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.faulty_runs import run_until_it_ends
 from tests.harness import digests, events, run_with_restarts
-from tests.references import References
+from tests.references import Place
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
@@ -90,7 +90,7 @@ class Killer:
         return [line["pid"] for line in newest] if has_started else None
 
 
-def job_flags(dataset_flags: list[str], *, stages: int = 2, num_layers: int = 4) -> list[str]:
+def job_flags(place: Place, *, stages: int = 2, num_layers: int = 4) -> list[str]:
     """Return the flags of the job, killed or not."""
     model = model_flags(
         train_iters=NUM_ITERATIONS,
@@ -101,32 +101,26 @@ def job_flags(dataset_flags: list[str], *, stages: int = 2, num_layers: int = 4)
     )
     chunks = ["--num-virtual-stages-per-pipeline-rank", "2"] if num_layers == 8 else []
     layout = layout_flags({"pp": stages, "ep": NUM_RANKS // stages})
-    return [*model, *layout, *chunks, *dataset_flags]
+    return [*model, *layout, *chunks, *place.dataset_flags]
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(_TEST_S)
 @pytest.mark.parametrize(("seed", "window"), [(1, "2"), (2, "3"), (3, "5"), (4, "3"), (5, "auto")])
 def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_not(
-    seed: int,
-    window: str,
-    references: References,
-    dataset_flags: list[str],
-    tmp_path: Path,
-    memory_dir: Path,
+    seed: int, window: str, place: Place
 ) -> None:
     flags = [
-        *job_flags(dataset_flags),
+        *job_flags(place),
         *("--moe-ft-strategy", "sparse", "--moe-ft-window", window),
         *("--moe-ft-persist-interval", "2"),
     ]
-    log, start = tmp_path / "events", time.monotonic()
+    log, start = place.folder / "events", time.monotonic()
     with Killer(log, seed) as killer:
         recovered = run_until_it_ends(
             flags,
             NUM_RANKS,
-            folder=tmp_path,
-            memory_dir=memory_dir,
+            place,
             max_restarts=KILLS_PER_RUN + 3,
         )
     steps = "; ".join(str(each or "nothing") for each in recovered)
@@ -137,8 +131,8 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     targets = [each.target_iteration if each else 0 for each in recovered]
     assert targets == sorted(targets)
     assert len(killer.kills) == KILLS_PER_RUN
-    base = job_flags(dataset_flags)
-    undisturbed = references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
+    base = job_flags(place)
+    undisturbed = place.references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
     assert digests(log, NUM_RANKS) == undisturbed
 
 
@@ -161,22 +155,20 @@ def local_recoveries(log: Path, num_stages: int) -> list[tuple[int, tuple[int, .
 @pytest.mark.chaos
 @pytest.mark.timeout(_TEST_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_stages_that_are_killed_again_and_again_recover_alone(
-    seed: int, references: References, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
+def test_stages_that_are_killed_again_and_again_recover_alone(seed: int, place: Place) -> None:
     num_stages, num_layers, strategy = LOCAL[seed % len(LOCAL)]
-    base = job_flags(dataset_flags, stages=num_stages, num_layers=num_layers)
-    log = tmp_path / "events"
+    base = job_flags(place, stages=num_stages, num_layers=num_layers)
+    log = place.folder / "events"
     flags = [
         *(*base, *event_flags(log), *strategy, "--moe-ft-upstream-log", "--moe-ft-breakpoints"),
-        *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(memory_dir)),
+        *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(place.memory_dir)),
         *("--moe-ft-fault-report-grace-s", "0.5"),
     ]
     with Killer(log, seed) as killer:
         run_with_restarts(
             flags,
             NUM_RANKS,
-            log_dir=tmp_path / "logs",
+            log_dir=place.folder / "logs",
             max_restarts=KILLS_PER_RUN + 3,
             deadline_s=_DEADLINE_S,
         )[-1].check()
@@ -187,5 +179,5 @@ def test_stages_that_are_killed_again_and_again_recover_alone(
     assert targets == sorted(targets)
     # A kill before the first window, or before a new one after a recovery, is answered by all stages.
     assert sum(bool(stages) for _, stages in found) >= KILLS_PER_RUN // 4
-    undisturbed = references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
+    undisturbed = place.references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
     assert digests(log, NUM_RANKS) == undisturbed

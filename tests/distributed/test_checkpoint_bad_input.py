@@ -24,9 +24,9 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.recovery import claim
-from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, Train, events, run_training
+from tests.jobs import CheckpointJob
 from tests.shares import share_of
 
 REFUSED = 2

@@ -9,7 +9,7 @@ import pretrain_gpt_moe
 from moe_ft.cli import main
 from moe_ft.faults import Phase
 from moe_ft.loop.faults import Faults
-from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
+from tests.jobs import TWO_NODES, CheckpointJob, flip_byte
 from tests.waiting import wait_for
 
 DAMAGED, REFUSED = 1, 2

@@ -13,8 +13,9 @@ from megatron.core import dist_checkpointing
 
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.errors import CorruptStateError
-from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import DEEPSEEK, layout_flags, model_flags
+from tests.jobs import CheckpointJob
+from tests.references import Place
 from tests.stock import Training, run_program
 from tests.unit.moe_ft.convert.huggingface.round_trip import check_is_equal
 
@@ -75,16 +76,16 @@ IN_ARGUMENTS = (
 class Runs:
     """Runs of one case: ours, which leaves checkpoints of its middle and its end, and stock ones."""
 
-    def __init__(self, case: Case, dataset_flags: list[str], folder: Path, memory: Path) -> None:
+    def __init__(self, case: Case, place: Place) -> None:
         self.world_size, self.layout, self.changes = case
-        self._dataset_flags, self._folder, self._memory = dataset_flags, folder, memory
-        self.storage = folder / "storage"
+        self._place, self._folder = place, place.folder
+        self.storage = place.folder / "storage"
 
     def ours(self, *flags: str) -> Training:
         """Run ours from the beginning, or from what the flags name, to the end."""
         places = [
             *("--moe-ft-strategy", "dense", "--moe-ft-interval", "1", "--moe-ft-job-id", "job"),
-            *("--moe-ft-memory-dir", str(self._memory), "--moe-ft-keep", "9"),
+            *("--moe-ft-memory-dir", str(self._place.memory_dir), "--moe-ft-keep", "9"),
             *("--moe-ft-persist-dir", str(self.storage), "--moe-ft-persist-interval", str(MIDDLE)),
         ]
         return self._run([*places, *flags], is_stock=False)
@@ -101,7 +102,7 @@ class Runs:
         world_size, layout, changes = case or (self.world_size, self.layout, {})
         removed = {} if case is None else dict.fromkeys(SEQUENCE, False)
         model = model_flags(**{"train_iters": END, **self.changes, **removed, **changes})
-        command = [*model, *layout_flags(layout), *self._dataset_flags, *flags]
+        command = [*model, *layout_flags(layout), *self._place.dataset_flags, *flags]
         folder = self._folder / f"run_{len(list(self._folder.glob('run_*')))}"
         return run_program(command, world_size, is_stock=is_stock, folder=folder)
 
@@ -148,36 +149,28 @@ def check_continues_bitwise(runs: Runs, *flags: str) -> Path:
     return folder
 
 
-def test_stock_megatron_continues_bitwise_in_the_same_layout(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+def test_stock_megatron_continues_bitwise_in_the_same_layout(place: Place) -> None:
+    runs = Runs(QUICK, place)
     check_continues_bitwise(runs)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", OTHERS)
-def test_stock_megatron_continues_other_models(
-    name: str, dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    check_continues_bitwise(Runs(OTHERS[name], dataset_flags, tmp_path, memory_dir))
+def test_stock_megatron_continues_other_models(name: str, place: Place) -> None:
+    check_continues_bitwise(Runs(OTHERS[name], place))
 
 
 @pytest.mark.rest
-def test_masters_that_are_split_are_put_together(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    runs = Runs((1, {}, SMALL), dataset_flags, tmp_path, memory_dir)
+def test_masters_that_are_split_are_put_together(place: Place) -> None:
+    runs = Runs((1, {}, SMALL), place)
     check_continues_bitwise(runs, "--moe-ft-state-dtype", "master=split")
 
 
 @pytest.mark.rest
-def test_stock_megatron_continues_in_other_layouts(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
+def test_stock_megatron_continues_in_other_layouts(place: Place) -> None:
     world_size, layout, changes = QUICK
     case = world_size, layout, {**changes, "hidden_dropout": 0.0}
-    runs = Runs(case, dataset_flags, tmp_path, memory_dir)
+    runs = Runs(case, place)
     folder = check_continues_bitwise(runs)
     expected = second_half(runs.stock("--load", str(folder)))[LOSS]
     for other in LAYOUTS.values():
@@ -191,11 +184,9 @@ def test_stock_megatron_continues_in_other_layouts(
 
 
 @pytest.mark.rest
-def test_ours_continues_multi_latent_attention_in_another_layout(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
+def test_ours_continues_multi_latent_attention_in_another_layout(place: Place) -> None:
     case = (2, {"pp": 2}, DEEPSEEK | {"num_layers": 4, "moe_layer_freq": "([0]*1+[1]*3)"})
-    runs = Runs(case, dataset_flags, tmp_path, memory_dir)
+    runs = Runs(case, place)
     ours = second_half(runs.ours())[LOSS]
     load = ["--load", str(runs.converted())]
     found = second_half(runs.plain(*load, case=(1, {}, {})))[LOSS]
@@ -203,11 +194,9 @@ def test_ours_continues_multi_latent_attention_in_another_layout(
 
 
 @pytest.mark.rest
-def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
+def test_partial_checkpoint_continues_with_the_ages_of_its_experts(place: Place) -> None:
     case = (2, {"ep": 2}, SMALL | {"train_iters": 3 * MIDDLE, "normalization": "RMSNorm"})
-    runs = Runs(case, dataset_flags, tmp_path, memory_dir)
+    runs = Runs(case, place)
     runs.ours(
         *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "2")
     )
@@ -218,7 +207,7 @@ def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
     assert state["moe_ft"]["plt"] == 0
     logged = runs.stock("--load", str(folder)).scalars[LOSS]
     assert [iteration for iteration, _ in logged] == [2 * MIDDLE + 1, 3 * MIDDLE]
-    both = [tmp_path / name for name in ("hf_of_ours", "hf_of_megatrons")]
+    both = [place.folder / name for name in ("hf_of_ours", "hf_of_megatrons")]
     for source, to in zip((runs.storage, folder), both, strict=True):
         options: dict[str, Any] = {"to": "hf", "dtype": "fp32", "iteration": 2 * MIDDLE}
         convert(Request(source=str(source), destination=str(to), **options))
@@ -228,10 +217,8 @@ def test_partial_checkpoint_continues_with_the_ages_of_its_experts(
 
 
 @pytest.mark.rest
-def test_weights_alone_start_a_run(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+def test_weights_alone_start_a_run(place: Place) -> None:
+    runs = Runs(QUICK, place)
     ours = runs.ours()
     stock = runs.stock("--load", str(runs.converted(what="weights")))
     (first, _), (_, loss) = ours.scalars[LOSS][0], stock.scalars[LOSS][0]
@@ -240,10 +227,8 @@ def test_weights_alone_start_a_run(
 
 
 @pytest.mark.rest
-def test_stock_megatron_takes_the_model_from_the_arguments_of_the_checkpoint(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
+def test_stock_megatron_takes_the_model_from_the_arguments_of_the_checkpoint(place: Place) -> None:
+    runs = Runs(QUICK, place)
     expected = second_half(runs.ours())
     case = (2, {"tp": 2}, SEQUENCE | dict.fromkeys(IN_ARGUMENTS, False))
     found = runs.stock("--load", str(runs.converted()), "--use-checkpoint-args", case=case)
@@ -251,9 +236,9 @@ def test_stock_megatron_takes_the_model_from_the_arguments_of_the_checkpoint(
 
 
 @pytest.mark.rest
-def test_memory_of_a_killed_job_is_converted(job: CheckpointJob, tmp_path: Path) -> None:
+def test_memory_of_a_killed_job_is_converted(job: CheckpointJob) -> None:
     job.run("--moe-ft-inject-fault", "kill:1@4:before-step")
-    folder = tmp_path / "converted"
+    folder = job.folder / "converted"
     convert(Request(source=str(job.memory_dir), destination=str(folder), to="safetensors"))
     facts = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["moe_ft"]
     assert facts["iteration"] in (3, 4)
@@ -261,11 +246,9 @@ def test_memory_of_a_killed_job_is_converted(job: CheckpointJob, tmp_path: Path)
 
 
 @pytest.mark.rest
-def test_ours_continues_what_stock_megatron_has_saved(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    runs = Runs(QUICK, dataset_flags, tmp_path, memory_dir)
-    saved = tmp_path / "saved"
+def test_ours_continues_what_stock_megatron_has_saved(place: Place) -> None:
+    runs = Runs(QUICK, place)
+    saved = place.folder / "saved"
     stock = runs.stock("--save", str(saved), "--save-interval", str(MIDDLE))
     (saved / "latest_checkpointed_iteration.txt").write_text(str(MIDDLE))
     ours = runs.ours("--load", str(saved))
@@ -276,26 +259,26 @@ def test_ours_continues_what_stock_megatron_has_saved(
 @pytest.mark.rest
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_masters_that_stock_megatron_has_shifted_are_refused(
-    is_overlapped: bool, dataset_flags: list[str], tmp_path: Path
+    is_overlapped: bool, place: Place
 ) -> None:
     # Buckets that are not a multiple of 128 elements are padded, and what follows is shifted by that.
     case: Case = (2, {}, SMALL | {"hidden_size": 72, "normalization": "RMSNorm", "train_iters": 1})
-    saved = tmp_path / "saved"
+    saved = place.folder / "saved"
     overlap = ["--overlap-grad-reduce", "--ddp-num-buckets", "4"]
-    Runs(case, dataset_flags, tmp_path, tmp_path).stock(
+    Runs(case, place).stock(
         *("--save", str(saved), "--save-interval", "1", "--dist-ckpt-optim-fully-reshardable"),
         *(overlap if is_overlapped else []),
     )
     options: dict[str, Any] = {"source": str(saved), "to": "safetensors"}
-    line = convert(Request(**options, destination=str(tmp_path / "weights")))
+    line = convert(Request(**options, destination=str(place.folder / "weights")))
     assert "verified" in line
-    masters = Request(**options, destination=str(tmp_path / "masters"), dtype="fp32")
+    masters = Request(**options, destination=str(place.folder / "masters"), dtype="fp32")
     if is_overlapped:
         wanted = (
             r"the fp32 master of .* is not its weight, in \d+ of \d+ elements .*fully-reshardable"
         )
         with pytest.raises(CorruptStateError, match=wanted):
             convert(masters)
-        assert not list(tmp_path.glob("masters*"))
+        assert not list(place.folder.glob("masters*"))
     else:
         assert "verified" in convert(masters)

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.huggingface.families.mla import SPEC
-from tests.checkpoint_job import CheckpointJob
-from tests.demo_model import deepseek_flags, layout_flags
+from tests.demo_model import DEEPSEEK, deepseek_flags
+from tests.jobs import CheckpointJob
 from tests.megatron_logits import megatron_logits
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
     NUM_TOKENS,
@@ -45,16 +45,10 @@ def converted(source: Path, folder: Path, to: str) -> Path:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_run_becomes_a_model_of_transformers(
-    name: str, job: CheckpointJob, dataset_flags: list[str], tmp_path: Path
-) -> None:
+def test_run_becomes_a_model_of_transformers(name: str, job: CheckpointJob, tmp_path: Path) -> None:
     layout, changes = LAYOUTS[name]
     model = {"norm_epsilon": 1e-6, "rope_type": "rope", "max_position_embeddings": 64, **changes}
-    job.base = [
-        *deepseek_flags(train_iters=3, **model),
-        *layout_flags(layout),
-        *dataset_flags,
-    ]
+    job.set_model(2, layout, **{**DEEPSEEK, "train_iters": 3, "hidden_dropout": 0.0, **model})
     job.run("--moe-ft-persist-interval", "1", storage=True).check()
     direct = converted(job.storage, tmp_path / "direct", "hf")
     checkpoint = converted(job.storage, tmp_path / "checkpoint", "torch_dist")

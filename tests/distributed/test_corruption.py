@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_job import TWO_NODES, CheckpointJob, flip_byte
+from tests.jobs import TWO_NODES, CheckpointJob, flip_byte
 from tests.shares import share_of
 
 KILL = "kill:1@4:backward"

@@ -21,7 +21,7 @@ from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.loop.refusing import EXIT_NOT_SAVED
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
-from tests.checkpoint_job import NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.jobs import NUM_RANKS, TWO_NODES, CheckpointJob
 
 DEADLINE_S = 240.0
 BROKEN_AT = 4

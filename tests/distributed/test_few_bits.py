@@ -10,8 +10,8 @@ import pytest
 
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
-from tests.checkpoint_job import CheckpointJob
 from tests.few_bits_adam import train_with_few_bits
+from tests.jobs import CheckpointJob
 
 FEW_BITS = "--use-precision-aware-optimizer"
 # Formats that the optimizer keeps, and bytes per parameter at FULL: weight, master and moments.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_job import NUM_RANKS, CheckpointJob, refusal
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import run_ranks, run_training
+from tests.jobs import NUM_RANKS, CheckpointJob, refusal
 from tests.own_scripts import (
     run_and_digest,
     run_hybrid,

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +15,9 @@ from megatron.fault_tolerance.seams import replay
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.format.records import Counted
-from tests.demo_model import event_flags
-from tests.faulty_runs import fault_flags
 from tests.harness import JobResult, digests, events, run_training
-from tests.local_recoveries import ALL, DENSE, LOGGED, PP2, PP3, PP4, Case
-from tests.references import References
+from tests.local_recoveries import ALL, DENSE, PP4, TWO_STAGES_PER_NODE, Case
+from tests.references import Place
 
 
 @pytest.mark.rest
@@ -35,52 +33,46 @@ from tests.references import References
     ids=["learning-rate", "evaluation"],
 )
 def test_iterations_that_ran_with_other_flags_are_not_run_again_by_one_stage_alone(
-    dataset_flags: list[str],
-    tmp_path: Path,
-    memory_dir: Path,
-    before: Sequence[str],
-    after: Sequence[str],
+    place: Place, before: Sequence[str], after: Sequence[str]
 ) -> None:
     """The stage of the dead rank would make another state than the one that the others have."""
-    found = {}
+    found = []
     for recovery in ("auto", "global"):
-        changes = {"lr_decay_style": "constant"}
-        case = Case(layout={"pp": 2}, faults=(), stages=[ALL], strategy=DENSE, changes=changes)
-        flags = [
-            *(*case.base(dataset_flags), *before, *DENSE, *LOGGED, "--moe-ft-recovery", recovery),
-            *("--moe-ft-job-id", recovery, "--moe-ft-memory-dir", str(memory_dir)),
-            *(*event_flags(tmp_path / recovery / "events"), *fault_flags(["kill:1@7:backward"])),
-        ]
+        case = Case(
+            layout={"pp": 2},
+            faults=("kill:1@7:backward",),
+            stages=(ALL,),
+            strategy=DENSE,
+            flags=before,
+            changes={"lr_decay_style": "constant"},
+            recovery=recovery,
+        )
+        own = replace(place, folder=place.folder / recovery, memory_dir=place.memory_dir / recovery)
         for count, changed in enumerate(((), after)):
             result = run_training(
-                [*flags, *changed],
+                [*case.flags_of(own), *changed],
                 case.world_size,
-                log_dir=tmp_path / recovery / f"start_{count}",
+                log_dir=own.folder / f"start_{count}",
                 env={"TORCHELASTIC_RESTART_COUNT": str(count)},
             )
         result.check()
-        (event,) = events(tmp_path / recovery / "events", 0, "recovery")
+        (event,) = events(own.folder / "events", 0, "recovery")
         assert (event["scope"], event["target_iteration"]) == ("global", 4)
-        found[recovery] = digests(tmp_path / recovery / "events", case.world_size)
-    assert found["auto"] == found["global"]
+        found.append(digests(own.folder / "events", case.world_size))
+    assert found[0] == found[1]
 
 
 @pytest.mark.rest
-def test_state_that_is_not_exact_is_named_by_a_rank_that_has_restored_it(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
+def test_state_that_is_not_exact_is_named_by_a_rank_that_has_restored_it(place: Place) -> None:
     """The node's lowest rank continues from its breakpoint, which is exact."""
     case = Case(
-        layout=PP2,
         faults=("kill:3@6:forward",),
-        stages=[[1]],
+        stages=((1,),),
         strategy=(*DENSE, "--moe-ft-state-dtype", "exp_avg=bf16", "--moe-ft-allow-lossy"),
     )
-    results = case.run(case.base(dataset_flags), tmp_path, memory_dir)
-    results[-1].check()
-    case.check(tmp_path)
+    result = case.run(place)
     warning = "recovered state was stored as exp_avg as bf16: it is not exact"
-    said = [warning in results[-1].output(rank) for rank in range(case.world_size)]
+    said = [warning in result.output(rank) for rank in range(case.world_size)]
     assert said == [False, False, True, False]
 
 
@@ -128,18 +120,16 @@ def _noted(result: JobResult, rank: int) -> list[str]:
 
 @pytest.mark.rest
 def test_ranks_that_wait_open_links_and_meet_the_others_before_each_iteration_of_their_replay(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+    place: Place,
 ) -> None:
     case = Case(
         layout=PP4,
         faults=("lose-node:1@5:backward",),
-        stages=[[0, 1]],
-        nodes=[("node0", "node0", "node1", "node1"), ("node2", "node2", "node1", "node1")],
+        stages=((0, 1),),
+        nodes=TWO_STAGES_PER_NODE,
     )
-    last = case.run(case.base(dataset_flags), tmp_path, memory_dir, train=_noting_replays)[-1]
-    last.check()
-    case.check(tmp_path)
-    (recovery,) = events(tmp_path / "events", 0, "recovery")
+    last = case.run(place, train=_noting_replays)
+    (recovery,) = events(place.folder / "events", 0, "recovery")
     first, target = recovery["restored_iteration"], recovery["target_iteration"]
     assert (first, target) == (target - recovery["replayed_iterations"], 5)
     again = range(first, target)
@@ -173,39 +163,24 @@ def _committing_last_log_when_told(flags: list[str]) -> None:
 
 
 @pytest.mark.rest
-def test_log_of_the_last_iteration_is_committed_before_a_rank_leaves(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, references: References
-) -> None:
+def test_log_of_the_last_iteration_is_committed_before_a_rank_leaves(place: Place) -> None:
     case = Case(
-        layout=PP3,
+        layout={"pp": 3},
         faults=("kill:1@6:forward",),
-        stages=[[1]],
+        stages=((1,),),
         strategy=DENSE,
         changes={"num_layers": 3},
     )
-    base = case.base(dataset_flags)
-    case.run(base, tmp_path, memory_dir, train=_committing_last_log_when_told)[-1].check()
-    case.check(tmp_path)
-    assert [each["target_iteration"] for each in events(tmp_path / "events", 0, "recovery")] == [6]
-    assert digests(tmp_path / "events", 3) == references.digests(base, 3)
+    case.run(place, train=_committing_last_log_when_told)
+    (recovery,) = events(place.folder / "events", 0, "recovery")
+    assert recovery["target_iteration"] == 6
+    case.check_end(place)
 
 
-def test_job_with_tied_embeddings_refuses_to_promise_local_recoveries(
-    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
-) -> None:
-    case = Case(
-        layout=PP2,
-        faults=(),
-        stages=[],
-        changes={"untie_embeddings_and_output_weights": False},
-    )
-    flags = ["--moe-ft-recovery", "local", "--moe-ft-memory-dir", str(memory_dir)]
-    result = run_training(
-        [*case.base(dataset_flags), *case.strategy, *LOGGED, *flags, "--moe-ft-job-id", "test"],
-        case.world_size,
-        log_dir=tmp_path,
-    )
+def test_job_with_tied_embeddings_refuses_to_promise_local_recoveries(place: Place) -> None:
+    case = Case(faults=(), changes={"untie_embeddings_and_output_weights": False})
+    result = run_training(case.flags_of(place), case.world_size, log_dir=place.folder)
     assert any(result.exit_codes)
-    said = result.log_paths[0].read_text()
+    said = result.output(0)
     assert "no --untie-embeddings-and-output-weights" in said
     assert "give --moe-ft-recovery auto" in said

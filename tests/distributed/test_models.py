@@ -1,16 +1,15 @@
 """Models like DeepSeek, and sequences that ranks share, train and recover like all others."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import pretrain_gpt_moe
-from moe_ft.state.freezing import Freezing
-from tests.checkpoint_job import CheckpointJob, refusal
-from tests.demo_model import deepseek_flags, event_flags, layout_flags
+from tests.demo_model import DEEPSEEK, deepseek_flags, event_flags, layout_flags
 from tests.harness import events, run_training
+from tests.jobs import CheckpointJob, refusal
 from tests.recount import Recount
+from tests.watched_replays import replays_of, train_watched
 
 BATCH, LENGTH, TOP_K, NUM_EXPERTS = 8, 32, 2, 4
 PIPELINE = {"pp": 2}
@@ -21,33 +20,18 @@ SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-interval", "2")
 
 
-def set_model(job: CheckpointJob, layout: dict[str, int], dataset_flags: list[str]) -> None:
+def set_model(job: CheckpointJob, layout: dict[str, int]) -> None:
     """Make a job train a model like DeepSeek in a layout of two ranks."""
-    model = deepseek_flags(train_iters=8, hidden_dropout=0.1, global_batch_size=BATCH)
-    features = ["--sequence-parallel"] if "tp" in layout else list(RECOMPUTE)
-    job.base = [*model, *layout_flags(layout), *features, *dataset_flags]
-
-
-def train_and_say_what_is_frozen(flags: list[str]) -> None:
-    """Train; in a replay, print the parameters that compute without getting gradients."""
-    original = Freezing._to_freeze
-
-    def choose(freezing: Freezing, units: Any) -> Any:
-        chosen = original(freezing, units)
-        numbers = {id(parameter) for parameter in chosen}
-        for each in freezing._parameters:
-            if id(each.parameter) in numbers:
-                print(f"frozen: {each.name}", flush=True)
-        return chosen
-
-    Freezing._to_freeze = choose  # type: ignore[method-assign,assignment]
-    pretrain_gpt_moe.main(flags)
+    features = ["--sequence-parallel"] if "tp" in layout else RECOMPUTE
+    job.set_model(
+        2, layout, *features, **{**DEEPSEEK, "train_iters": 8, "global_batch_size": BATCH}
+    )
 
 
 def check_replay(job: CheckpointJob) -> list[str]:
     """Continue from a sparse window, check the recovery, and return the parameters frozen on rank 1."""
-    job.train = train_and_say_what_is_frozen
-    result = job.run(*SPARSE).check()
+    job.train = partial(train_watched, str(job.folder), False)
+    job.run(*SPARSE).check()
     job.train = None
     for rank in range(2):
         recovery = job.events("recovery", rank)[-1]
@@ -55,16 +39,16 @@ def check_replay(job: CheckpointJob) -> list[str]:
         assert recovery["replayed_iterations"] == 2
         assert recovery["target_iteration"] - recovery["restored_iteration"] == 2
         assert recovery["target_iteration"] in (4, 5, 6)
-    lines = result.output(1).splitlines()
-    return [line.removeprefix("frozen: ") for line in lines if line.startswith("frozen: ")]
+    replays = replays_of(job.folder, 1)
+    return [each["name"] for replay in replays for each in replay if not each["is_trained"]]
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("layout", [PIPELINE, CONTEXT], ids=str)
 def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshots(
-    layout: dict[str, int], job: CheckpointJob, dataset_flags: list[str]
+    layout: dict[str, int], job: CheckpointJob
 ) -> None:
-    set_model(job, layout, dataset_flags)
+    set_model(job, layout)
     job.run("--moe-ft-inject-fault", "kill:1@2:backward")
     job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
     (recovery,) = job.events("recovery", 1)
@@ -83,9 +67,9 @@ def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshot
 
 @pytest.mark.rest
 def test_norms_of_latent_attention_are_not_frozen_where_tensor_parallel_ranks_add_them_up(
-    job: CheckpointJob, dataset_flags: list[str]
+    job: CheckpointJob,
 ) -> None:
-    set_model(job, TENSOR, dataset_flags)
+    set_model(job, TENSOR)
     job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
     frozen = check_replay(job)
     assert "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight" in frozen
@@ -95,10 +79,10 @@ def test_norms_of_latent_attention_are_not_frozen_where_tensor_parallel_ranks_ad
 
 @pytest.mark.rest
 def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_prediction(
-    job: CheckpointJob, dataset_flags: list[str]
+    job: CheckpointJob,
 ) -> None:
     layers = ("layer.1", "mtp.0")
-    set_model(job, CONTEXT, dataset_flags)
+    set_model(job, CONTEXT)
     job.run_with_faults("kill:1@7:backward", flags=(*PARTIAL, "--moe-ft-k-snapshot", "1"))
     (recovery,) = job.events("recovery")
     iteration = recovery["restored_iteration"]
@@ -170,9 +154,9 @@ def test_gradients_are_those_of_one_rank_whatever_ranks_share(
 
 @pytest.mark.rest
 def test_latent_attention_with_wrong_gradients_is_refused(
-    job: CheckpointJob, dataset_flags: list[str]
+    job: CheckpointJob,
 ) -> None:
-    set_model(job, TENSOR, dataset_flags)
+    set_model(job, TENSOR)
     job.base.remove("--sequence-parallel")
     assert "needs --sequence-parallel: without it Megatron's gradients are wrong" in refusal(
         job.run()

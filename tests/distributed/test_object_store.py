@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from moe_ft.files.storage import Storage
-from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
+from tests.jobs import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
 from tests.object_store import object_store
 from tests.references import Digests
 

@@ -8,9 +8,9 @@ from megatron.core.models.gpt import GPTModel
 
 import pretrain_gpt_moe
 from moe_ft.files.storage import Storage
-from tests.checkpoint_job import TWO_NODES, CheckpointJob
 from tests.demo_model import event_flags
 from tests.harness import digests, run_ranks
+from tests.jobs import TWO_NODES, CheckpointJob
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount, taken
 from tests.unit.moe_ft.builders import manifest_of
 

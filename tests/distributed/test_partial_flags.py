@@ -1,13 +1,23 @@
 """Flags of partial checkpoints, and commands that read them: k, covered parts, refusals, inspect, verify."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import pytest
 
+import pretrain_gpt_moe
 from moe_ft.cli import main
+from moe_ft.engine.agreement import StageSum
+from moe_ft.engine.clock import Clock
+from moe_ft.engine.snapshots.profile import Stall
 from moe_ft.files.storage import Storage
-from tests.checkpoint_job import CheckpointJob, flip_byte
+from moe_ft.state.record import RecordTaker
+from tests.jobs import CheckpointJob, flip_byte
 from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount
-from tests.stalled_training import COUNTS_S, RECORD_S, train_on_slow_copies
 from tests.unit.moe_ft.builders import manifest_of
+
+COUNTS_S, RECORD_S = 1000.0, 20.0  # that copying counts and a record take
 
 
 @pytest.mark.rest
@@ -91,9 +101,33 @@ def test_dynamic_k_doubles_after_recoveries_and_survives_them(job: CheckpointJob
     assert [line["k_persist"] for line in job.events("recovery")] == [2, 4]
 
 
+def train_on_slow_copies(flags: list[str]) -> None:
+    """Train on a clock that advances only in copies that training waits for. Runs on every rank."""
+    now_s = 0.0
+
+    def slow(original: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        @wraps(original)
+        def act(*args: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return original(*args)
+
+        return act
+
+    class SlowCopies(Clock):
+        def perf_counter(self) -> float:
+            return now_s
+
+    make_stall = Stall.__init__
+    Stall.__init__ = lambda stall, clock: make_stall(stall, SlowCopies())  # type: ignore[method-assign,assignment]
+    StageSum.begin = slow(StageSum.begin, COUNTS_S)  # type: ignore[method-assign]
+    RecordTaker.capture = slow(RecordTaker.capture, RECORD_S)  # type: ignore[method-assign]
+    pretrain_gpt_moe.main(flags)
+
+
 def test_copies_that_training_waits_for_are_counted_as_stalls(job: CheckpointJob) -> None:
-    flags = job.flags(*PARTIAL, "--train-iters", "2")  # a snapshot of the second
-    train_on_slow_copies(flags, 2, log_dir=job.folder / "slow").check()
+    job.train = train_on_slow_copies
+    job.run(*PARTIAL, "--train-iters", "2").check()  # a snapshot of the second
     stalls = [line["stall_s"] for line in job.events("iteration")]
     assert stalls == [COUNTS_S, COUNTS_S + RECORD_S]
 

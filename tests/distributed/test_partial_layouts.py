@@ -8,11 +8,9 @@ import pytest
 from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
 from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.strategies.partial.size import SavedModel
-from tests.checkpoint_job import CheckpointJob
-from tests.demo_model import RERUNS, layout_flags, model_flags
-from tests.harness import run_with_restarts
+from tests.demo_model import RERUNS
+from tests.jobs import CheckpointJob
 from tests.partial_runs import LAYERS, PARTIAL, follow, recount
-from tests.recoveries import RecoveryWatch
 from tests.shares import share_of
 
 # The model of tests/demo_model.py, as `plan` describes it.
@@ -42,7 +40,7 @@ def planned_bytes(layout: SavingLayout, num_stages: int = 1, **changes: Any) -> 
     return [list(of_rank) for of_rank in zip(*model.plan_workload(1).rotation, strict=True)]
 
 
-def saved_bytes(job: CheckpointJob, num_ranks: int, until: int) -> list[list[int]]:
+def saved_bytes(job: CheckpointJob, until: int) -> list[list[int]]:
     """Return ``[rank][snapshot]`` the bytes that each rank saved in the first start until an iteration."""
     return [
         [
@@ -50,13 +48,13 @@ def saved_bytes(job: CheckpointJob, num_ranks: int, until: int) -> list[list[int
             for line in job.events("snapshot", rank)
             if line["incarnation"] == 0 and line["iteration"] <= until
         ]
-        for rank in range(num_ranks)
+        for rank in range(job.num_ranks)
     ]
 
 
 @pytest.mark.parametrize("sharding", share_of(["none", "equal", "adaptive"], "adaptive"))
 def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
-    dataset_flags: list[str], job: CheckpointJob, sharding: str
+    job: CheckpointJob, sharding: str
 ) -> None:
     job.base = [flag for flag in job.base if flag != "--use-distributed-optimizer"]
     job.run_with_faults(
@@ -76,7 +74,7 @@ def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
     layout = SavingLayout(dp=2, ep=2, sharding=Sharding(sharding), is_optimizer_distributed=False)
     planned = planned_bytes(layout, num_layers=3, moe_layers=(0, 1, 2))
-    assert saved_bytes(job, 2, 6) == [of_rank[:3] for of_rank in planned]
+    assert saved_bytes(job, 6) == [of_rank[:3] for of_rank in planned]
 
 
 @pytest.mark.rest
@@ -88,34 +86,25 @@ def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     ],
 )
 def test_layouts_count_the_tokens_of_each_stage(
-    dataset_flags: list[str], job: CheckpointJob, layout: dict[str, int], is_sharded: bool
+    job: CheckpointJob, layout: dict[str, int], is_sharded: bool
 ) -> None:
-    num_ranks = 4
-    optimizer = {} if is_sharded else {"use_distributed_optimizer": False}
     # Odd without stages: two ranks that share an expert then save unequal parts of it.
     num_layers = 4 if "pp" in layout else 3
     layers = LAYERS[:num_layers]
-    base = [
-        *model_flags(train_iters=8, hidden_dropout=0.1, num_layers=num_layers, **optimizer),
-        *layout_flags(layout),
-        *dataset_flags,
-    ]
-    flags = [*job.flags(*PARTIAL, "--moe-ft-k-snapshot", "1")[len(job.base) :], *base]
+    optimizer = {"use_distributed_optimizer": is_sharded}
+    job.set_model(4, layout, **{"train_iters": 8, "num_layers": num_layers, **optimizer})
     at = 7 if is_sharded else 5  # some experts have not been saved by then
-    flags += ["--moe-ft-inject-fault", f"kill:3@{at}:backward", "--moe-ft-sharding", "adaptive"]
-    watch = RecoveryWatch(job.events_dir, num_ranks, job.memory_dir / "test")
-    results = run_with_restarts(
-        flags, num_ranks, log_dir=job.folder, max_restarts=2, between=watch.look
+    results = job.run_with_faults(
+        f"kill:3@{at}:backward",
+        flags=(*PARTIAL, "--moe-ft-k-snapshot", "1", "--moe-ft-sharding", "adaptive"),
     )
-    results[-1].check()
-    watch.check(len(results))
     warning = "--moe-ft-sharding=adaptive changes nothing with --use-distributed-optimizer"
     assert (warning in results[0].output(0)) == is_sharded
     (recovery,) = job.events("recovery")
     stages = [layers[:2], layers[2:]] if "pp" in layout else [layers]
     lost: dict[str, list[int]] = {}
     for of_stage in stages:
-        counted = recount(job, 1, num_ranks=num_ranks, layers=of_stage)
+        counted = recount(job, 1, num_ranks=4, layers=of_stage)
         follow(counted, 0, 0, recovery["restored_iteration"])
         lost.update(counted.recover(recovery["restored_iteration"]))
     assert recovery["lost_per_expert"] == lost
@@ -130,7 +119,7 @@ def test_layouts_count_the_tokens_of_each_stage(
     planned = planned_bytes(
         saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
     )
-    assert saved_bytes(job, num_ranks, 4) == [of_rank[:2] for of_rank in planned]
+    assert saved_bytes(job, 4) == [of_rank[:2] for of_rank in planned]
 
 
 def test_router_load_counts_each_processed_token_once(

@@ -6,9 +6,8 @@ from moe_ft.planning.model_size import unit_parameters
 from moe_ft.planning.ownership import saved_parameters
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.report import saved_model
-from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import deepseek_flags
-from tests.harness import run_with_restarts
+from tests.jobs import CheckpointJob
 from tests.partial_runs import PARTIAL
 from tests.shares import share_of
 from tests.unit.moe_ft.planning.described import planned_job
@@ -29,15 +28,12 @@ MODEL = deepseek_flags(
 
 
 @pytest.mark.parametrize("strategy", share_of(["dense", "partial"], "partial"))
-def test_ranks_save_what_plan_says(
-    dataset_flags: list[str], job: CheckpointJob, strategy: str
-) -> None:
+def test_ranks_save_what_plan_says(job: CheckpointJob, strategy: str) -> None:
     own: tuple[str, ...] = ("--moe-ft-strategy", "dense")
     if strategy == "partial":
         own = (*PARTIAL, "--moe-ft-k-snapshot", str(K))
-    flags = [*job.flags(*own)[len(job.base) :], *MODEL, *dataset_flags]
-    results = run_with_restarts(flags, NUM_RANKS, log_dir=job.folder, max_restarts=0)
-    results[-1].check()
+    job.base, job.num_ranks = [*MODEL, *job.place.dataset_flags], NUM_RANKS
+    job.run(*own).check()
     plan = planned_job(*MODEL, *own, world_size=NUM_RANKS)
     rotation = saved_model(plan, PartialConfig()).plan_workload(K).rotation
     if strategy == "dense":

@@ -4,7 +4,7 @@ import pytest
 
 from moe_ft.commands.report import render, summarize
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
-from tests.checkpoint_job import NUM_ITERATIONS, CheckpointJob
+from tests.jobs import NUM_ITERATIONS, CheckpointJob
 
 Digests = list[tuple[str, str]]
 KILL = "kill:1@4:backward"

@@ -3,9 +3,9 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
 from tests.demo_model import event_flags
 from tests.harness import digests, run_training
+from tests.jobs import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
 
 KILL = "kill:1@4:backward"
 OVERHEAD_LIMIT = 0.05

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.repaired_job import DENSE, LOCAL, NUM_ITERATIONS, PHASES, PP_EP, SPARSE, RepairedJob
+from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PHASES, PP_EP, SPARSE, RepairedJob
 
 
 def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
@@ -56,7 +56,7 @@ def test_evaluations_storage_and_upstream_logs_continue_after_a_repair(
     repaired.check([3], [5], [{4, 5}])
     text = (repaired.folder / "log").read_text()
     assert re.findall(r"validation loss at iteration (\d) \| lm", text) == ["2", "4", "6", "8"]
-    assert (storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
+    assert (storage / f"iter_{NUM_REPAIRED:07d}" / "manifest.json").exists()
 
 
 @pytest.mark.rest
@@ -75,9 +75,9 @@ def test_failure_that_cannot_be_repaired_is_restarted(
     result = repaired.run(*faults, max_restarts=1)
     assert result.num_restarts == 1
     for rank in range(repaired.num_ranks):
-        assert repaired.events(rank, "repair") == []
-        assert repaired.events(rank, "end")[-1]["reason"] == "finished"
-    assert repaired.digests() == repaired.expected()
+        assert repaired.events("repair", rank) == []
+        assert repaired.events("end", rank)[-1]["reason"] == "finished"
+    assert repaired.digests() == repaired.reference()
 
 
 @pytest.mark.rest

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PP_EP, SPARSE, RepairedJob
 from tests.kept_job import ROOT, KeptResult
-from tests.references import References
-from tests.repaired_job import DENSE, LOCAL, NUM_ITERATIONS, PP_EP, SPARSE, RepairedJob
+from tests.references import Place
 
 EVALUATIONS = ("--eval-interval", "2", "--eval-iters", "2")
 SCRIPT = ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"
@@ -70,19 +69,19 @@ def check(job: RepairedJob, death: Death) -> None:
     """Check that survivors have kept their processes, and what was recovered."""
     dead = [rank for _, ranks in death.rounds for rank in ranks]
     for each in range(job.num_ranks):
-        repairs = job.events(each, "repair")
+        repairs = job.events("repair", each)
         assert [(line["round"], line["dead_ranks"]) for line in repairs] == list(death.rounds)
         assert {line["broken_iteration"] for line in repairs} == {3}
         assert repairs[-1]["is_replacement"] == (each in death.rounds[-1][1])
         assert list(repairs[-1]["hung_s"]) == list(death.hung)
         # A recovery that was broken off has no event.
-        targets = [line["target_iteration"] for line in job.events(each, "recovery")]
+        targets = [line["target_iteration"] for line in job.events("recovery", each)]
         assert targets == [line["recovered_iteration"] for line in repairs]
         for target, allowed in zip(targets, death.restored, strict=True):
             assert target in allowed
-        pids = {line["pid"] for line in job.events(each, "start")}
+        pids = {line["pid"] for line in job.events("start", each)}
         assert (len(pids) > 1) == (each in dead), "survivors keep their processes"
-        assert job.events(each, "stopped") == []
+        assert job.events("stopped", each) == []
 
 
 def losses(job: RepairedJob) -> list[tuple[str, str]]:
@@ -139,27 +138,24 @@ DEATHS = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("death", [pytest.param(each, id=name) for name, each in DEATHS.items()])
 def test_evaluation_in_which_a_rank_dies_is_repeated_and_printed_once(
-    dataset_flags: list[str],
-    tmp_path: Path,
-    memory_dir: Path,
-    references: References,
-    death: Death,
+    place: Place, death: Death
 ) -> None:
     jobs = []
     for name, is_disturbed in (("undisturbed", False), ("job", True)):
-        (folder := tmp_path / name).mkdir()
-        jobs.append(job := RepairedJob(dataset_flags, folder, memory_dir / name, references))
+        (folder := place.folder / name).mkdir()
+        own = replace(place, folder=folder, memory_dir=place.memory_dir / name)
+        jobs.append(job := RepairedJob(own))
         assert run(job, death, is_disturbed=is_disturbed).num_restarts == 0
     undisturbed, job = jobs
     check(job, death)
-    assert job.logged() == list(range(1, NUM_ITERATIONS + 1)), "each log line comes once"
+    assert job.logged() == list(range(1, NUM_REPAIRED + 1)), "each log line comes once"
     # The last two are those after training.
     assert [at for at, _ in losses(job)] == [
         *("2", "4", "6", "8"),
         *("8 on validation set", "8 on test set"),
     ]
     assert losses(job) == losses(undisturbed)
-    assert job.digests() == job.expected()
+    assert job.digests() == job.reference()
 
 
 @pytest.mark.rest
@@ -167,7 +163,7 @@ def test_death_in_a_log_line_is_restarted_and_the_others_say_why(repaired: Repai
     death = Death(ranks="kill:1@4", rounds=[], restored=[])
     assert run(repaired, death, where="log", max_restarts=1).num_restarts == 1
     ranks = range(repaired.num_ranks)
-    reasons = [line["reason"] for rank in ranks for line in repaired.events(rank, "stopped")]
+    reasons = [line["reason"] for rank in ranks for line in repaired.events("stopped", rank)]
     assert any("a rank has died between two iterations" in each for each in reasons), reasons
-    assert not any(repaired.events(rank, "repair") for rank in ranks)
-    assert repaired.digests() == repaired.expected()
+    assert not any(repaired.events("repair", rank) for rank in ranks)
+    assert repaired.digests() == repaired.reference()

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PHASES, SPARSE, RepairedJob
 from tests.kept_job import ROOT
-from tests.repaired_job import DENSE, LOCAL, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
 
 DEADLINE_S = 300
 HEARTBEAT = ("--moe-ft-repair-heartbeat-s", "8")
@@ -14,7 +14,7 @@ HEARTBEAT = ("--moe-ft-repair-heartbeat-s", "8")
 
 def hung_ranks(job: RepairedJob) -> list[list[str]]:
     """Return ``[rank]`` those that were killed because they hung, as each rank has noted it."""
-    lines = [job.events(rank, "repair")[-1] for rank in range(job.num_ranks)]
+    lines = [job.events("repair", rank)[-1] for rank in range(job.num_ranks)]
     assert all(seconds > 8 for line in lines for seconds in line["hung_s"].values())
     return [list(line["hung_s"]) for line in lines]
 
@@ -73,12 +73,12 @@ def test_rank_that_hangs_in_a_recovery_has_the_launcher_restart_the_job(
     assert result.num_restarts == 1
     assert f"inflicts {second} on itself" in result.log.read_text()
     for rank in range(repaired.num_ranks):
-        assert repaired.events(rank, "repair") == []
+        assert repaired.events("repair", rank) == []
         # The restart, and for some ranks the repair before, whose recovery ends on each rank by itself.
-        targets = {each["target_iteration"] for each in repaired.events(rank, "recovery")}
+        targets = {each["target_iteration"] for each in repaired.events("recovery", rank)}
         assert targets and targets <= {3, 4}
-        assert repaired.events(rank, "end")[-1]["reason"] == "finished"
-    assert repaired.digests() == repaired.expected()
+        assert repaired.events("end", rank)[-1]["reason"] == "finished"
+    assert repaired.digests() == repaired.reference()
 
 
 # A survivor that dies when it has made some of the backends of round 1.
@@ -127,13 +127,13 @@ def test_death_during_a_repair_begins_the_next_round(
     strategy = (*strategy, *HEARTBEAT)
     repaired.run(*faults, strategy=strategy, script=str(script), deadline_s=DEADLINE_S)
     for rank in range(repaired.num_ranks):
-        (line,) = repaired.events(rank, "repair")
+        (line,) = repaired.events("repair", rank)
         assert (line["round"], line["dead_ranks"]) == (2, dead)
-        pids = {each["pid"] for each in repaired.events(rank, "start")}
+        pids = {each["pid"] for each in repaired.events("start", rank)}
         assert (len(pids) > 1) == (rank in dead), "survivors keep their processes"
     assert hung_ranks(repaired) == [["0"] if second.startswith("stop") else []] * 4
-    assert repaired.logged() == list(range(1, NUM_ITERATIONS + 1))
-    assert repaired.digests() == repaired.expected()
+    assert repaired.logged() == list(range(1, NUM_REPAIRED + 1))
+    assert repaired.digests() == repaired.reference()
 
 
 @pytest.mark.rest
@@ -143,10 +143,10 @@ def test_ranks_that_die_at_about_the_same_time_are_replaced(
 ) -> None:
     assert repaired.run("kill:0@4:forward", "kill:3@4:forward", strategy=strategy).num_restarts == 0
     for rank in (1, 2):
-        lines = repaired.events(rank, "repair")
+        lines = repaired.events("repair", rank)
         assert sorted(each for line in lines for each in line["dead_ranks"]) == [0, 3]
-        assert len({line["pid"] for line in repaired.events(rank, "start")}) == 1
-    assert repaired.digests() == repaired.expected()
+        assert len({line["pid"] for line in repaired.events("start", rank)}) == 1
+    assert repaired.digests() == repaired.reference()
 
 
 @pytest.mark.rest
@@ -158,5 +158,5 @@ def test_deaths_in_repair_after_repair_have_the_launcher_restart_the_job(
     assert result.num_restarts == 1
     assert "3 rounds of repairs were broken before" in result.log.read_text()
     for rank in range(repaired.num_ranks):
-        assert repaired.events(rank, "repair") == []
-    assert repaired.digests() == repaired.expected()
+        assert repaired.events("repair", rank) == []
+    assert repaired.digests() == repaired.reference()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.demo_model import DEEPSEEK, RERUNS
+from tests.jobs import DENSE, PP_EP, SPARSE, RepairedJob
 from tests.partial_runs import check_losses
-from tests.repaired_job import DENSE, PP_EP, SPARSE, RepairedJob
 
 NO_EXPERTS: Mapping[str, Any] = {
     name: False
@@ -189,7 +189,7 @@ def test_evaluation_before_the_broken_iteration_is_left_out_or_ends_the_repair(
     )
     assert result.num_restarts == draws
     assert ("evaluations draw random numbers" in result.log.read_text()) == draws
-    assert repaired.digests() == repaired.expected()
+    assert repaired.digests() == repaired.reference()
     if not draws:
         repaired.check([3], [5], [{3}])
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.jobs import RepairedJob
 from tests.kept_job import ROOT
 from tests.nodes import Nodes
-from tests.repaired_job import RepairedJob
 from tests.waiting import wait_for
 
 TWO_RANKS: Mapping[str, Any] = {"num_ranks": 2, "layout": {"ep": 2}}
@@ -28,10 +28,10 @@ DYING = ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"
 def check(job: RepairedJob, *, num_starts: int) -> None:
     """Check that ranks were started so often, one death was repaired, and the bits are the same."""
     for rank in range(job.num_ranks):
-        assert len(job.events(rank, "repair")) == 1
-        assert len(job.events(rank, "start")) >= num_starts + 1
-        assert [line["reason"] for line in job.events(rank, "end")] == ["finished"]
-    assert job.digests() == job.expected()
+        assert len(job.events("repair", rank)) == 1
+        assert len(job.events("start", rank)) >= num_starts + 1
+        assert [line["reason"] for line in job.events("end", rank)] == ["finished"]
+    assert job.digests() == job.reference()
 
 
 def test_exception_restarts_the_ranks_of_two_nodes_and_a_death_after_it_is_repaired(
@@ -132,7 +132,7 @@ def test_stranger_in_the_store_runs_no_code_and_does_not_end_the_job(
         nodes.start("node0")
         wait_until_trained(nodes, "node0")
         plant(int(nodes.variable("node0", "MASTER_PORT")), mark)
-        assert repaired.events(0, "repair") == [], "the stranger was too late"
+        assert repaired.events("repair", 0) == [], "the stranger was too late"
         codes = nodes.wait()
     text = nodes.log("node0")
     assert codes == [0], text[-3000:]
@@ -140,4 +140,4 @@ def test_stranger_in_the_store_runs_no_code_and_does_not_end_the_job(
     # What the stranger has overwritten is missing: the replacement gives up, and the job is restarted.
     assert ("gathered_0, which the ranks have told each other" in text) == dies
     assert not mark.exists()
-    assert repaired.digests() == repaired.expected()
+    assert repaired.digests() == repaired.reference()

@@ -8,27 +8,16 @@ from typing import Any
 import pytest
 
 import pretrain_gpt_moe
+from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.recovery.checkpointing import Checkpointing
-from tests.checkpoint_job import NUM_RANKS, CheckpointJob
 from tests.harness import events, run_training
-from tests.slow_copies import train_with_budgets
+from tests.jobs import NUM_RANKS, CheckpointJob, refusal
 from tests.watched_replays import replays_of, train_watched
 
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window")
 Digests = list[tuple[str, str]]
-
-
-def windows(job: CheckpointJob) -> list[tuple[int, int]]:
-    """Return the first and the last iteration of the windows that rank 0 has completed."""
-    found = [(line["iteration"], line["length"]) for line in job.events("window")]
-    return [(last - length + 1, last) for last, length in found]
-
-
-def recoveries(job: CheckpointJob) -> list[tuple[int, int]]:
-    """Return the iterations that were restored and from which training continued, on all ranks."""
-    return job.recovered()
 
 
 def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
@@ -36,7 +25,7 @@ def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
 ) -> None:
     job.train = partial(train_watched, str(job.folder), False)
     job.run_with_faults("kill:1@5:backward", flags=[*SPARSE, "2"])
-    assert recoveries(job) == [(3, 4)]
+    assert job.recovered() == [(3, 4)]
     assert job.digests() == expected
     # The order was made again once the first tokens were known; the recovered window has that order.
     assert job.events("window")[1]["reordered"]
@@ -79,7 +68,7 @@ def test_other_strategy_goes_on_from_what_one_left(
     fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
     job.run("--moe-ft-strategy", first, *window, *fault)
     job.resume("--moe-ft-strategy", second, *window, *fault)
-    assert len(recoveries(job)) == 1
+    assert len(job.recovered()) == 1
     assert job.digests() == expected
 
 
@@ -93,7 +82,7 @@ def test_length_and_rules_of_order_may_change_with_a_start(
     job.train = partial(train_watched, str(job.folder), True)
     job.run(*SPARSE, "2", *flags)  # reads a window with single experts
     job.resume(*SPARSE, "1", *flags)  # reads a window with whole modules
-    assert recoveries(job) == [(1, 2), (3, 4)]
+    assert job.recovered() == [(1, 2), (3, 4)]
     assert job.digests() == expected
     for rank in range(NUM_RANKS):
         (replay,) = replays_of(job.folder, rank)
@@ -126,26 +115,39 @@ def test_replay_behind_the_last_iteration_happens_before_training_ends(
     job.run(*SPARSE, "2")
     job.train = None
     job.resume(*SPARSE, "2")
-    assert recoveries(job) == [(5, 6)]
+    assert job.recovered() == [(5, 6)]
     assert job.digests() == expected
 
 
-@pytest.mark.rest
-def test_other_length_of_training_which_may_order_data_otherwise_is_refused_with_a_window(
-    job: CheckpointJob,
-) -> None:
-    job.run(*SPARSE, "2", "--moe-ft-inject-fault", "kill:1@5:backward")
-    message = refusal_of(job, [*SPARSE, "2", "--train-iters", "5"])
-    assert "settings that have changed: --train-iters: 6 there, 5 now." in message
+def train_with_budgets(budgets: Sequence[tuple[int, float]], flags: list[str]) -> None:
+    """Train where snapshots of at most ``bytes`` cost no time from ``iteration`` on.
+
+    Nothing has been measured before the first of these ``(iteration, bytes)``.
+    """
+    num_iterations = 0
+    note_iteration = SnapshotProfile.note_iteration
+
+    def count(profile: SnapshotProfile, seconds: float) -> None:
+        nonlocal num_iterations
+        num_iterations += 1
+        note_iteration(profile, seconds)
+
+    def allowed(profile: SnapshotProfile) -> float | None:
+        sizes = [size for start, size in budgets if start <= num_iterations]
+        return sizes[-1] if sizes else None
+
+    SnapshotProfile.note_iteration = count  # type: ignore[method-assign,assignment]
+    SnapshotProfile.copied_bytes = property(allowed)  # type: ignore[assignment]
+    SnapshotProfile.flow_bytes = property(allowed)  # type: ignore[assignment]
+    pretrain_gpt_moe.main(flags)
 
 
 @pytest.mark.rest
 def test_automatic_window_takes_the_length_that_the_budget_allows(job: CheckpointJob) -> None:
-    flags = job.flags(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14")
     total = whole_bytes(job)
     # Enough for a little more than half of a full snapshot, later for all of it.
-    budgets = [(2, 0.55 * total), (9, 3.0 * total)]
-    train_with_budgets(flags, NUM_RANKS, budgets, log_dir=job.folder).check()
+    job.train = partial(train_with_budgets, [(2, 0.55 * total), (9, 3.0 * total)])
+    job.run(*SPARSE, "auto", "--moe-ft-max-window", "4", "--train-iters", "14").check()
     lengths = [line["length"] for line in job.events("window")]
     assert lengths[0] == 4  # nothing has been measured yet
     assert lengths[-1] == 1
@@ -162,27 +164,15 @@ def whole_bytes(job: CheckpointJob) -> int:
     return max(sizes)
 
 
-def refusal_of(job: CheckpointJob, flags: Sequence[str]) -> str:
-    result = job.run(*flags)
-    assert result.exit_codes[0] == 2
-    return result.output(0)
-
-
-@pytest.mark.rest
-def test_window_that_does_not_fit_into_the_host_memory_limit_is_refused(job: CheckpointJob) -> None:
-    output = refusal_of(job, [*SPARSE, "3", "--moe-ft-host-memory-limit", "100kB"])
-    assert "--moe-ft-host-memory-limit=100kB" in output
-    assert "--moe-ft-window" in output
-
-
 @pytest.mark.rest
 def test_replay_with_other_settings_is_refused_and_nothing_is_lost(
     job: CheckpointJob, expected: Digests
 ) -> None:
-    fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
-    job.run(*SPARSE, "2", *fault)
-    output = refusal_of(job, [*SPARSE, "2", *fault, "--clip-grad", "0.5"])
-    assert "--clip-grad: 1.0 there, 0.5 now" in output
-    assert "--exit-interval" in output
-    job.resume(*SPARSE, "2", *fault)
+    flags = (*SPARSE, "2", "--moe-ft-inject-fault", "kill:1@4:backward")
+    job.run(*flags)
+    line = refusal(job.run(*flags, "--clip-grad", "0.5", "--train-iters", "5"))
+    assert "--clip-grad: 1.0 there, 0.5 now" in line
+    assert "--train-iters: 6 there, 5 now" in line
+    assert "--exit-interval" in line
+    job.resume(*flags)
     assert job.digests() == expected

@@ -24,7 +24,7 @@ from moe_ft.strategies.interface import (
     WindowPlan,
 )
 from moe_ft.units import Level, UnitId
-from tests.checkpoint_job import CheckpointJob, refusal
+from tests.jobs import CheckpointJob, refusal
 
 Digests = list[tuple[str, str]]
 TURNS = ("--moe-ft-strategy", "turns")

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from tests.checkpoint_job import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
 from tests.dying_after_step import ITERATION, train_dying
 from tests.harness import run_with_restarts
+from tests.jobs import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
 
 STRATEGIES = pytest.mark.parametrize(
     "strategy",

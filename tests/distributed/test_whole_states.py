@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from moe_ft.cli import main
 from moe_ft.convert.conversion import Request, convert
-from tests.checkpoint_job import NUM_RANKS, CheckpointJob
 from tests.harness import digests
+from tests.jobs import NUM_RANKS, CheckpointJob
 from tests.ports import free_port
 from tests.references import Digests
 

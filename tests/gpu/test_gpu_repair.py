@@ -25,8 +25,9 @@ from moe_ft.keeper.link import Link
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.gpu.determinism import deterministic_environment
 from tests.harness import digests, run_ranks, run_training
+from tests.jobs import DENSE, NUM_REPAIRED, PHASES, SPARSE, RepairedJob
 from tests.kept_job import run_kept
-from tests.repaired_job import DENSE, NUM_ITERATIONS, PHASES, SPARSE, RepairedJob
+from tests.references import Place, References
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,8 +124,8 @@ def test_fake_groups_of_nccl_exchange_nothing_on_a_gpu(tmp_path: Path) -> None:
 class GpuJob:
     """Job of two ranks that is repaired, and the same job without a failure."""
 
-    def __init__(self, dataset_flags: Sequence[str], folder: Path, memory: Path) -> None:
-        self._data, self._folder, self._memory = tuple(dataset_flags), folder, memory
+    def __init__(self, place: Place) -> None:
+        self._place, self._folder = place, place.folder
 
     def check(
         self,
@@ -139,9 +140,9 @@ class GpuJob:
     ) -> None:
         """Run both, and compare."""
         env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": devices, TRY_ON_GPUS: "1"}
-        common = {"train_iters": NUM_ITERATIONS, "hidden_dropout": 0.1, "deterministic_mode": True}
+        common = {"train_iters": NUM_REPAIRED, "hidden_dropout": 0.1, "deterministic_mode": True}
         model = model_flags(**{**common, "attention_backend": "unfused", **changes})
-        base = [*model, *layout_flags(layout), *self._data]
+        base = [*model, *layout_flags(layout), *self._place.dataset_flags]
         alone = self._folder / "alone"
         if devices != "0":
             run_training([*base, *event_flags(alone)], 2, log_dir=alone, env=env).check()
@@ -149,7 +150,7 @@ class GpuJob:
             words = [*base, *event_flags(alone)]
             log = self._folder / "alone.log"
             run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()
-        job = RepairedJob(self._data, self._folder, self._memory, references=None)  # type: ignore[arg-type]
+        job = RepairedJob(self._place)
         job.num_ranks = 2
         changes = {**changes, "deterministic_mode": True, "attention_backend": "unfused"}
         words = job.flags([fault], strategy, layout, changes=changes)
@@ -162,7 +163,7 @@ class GpuJob:
 
 @pytest.fixture
 def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> GpuJob:
-    return GpuJob(dataset_flags, tmp_path, memory_dir)
+    return GpuJob(Place(dataset_flags, tmp_path, memory_dir, References(tmp_path)))
 
 
 def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob, tmp_path: Path) -> None:

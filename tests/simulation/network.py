@@ -16,7 +16,7 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.sockets import SimulatedSocket
 
 _FOREVER = float("inf")
-_LOOPBACK, _DEBIAN, _EVERYWHERE = "127.0.0.1", "127.0.1.1", "0.0.0.0"
+_LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _ANY = ("", _EVERYWHERE)
 _DELAY_S, _JITTER_S, _LOCAL_S = 30e-6, 100e-6, 10e-6
 _BYTES_PER_S = 1e9
@@ -32,18 +32,16 @@ class Host:
 
     Attributes:
         node: its name, which is also its host name.
-        has_loopback_name: whether its own name leads to its loopback interface there, as on Debian.
         ports: by port the addresses and sockets that have it.
     """
 
     node: str
     address: str
-    has_loopback_name: bool = False
     ports: dict[int, list[tuple[str, SimulatedSocket]]] = field(default_factory=dict)
 
     def has_address(self, address: str) -> bool:
         """Return whether an address leads here, from here."""
-        return address in (self.address, _LOOPBACK, _DEBIAN, *_ANY)
+        return address in (self.address, _LOOPBACK, *_ANY)
 
 
 class Network:
@@ -72,24 +70,22 @@ class Network:
 
     # Nodes
 
-    def add_node(self, node: str, *, has_loopback_name: bool = False) -> Host:
+    def add_node(self, node: str) -> Host:
         """Add a node; others are added when their processes first use the network."""
         assert node not in self._hosts
         number = len(self._hosts) + 1
         address = f"10.0.{number // 250}.{number % 250 + 1}"
-        self._hosts[node] = Host(node, address, has_loopback_name)
+        self._hosts[node] = Host(node, address)
         return self._hosts[node]
 
     def host_of(self, node: str) -> Host:
         """Return a node's host."""
         return self._hosts.get(node) or self.add_node(node)
 
-    def resolve(self, own: Host, name: str) -> str | None:
-        """Return the address of a name or an address, as one host knows it; None if it is unknown."""
+    def resolve(self, name: str) -> str | None:
+        """Return the address of a name or an address; None if it is unknown."""
         if name in ("localhost", "localhost.localdomain"):
             return _LOOPBACK
-        if name == own.node and own.has_loopback_name:
-            return _DEBIAN
         if name in self._hosts:
             return self._hosts[name].address
         try:
@@ -100,7 +96,7 @@ class Network:
 
     def source_address(self, own: Host, target: str) -> str:
         """Return the address from which a host reaches another one."""
-        found = self.resolve(own, target)
+        found = self.resolve(target)
         if found is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return _LOOPBACK if found.startswith("127.") else own.address
@@ -109,7 +105,7 @@ class Network:
 
     def bind(self, host: Host, address: tuple[str, int], owner: SimulatedSocket) -> tuple[str, int]:
         """Give a port to a socket; return address and port."""
-        found = _EVERYWHERE if address[0] in _ANY else self.resolve(host, address[0])
+        found = _EVERYWHERE if address[0] in _ANY else self.resolve(address[0])
         if found is None or not host.has_address(found):
             raise failure(errno.EADDRNOTAVAIL)
         port = address[1] or self._free_port(host)
@@ -214,7 +210,7 @@ class Network:
 
     def connect(self, host: Host, address: tuple[str, int], attempt: Attempt) -> None:
         """Try to connect; wake who waits for the attempt when it has come to an end."""
-        name = self.resolve(host, address[0])
+        name = self.resolve(address[0])
         if name is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         found: Host | None = host
@@ -395,8 +391,7 @@ def _getaddrinfo(
 ) -> list[Any]:
     world.kernel.event("getaddrinfo")
     network = world.network
-    own = network.host_of(world.process.node)
-    address = _LOOPBACK if host is None else network.resolve(own, host)
+    address = _LOOPBACK if host is None else network.resolve(host)
     if address is None or family == socket.AF_INET6:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     kind = socket.SocketKind(type or socket.SOCK_STREAM)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.agreement import Agreement
-from tests.simulation.groups import Group
 from tests.simulation.kernel import Process
 from tests.unit.simulation.simulated import Simulated
 
@@ -30,26 +29,7 @@ def ranks(
     ]
 
 
-def group_of(simulated: Simulated, members: list[int] | None = None) -> Group:
-    """Return a group of the process that runs."""
-    group = simulated.collectives.new_group(simulated.world.process, members, TIMEOUT_S)
-    assert group is not None
-    return group
-
-
 # Exchanges
-
-
-def test_ranks_of_two_starts_do_not_meet(simulated: Simulated) -> None:
-    def act_in(start: int) -> Callable[[int], None]:
-        return lambda rank: simulated.say(
-            simulated.collectives.exchange(group_of(simulated), (start, rank))
-        )
-
-    for start in range(2):
-        ranks(simulated, act_in(start), 2, start)
-    simulated.run()
-    assert sorted(simulated.said) == [[(start, 0), (start, 1)] for start in (0, 0, 1, 1)]
 
 
 # Failures
@@ -91,18 +71,6 @@ def test_end_of_a_rank_may_be_seen_by_nobody(simulated: Simulated) -> None:
     assert 120.0 < simulated.trace[0][0] < 121.0
 
 
-def test_timeout_of_one_rank_ends_the_waiting_of_others(simulated: Simulated) -> None:
-    def act(rank: int) -> None:
-        group = group_of(simulated)
-        if rank != 1:
-            simulated.collectives.exchange(group, rank, timeout_s=50.0 if rank else 500.0)
-
-    ranks(simulated, act)
-    simulated.run()
-    assert [(rank, round(now)) for now, (rank, _) in simulated.trace] == [(2, 50), (0, 50)]
-    assert "closed by peer [node-2]" in simulated.said[1][1]
-
-
 def test_lost_node_is_noticed_by_the_timeout_only(simulated: Simulated) -> None:
     def act(rank: int) -> None:
         agreement = Agreement(TIMEOUT_S)
@@ -117,24 +85,6 @@ def test_lost_node_is_noticed_by_the_timeout_only(simulated: Simulated) -> None:
     simulated.run()
     assert "Timed out waiting 120000ms" in simulated.said[0][1]
     assert simulated.trace[0][0] > 120.0
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_closing_after_a_result_spoils_it_for_nobody(seed: int) -> None:
-    with Simulated(seed) as simulated:
-
-        def act(rank: int) -> None:
-            agreement = Agreement(TIMEOUT_S)
-            agreement.start()
-            for _ in range(3):
-                agreement.begin([rank])
-                agreement.result()
-            agreement.close()
-            simulated.say("done")
-
-        ranks(simulated, act)
-        simulated.run()
-        assert simulated.said == ["done"] * 3
 
 
 def test_some_ranks_may_have_a_result_that_others_lack() -> None:

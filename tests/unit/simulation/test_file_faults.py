@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,21 +127,6 @@ def test_process_that_is_killed_in_a_stuck_operation_keeps_its_lock_until_that_r
         assert not errors_of(world)
         assert world.kernel.now == pytest.approx(50, abs=0.2)
         assert world.files.stuck_until(process) == 50
-
-
-def test_flipped_bit_is_the_only_difference() -> None:
-    with small_world() as world:
-        for number in range(3):
-            (node_of(world) / f"file_{number}").write_bytes(bytes(100))
-        before = world.files.snapshot("memory")
-        found = world.files.flip(random.Random(1), "memory/job/a")
-        assert found is not None
-        path, offset = found
-        after = world.files.snapshot("memory")
-        assert [name for name in before if before[name] != after[name]] == [path]
-        assert after[path][offset].bit_count() == 1
-        assert sum(after[path]) == after[path][offset]
-        assert world.files.flip(random.Random(1), "storage") is None
 
 
 def test_node_that_was_set_aside_comes_back_with_its_old_memory() -> None:

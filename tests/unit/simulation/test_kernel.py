@@ -2,19 +2,8 @@
 
 import pytest
 
-from tests.simulation.kernel import HangError, Kernel, Waiting
+from tests.simulation.kernel import HangError, Kernel
 from tests.unit.simulation.simulated import Simulated
-
-
-def test_time_passes_only_when_all_wait(simulated: Simulated) -> None:
-    def sleep(seconds: float) -> None:
-        simulated.kernel.sleep(seconds)
-        simulated.say(seconds)
-
-    for seconds in (30.0, 10.0, 20.0):
-        simulated.process(lambda seconds=seconds: sleep(seconds))
-    simulated.run()
-    assert [(round(now), what) for now, what in simulated.trace] == [(10, 10), (20, 20), (30, 30)]
 
 
 def test_code_of_a_killed_process_never_runs_again(simulated: Simulated) -> None:
@@ -47,15 +36,6 @@ def test_suspended_process_stands_still(simulated: Simulated) -> None:
     assert [round(now) for now, _ in simulated.trace] == [1, 12, 13, 14]
 
 
-def test_error_of_a_thread_is_noted(simulated: Simulated) -> None:
-    def fail() -> None:
-        raise ValueError("broken")
-
-    simulated.process(fail)
-    with pytest.raises(ValueError, match="broken"):
-        simulated.run()
-
-
 def test_endless_loop_is_found() -> None:
     kernel = Kernel(1, max_events=1000)
 
@@ -67,8 +47,3 @@ def test_endless_loop_is_found() -> None:
     with pytest.raises(HangError, match="turn in main@node-a:main"):
         kernel.run(lambda: False)
     kernel.close()
-
-
-def test_those_who_wait_for_nothing_end_the_run(simulated: Simulated) -> None:
-    simulated.process(lambda: simulated.kernel.wait(Waiting()))
-    assert not simulated.kernel.run(lambda: False)

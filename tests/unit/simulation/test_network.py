@@ -1,38 +1,104 @@
-"""The network between simulated nodes: ends of processes and nodes, failures, names."""
+"""The network between simulated nodes: connections, and failures that a schedule chooses."""
 
-import errno
+import random
 import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.addresses import listen, own_host
+from tests.simulation.kernel import Process
 from tests.unit.simulation.simulated import Simulated
-from tests.unit.simulation.talking import PORT, connected, error_of, read_all
 
-# Ends of processes and nodes
+LARGE = random.Random(0).randbytes(1 << 20)
+PORT = 4000
+
+Act = Callable[[socket.socket], Any]
 
 
-def test_killed_process_ends_its_connections(simulated: Simulated) -> None:
-    def send(connection: socket.socket) -> None:
-        simulated.kernel.sleep(1.0)
-        connection.send(b"x" * 1000)
-        simulated.kernel.end(simulated.world.process)
+def connected(simulated: Simulated, serve: Act, use: Act) -> tuple[Process, Process]:
+    """Return two processes that have a connection: the one on node-a accepts it."""
+    simulated.network.add_node("node-a")
+    simulated.network.add_node("node-b")
 
-    def receive_rest(connection: socket.socket) -> None:
-        content = read_all(connection)
-        simulated.say((len(content) in (0, 1000), type(error_of(lambda: send_twice(connection)))))
+    def accept() -> None:
+        with socket.create_server(("node-a", PORT)) as listener:
+            connection = listener.accept()[0]
+        with connection:
+            serve(connection)
 
-    def send_twice(connection: socket.socket) -> None:
-        for _ in range(100):
-            connection.send(b"x")
-            simulated.kernel.sleep(0.1)
+    def connect() -> None:
+        with connect_to("node-a") as connection:
+            connection.settimeout(None)
+            use(connection)
 
-    connected(simulated, receive_rest, send)
+    return simulated.process(accept, "node-a"), simulated.process(connect, "node-b")
+
+
+def connect_to(node: str, timeout_s: float = 10.0) -> socket.socket:
+    """Connect as soon as somebody listens."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection((node, PORT), timeout_s)
+
+
+def error_of(act: Callable[[], Any]) -> OSError:
+    """Return the error that something ends with."""
+    with pytest.raises(OSError) as caught:
+        act()
+    return caught.value
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Return everything up to the end, or to a failure."""
+    content = b""
+    with suppress(ConnectionError):
+        while more := connection.recv(1 << 16):
+            content += more
+    return content
+
+
+def test_sender_waits_until_the_other_side_reads(simulated: Simulated) -> None:
+    def fill(connection: socket.socket) -> None:
+        connection.settimeout(3.0)
+        error = error_of(lambda: [connection.send(LARGE) for _ in range(1000)])
+        simulated.say((type(error), str(error)))
+
+    def read_late(connection: socket.socket) -> None:
+        simulated.kernel.sleep(10.0)
+
+    connected(simulated, read_late, fill)
     simulated.run()
-    ((found_s, (is_whole, error)),) = simulated.trace
-    assert is_whole
-    assert error in (ConnectionResetError, BrokenPipeError)
-    assert found_s < 3.0
+    assert simulated.said == [(TimeoutError, "timed out")]
+    assert 3.0 < simulated.trace[0][0] < 3.5
+
+
+def test_connections_overtake_each_other() -> None:
+    orders = set()
+    for seed in range(20):
+        with Simulated(seed) as simulated:
+
+            def serve(simulated: Simulated = simulated) -> None:
+                with socket.create_server(("", PORT)) as listener:
+                    for _ in range(2):
+                        connection = listener.accept()[0]
+                        simulated.kernel.spawn(
+                            simulated.world.process, lambda c=connection: simulated.say(c.recv(1))
+                        )
+
+            def use() -> None:
+                both = [connect_to("node-a") for _ in range(2)]
+                for number, connection in enumerate(both):
+                    connection.send(b"%d" % number)
+
+            simulated.network.add_node("node-a")
+            simulated.process(serve, "node-a")
+            simulated.process(use, "node-b")
+            simulated.run()
+            simulated.rest()
+            orders.add(tuple(simulated.said))
+    assert orders == {(b"0", b"1"), (b"1", b"0")}
 
 
 def test_lost_node_is_silent(simulated: Simulated) -> None:
@@ -49,63 +115,6 @@ def test_lost_node_is_silent(simulated: Simulated) -> None:
     simulated.later(1.0, lose)
     simulated.run()
     assert simulated.said == ["timed out"]
-
-
-def test_keepalive_finds_a_lost_node(simulated: Simulated) -> None:
-    def wait(connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
-        simulated.say(error_of(lambda: connection.recv(1)).errno)
-
-    _, lost = connected(simulated, wait, lambda connection: connection.recv(1))
-
-    def lose() -> None:
-        simulated.network.lose("node-b")
-        simulated.kernel.kill(lost)
-
-    simulated.later(100.0, lose)
-    simulated.run()
-    assert simulated.said == [errno.ETIMEDOUT]
-    assert 219.0 < simulated.trace[0][0] < 221.0
-
-
-def test_node_that_came_back_resets_who_waits_for_an_answer(simulated: Simulated) -> None:
-    def ask(connection: socket.socket) -> None:
-        connection.send(b"x")
-        simulated.say(type(error_of(lambda: connection.recv(1))))
-
-    _, lost = connected(simulated, ask, lambda _: simulated.kernel.sleep(100.0))
-
-    def lose() -> None:
-        simulated.network.lose("node-b")
-        simulated.kernel.kill(lost)
-
-    simulated.later(1.0, lose)
-    simulated.later(10.0, lambda: simulated.network.restore("node-b"))
-    simulated.run()
-    assert simulated.said == [ConnectionResetError]
-    assert 10.0 < simulated.trace[0][0] < 13.1
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_nobody_answers_for_a_lost_node(seed: int) -> None:
-    with Simulated(seed) as simulated:
-        simulated.network.add_node("node-a")
-        simulated.network.lose("node-a")
-        simulated.process(
-            lambda: simulated.say(
-                error_of(lambda: socket.create_connection(("node-a", PORT), 5.0))
-            ),
-            "node-b",
-        )
-        simulated.run()
-        (error,) = simulated.said
-        assert isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
-
-
-# Failures of the network
 
 
 def test_partition_holds_back_what_is_sent(simulated: Simulated) -> None:
@@ -138,19 +147,3 @@ def test_one_bit_is_flipped(simulated: Simulated) -> None:
     connected(simulated, compare, send)
     simulated.run()
     assert simulated.said == [(b'\0\0\0\x0c{"type":"Get"}', 1)]
-
-
-# Names
-
-
-def test_master_whose_name_is_a_loopback_one_listens_everywhere(simulated: Simulated) -> None:
-    simulated.network.add_node("node-a", has_loopback_name=True)
-
-    def serve() -> None:
-        host = own_host("node-a")
-        (listener,) = listen(host)
-        simulated.say((host, listener.getsockname()[0]))
-
-    simulated.process(serve, "node-a")
-    simulated.run()
-    assert simulated.said == [("node-a", "0.0.0.0")]

@@ -1,60 +1,77 @@
-"""The judge of simulated jobs: it accepts what happened, and fails each lie about it."""
+"""The judge of simulated jobs fails lies that no mutation of the product tells."""
 
 from dataclasses import replace
+from typing import Any
 
-from moe_ft.errors import UnrecoverableError
-from tests.simulation.job import Start
-from tests.unit.simulation.small_job import SmallJob, has_trained, small_job
+import pytest
 
+from tests.simulation.left import states_of_several_iterations
+from tests.simulation.lossy import Recount
+from tests.simulation.schedule import draw
+from tests.unit.simulation.small_job import has_trained, small_job
 
-def recovered(job: SmallJob) -> Start:
-    """Return a start that has recovered what a killed one has left, and trained to the end."""
-    first = job.run_until(has_trained(4))
-    job.oracle.is_disturbed = True
-    assert job.judge(first) == []
-    return job.run_until()
-
-
-def test_recovery_of_all_that_was_acknowledged_is_accepted() -> None:
-    with small_job() as job:
-        start = recovered(job)
-        assert job.judge(start) == []
-        assert [life.outcome.iteration for life in start.lives if life.outcome] == [3, 3]
+MIDDLE = 1
+STAGES: dict[str, Any] = {"stages": 3, "dp": 1, "ep": 1, "breakpoints": True, "upstream_log": True}
+PARTIAL: dict[str, Any] = {
+    "strategy": "partial",
+    "options": {"k_snapshot": "1", "k_persist": 1, "selection": "sequential"},
+}
 
 
-def test_another_digest_is_a_violation() -> None:
-    with small_job() as job:
-        start = recovered(job)
-        start.lives[1].digests[5] = "another"
-        assert job.judge(start) == ["start 1: rank 1 has a wrong state at iteration 5"]
-
-
-def test_state_older_than_the_acknowledged_one_is_a_violation() -> None:
-    with small_job() as job:
-        start = recovered(job)
-        life = start.lives[0]
-        assert life.outcome is not None
-        life.outcome = replace(life.outcome, iteration=2)
-        assert job.judge(start) == [
-            "start 1: rank 0 recovered iteration 2, and 3 was acknowledged",
-            "start 1: rank 0 recovered iteration 2, and 3 is the newest that is left",
+def test_wrong_sum_of_lost_tokens_is_a_violation() -> None:
+    with small_job(**PARTIAL) as job:
+        first, second = job.run_until(has_trained(5)), job.run_until()
+        recount = Recount(job.setup.shape)
+        assert list(recount.check(first.lives)) == []
+        outcome: Any = second.lives[0].outcome
+        total = outcome.loss.total_lost_tokens
+        wrong = replace(outcome.loss, total_lost_tokens=total + 1)
+        second.lives[0].outcome = replace(outcome, loss=wrong)
+        assert list(recount.check(second.lives)) == [
+            f"said that {total + 1} tokens are lost, and {total} are"
         ]
+        assert total > 0
 
 
-def test_refusal_of_intact_state_is_a_violation() -> None:
-    with small_job() as job:
-        start = recovered(job)
-        start.lives[0].outcome = None
-        start.lives[0].error = UnrecoverableError("nothing")
-        assert job.judge(start) == [
-            "start 1: rank 0 ended with UnrecoverableError: nothing; but iteration 3 is intact"
-        ]
+def test_local_recovery_that_is_not_allowed_is_a_violation() -> None:
+    with small_job(**STAGES, iterations=8, recovery="global") as job:
+        assert job.judge(job.run_until_death(MIDDLE, has_trained(5))) == []
+        start = job.run_until()
+        for life in start.lives:
+            assert life.outcome is not None
+            assert life.outcome.stages == ()
+            life.outcome = replace(life.outcome, stages=(MIDDLE,))
+        assert job.judge(start) == ["start 1: stages (1,) recovered alone"]
 
 
-def test_hang_is_a_violation() -> None:
-    with small_job() as job:
-        job.oracle.before_start()
-        start = job.start()
-        (violation,) = job.judge(start, has_ended=False)
-        assert violation.startswith("start 0: hangs: ")
-        job.kill(start)
+def test_replay_of_more_than_is_needed_is_a_violation() -> None:
+    with small_job(**STAGES, iterations=8) as job:
+        assert job.judge(job.run_until_death(MIDDLE, has_trained(5))) == []
+        start = job.run_until()
+        start.lives[0].replayed = 2
+        (violation,) = job.judge(start)
+        assert "replayed {0: 2, 1:" in violation
+
+
+@pytest.mark.parametrize(("intervals", "num"), [((1, 0), 1), ((0, 3), 0)])
+def test_windows_on_storage_are_told_from_whole_states(
+    intervals: tuple[int, int], num: int
+) -> None:
+    persist_interval, dense_interval = intervals
+    with small_job(
+        strategy="sparse",
+        options={"window": "2", "max_window": 4},
+        persist_interval=persist_interval,
+        dense_interval=dense_interval,
+    ) as job:
+        job.run_until()
+        assert len(list(job.root.glob("storage/iter_*/manifest.json"))) == 2  # with the end
+        assert len(states_of_several_iterations(job.root)) == num
+
+
+def test_schedules_are_drawn_of_jobs_whose_stages_recover_alone() -> None:
+    setups = [draw(seed).setup for seed in range(60)]
+    own = [each for each in setups if each.recovers_locally]
+    assert len(own) > 5
+    assert {each.recovery for each in own} == {"auto", "local"}
+    assert any(each.breakpoints and not each.upstream_log for each in setups)
