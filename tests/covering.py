@@ -16,7 +16,6 @@ _NUM_TRIES = 200
 
 
 def pairs_of(view: Values) -> set[Pair]:
-    """Return the pairs of circumstances in a view of a run."""
     return set(combinations_with_replacement(sorted(view.items()), 2))
 
 
@@ -37,7 +36,6 @@ class Space:
     cost: Callable[[Values], float]
 
     def shown_by(self, runs: Iterable[Values]) -> set[Pair]:
-        """Return the pairs that runs show."""
         return {pair for run in runs for view in self.views(run) for pair in pairs_of(view)}
 
     @cached_property

@@ -111,7 +111,6 @@ class Fault:
 
     @property
     def is_costly(self) -> bool:
-        """True if the fault ends the start."""
         return self.tier != "nothing"
 
     def __str__(self) -> str:
@@ -139,12 +138,10 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return LAYOUTS[self.layout][0]
 
     @property
     def family(self) -> str:
-        """The name of the strategy."""
         return family_of(self.strategy)
 
     @property
@@ -178,7 +175,6 @@ def mode_of(strategy: str) -> str:
 
 
 def case_of(values: Values) -> Case:
-    """Return the run of values of all factors."""
     faults = [
         Fault(
             kind=values[f"kind {step}"],
@@ -276,7 +272,6 @@ def _orders_of(strategy: str) -> tuple[str, ...]:
 
 
 def is_possible(values: Values) -> bool:
-    """Return False if some of the values exclude each other."""
     run = dict.fromkeys(FACTORS) | dict(values)
     if any(rule(run) for rule in RULES):
         return False

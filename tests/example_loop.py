@@ -15,7 +15,6 @@ EXAMPLE = ROOT / "examples" / "custom_loop.py"
 
 
 def load_example() -> Any:
-    """Return the module of the example, which is in no package."""
     spec = importlib.util.spec_from_file_location("custom_loop", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

@@ -159,7 +159,6 @@ def _precision(case: Case) -> Changes:
 
 
 def checkpoint_flags(case: Case) -> list[str]:
-    """Return the flags of the checkpoints that the run takes."""
     return [
         *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
         *LEFT[case.left],
@@ -250,7 +249,6 @@ def run_repaired_case(case: Case, place: Place) -> None:
 
 
 def struck(case: Case, fired: Sequence[Mapping[str, Any]], start: int) -> list[Fault]:
-    """Return the faults of a case that have struck in a start."""
     before = [line for line in fired if line["incarnation"] == start]
     return [
         fault

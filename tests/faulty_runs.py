@@ -64,7 +64,6 @@ def run_until_it_ends(
 
 
 def fault_flags(faults: Sequence[str]) -> list[str]:
-    """Return the flags that inject faults."""
     return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
 
 

@@ -28,7 +28,6 @@ class Fp8Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> "Fp8Tensor":
-        """Make zeros of a shape."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=torch.float32, device=like.device
         )
@@ -43,11 +42,9 @@ class Fp8Tensor(torch.Tensor):
         )
 
     def wide(self) -> torch.Tensor:
-        """Return the numbers in fp32."""
         return self._data.view(torch.float8_e4m3fn).to(torch.float32) * self._scale_inv
 
     def fill(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
-        """Keep numbers divided by a scale."""
         self._scale_inv.copy_(scale)
         self._data.copy_((numbers / scale).to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -158,7 +155,6 @@ class FewBitsAdam(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None

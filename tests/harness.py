@@ -42,7 +42,6 @@ class JobResult:
     seconds: float
 
     def output(self, rank: int) -> str:
-        """Return what a rank printed."""
         return self.log_paths[rank].read_text(errors="replace")
 
     def check(self) -> "JobResult":
@@ -189,7 +188,6 @@ def prepare_to_fork() -> None:
 
 
 def events(directory: Path, rank: int, event: str | None = None) -> list[dict[str, Any]]:
-    """Return a rank's events, all or those of one kind."""
     found = read_events(event_path(directory, rank))
     return [line for line in found if event in (None, line["event"])]
 

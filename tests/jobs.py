@@ -53,11 +53,9 @@ class Job:
         return self.place.references.digests([*self.base, *flags], self.num_ranks, self.train)
 
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return the events of one kind of a rank."""
         return events(self.events_dir, rank, event)
 
     def digests(self) -> Digests:
-        """Return the last digests of all ranks."""
         return digests(self.events_dir, self.num_ranks)
 
 
@@ -84,7 +82,6 @@ class CheckpointJob(Job):
     def run(
         self, *flags: str, storage: bool = False, nodes: Sequence[str] | None = None
     ) -> JobResult:
-        """Start the job once."""
         log = self.folder / f"run_{len(list(self.folder.glob('run_*')))}"
         return run_training(
             self.flags(*flags, storage=storage),

@@ -90,7 +90,6 @@ def run_kept(
 
 
 def _serve(agent_pid: int, path: str, log: str) -> None:
-    """Be a zygote for an agent."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):

@@ -57,11 +57,9 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return world_size_of(self.layout)
 
     def stage_of(self, rank: int) -> int:
-        """Return the pipeline stage of a rank."""
         return rank * self.layout["pp"] // self.world_size
 
     def base(self, place: Place) -> list[str]:

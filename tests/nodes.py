@@ -122,7 +122,6 @@ class Nodes:
                     yield path
 
     def log(self, name: str) -> str:
-        """Return what a node has printed."""
         return self._log(name).read_text()
 
     def _log(self, name: str) -> Path:

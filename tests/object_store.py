@@ -48,7 +48,6 @@ class Fault:
     struck: int = 0
 
     def strikes(self, environ: dict[str, Any]) -> bool:
-        """Return whether it strikes a request, and count it."""
         place = f"{environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
         is_hit = environ["REQUEST_METHOD"] in self.methods and self.part in place and self.left > 0
         self.left -= is_hit
@@ -135,7 +134,6 @@ class ObjectStore:
     def failing(
         self, code: str, *methods: str, part: str = "", times: int = 1 << 30
     ) -> Iterator[Fault]:
-        """Have requests fail."""
         fault = Fault(code, methods or Fault.methods, part, times)
         self.faults.append(fault)
         try:
@@ -144,7 +142,6 @@ class ObjectStore:
             self.faults.remove(fault)
 
     def close(self) -> None:
-        """End the server."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -56,7 +56,6 @@ class StagedState:
 
     @staticmethod
     def initialize_model_parallel(expert_model_parallel_size: int) -> None:
-        """Make the groups of stages instead."""
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_STAGES)
 
 

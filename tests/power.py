@@ -113,7 +113,6 @@ class Outcomes:
         self.failed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep the outcome that a report of pytest tells."""
         name = report.nodeid.removeprefix(_FOLDER)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)

@@ -98,7 +98,6 @@ class Recount:
         return learnt(self.saved[expert].memory) - learnt(self.saved[expert].storage)
 
     def snapshot(self, iteration: int) -> None:
-        """Count a complete snapshot of an iteration."""
         for number, layer in enumerate(self.layers):
             order = self.order(number)
             if self.is_load_aware:

@@ -44,7 +44,6 @@ def place(
 
 @pytest.fixture
 def job(place: Place) -> CheckpointJob:
-    """Return a job that takes checkpoints."""
     return CheckpointJob(place)
 
 

@@ -91,7 +91,6 @@ class Killer:
 
 
 def job_flags(place: Place, *, stages: int = 2, num_layers: int = 4) -> list[str]:
-    """Return the flags of the job, killed or not."""
     model = model_flags(
         train_iters=NUM_ITERATIONS,
         num_layers=num_layers,

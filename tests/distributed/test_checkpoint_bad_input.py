@@ -58,7 +58,6 @@ class Checkpointed:
 
     @property
     def storage(self) -> Path:
-        """The persist directory."""
         return self.directory / "storage"
 
 
@@ -126,7 +125,6 @@ def stored(flags: str, *says: str, damage: Act = lambda storage: None, **more: A
 
 
 def manifests(storage: Path) -> list[Path]:
-    """Return the paths of the manifests."""
     return sorted(storage.glob("iter_*/manifest*.json"))
 
 
@@ -139,7 +137,6 @@ def write_later_format(storage: Path) -> None:
 
 
 def flip_units(storage: Path) -> None:
-    """Damage units of all checkpoints."""
     for path in storage.glob("iter_*/rank_*.safetensors"):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 0xFF
@@ -147,7 +144,6 @@ def flip_units(storage: Path) -> None:
 
 
 def close_manifests(storage: Path) -> None:
-    """Make the manifests unreadable for everyone."""
     for path in manifests(storage):
         path.chmod(0)
 
@@ -296,7 +292,6 @@ def refusal(flags: str, directory: Path, memory_dir: Path, *, train: Train | Non
 
 
 def content_of(storage: Path) -> dict[Path, bytes | None]:
-    """Return the readable content of a directory."""
     return {
         path: path.read_bytes() if path.is_file() and os.access(path, os.R_OK) else None
         for path in storage.rglob("*")

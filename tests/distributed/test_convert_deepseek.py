@@ -36,7 +36,6 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, str | bool]]] = {
 
 
 def converted(source: Path, folder: Path, to: str) -> Path:
-    """Convert weights with all bits that they have."""
     convert(
         Request(source=str(source), destination=str(folder), to=to, what="weights", dtype="fp32")
     )

@@ -26,7 +26,6 @@ def digests_in(outputs: Sequence[str]) -> Digests:
 
 
 def digests_of(result: JobResult) -> Digests:
-    """Return the digests that the ranks of a job have printed."""
     return digests_in([result.output(rank) for rank in range(NUM_RANKS)])
 
 

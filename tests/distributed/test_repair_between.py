@@ -47,7 +47,6 @@ def run(
     is_disturbed: bool = True,
     max_restarts: int = 0,
 ) -> KeptResult:
-    """Run a job that evaluates to its end."""
     return job.run(
         *(death.faults if is_disturbed else ()),
         strategy=death.strategy,

@@ -40,7 +40,6 @@ class Process:
         self.digests: dict[int, str] = {}
 
     def start(self) -> Checkpointing:
-        """Recover and start checkpointing."""
         facts = MegatronLoop().job_facts("")
         return start(self._config, facts, self._built, lambda phase, iteration: None)
 
@@ -65,7 +64,6 @@ class Process:
         running.engine.end_iteration(iteration, 0.1, lambda: running.capture(facts))
 
     def digest(self) -> str:
-        """Return a digest of parameters and optimizer."""
         return digest_state(*self._built, {}).sha256
 
     def scramble(self) -> None:

@@ -51,7 +51,6 @@ class TurnsStrategy(Strategy):
 
     @property
     def always(self) -> Collection[UnitId]:
-        """All units."""
         return self._units
 
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
@@ -72,7 +71,6 @@ class TurnsStrategy(Strategy):
         )
 
     def possible_windows(self) -> list[WindowPlan]:
-        """Return the two windows that there are."""
         return [self.plan_window(0), self.plan_window(0, is_whole=True)]
 
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
@@ -81,7 +79,6 @@ class TurnsStrategy(Strategy):
             self._whole_iteration = iteration
 
     def is_whole(self, iteration: int) -> bool:
-        """Return whether it was here."""
         return self._whole_iteration == iteration
 
 
@@ -97,7 +94,6 @@ class Turns(StrategyKind):
             )
 
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
-        """Return the strategy of a rank."""
         options: TurnsConfig = self.options_in(config)
         return TurnsStrategy(facts.catalog.units, options.num_turns)
 

@@ -32,7 +32,6 @@ class World:
 
     @property
     def process(self) -> Process:
-        """The process that runs."""
         assert self.kernel.running is not None
         return self.kernel.running.process
 
@@ -49,7 +48,6 @@ def world() -> World | None:
 
 @contextmanager
 def active(current: World) -> Iterator[None]:
-    """Make a world the one that simulated threads live in."""
     _worlds.append(current)
     try:
         yield
@@ -64,7 +62,6 @@ class Patches:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute."""
         self._originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
@@ -84,7 +81,6 @@ class Patches:
         self.set(owner, name, call)
 
     def restore(self) -> None:
-        """Put the originals back."""
         while self._originals:
             owner, name, value = self._originals.pop()
             setattr(owner, name, value)

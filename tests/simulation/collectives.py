@@ -148,7 +148,6 @@ class Distributed:
 
 
 def is_initialized() -> bool:
-    """Return whether this process is a rank."""
     return "world_group" in _world().process.local
 
 
@@ -166,33 +165,27 @@ def new_group(
 
 
 def destroy_process_group(group: Group | None = None) -> None:
-    """Let go of a group, or of all."""
     current = _world()
     current.collectives.destroy(current.process, group)
 
 
 def get_world_size(group: Group | None = None) -> int:
-    """Return the number of members."""
     return _group_of(group).size()
 
 
 def get_rank(group: Group | None = None) -> int:
-    """Return this process' rank in a group."""
     return _group_of(group).own
 
 
 def get_global_rank(group: Group, group_rank: int) -> int:
-    """Return the rank in the job of a member."""
     return group.members[group_rank]
 
 
 def get_process_group_ranks(group: Group | None = None) -> list[int]:
-    """Return the ranks in the job of all members."""
     return list(_group_of(group).members)
 
 
 def all_gather_object(values: list[Any], value: Any, group: Group | None = None) -> None:
-    """Put the values of all members into a list."""
     work = _group_of(group).begin("all_gather_object", pack(value))
     work.wait()
     values[:] = [unpack(each) for each in work.values]
@@ -201,7 +194,6 @@ def all_gather_object(values: list[Any], value: Any, group: Group | None = None)
 def broadcast_object_list(
     values: list[Any], src: int = 0, group: Group | None = None, **_: Any
 ) -> None:
-    """Replace the values of a list by those that one rank has."""
     found = _group_of(group)
     source = found.members.index(src)
     packed = pack(tuple(values)) if source == found.own else None
@@ -214,18 +206,15 @@ def broadcast_object_list(
 def monitored_barrier(
     group: Group | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all members."""
     seconds = None if timeout is None else timeout.total_seconds()
     _group_of(group).begin("monitored_barrier", None, seconds).wait()
 
 
 def barrier(group: Group | None = None, **_: Any) -> None:
-    """Wait for all members."""
     monitored_barrier(group)
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
-    """Overwrite a tensor by that of one rank."""
     found = _group_of(group)
     source = found.members.index(src)
     is_own = source == found.own
@@ -240,7 +229,6 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group | None = None) -> Non
 def all_reduce(
     tensor: torch.Tensor, op: Any = real.ReduceOp.SUM, group: Group | None = None
 ) -> None:
-    """Overwrite a tensor by what all members have together."""
     _group_of(group).reduce(tensor, op, None).wait()
 
 

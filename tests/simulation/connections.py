@@ -17,7 +17,6 @@ WHOLE_BYTES = 16 << 10  # so few are sent at once or not at all
 
 
 def failure(number: int) -> OSError:
-    """Return the exception of an error number."""
     return OSError(number, os.strerror(number))
 
 
@@ -72,7 +71,6 @@ class End:
         self.readable, self.writable = Waiting(), Waiting()
 
     def join(self, peer: "End") -> None:
-        """Make this and another end one connection."""
         for one, other in ((self, peer), (peer, self)):
             one.peer = other
             one.send_event = f"send {one.host.node} to {other.host.node}"
@@ -82,7 +80,6 @@ class End:
 
     @property
     def may_read(self) -> bool:
-        """True if reading need not wait."""
         return bool(self._buffer) or self._is_at_end or self._error is not None
 
     @property
@@ -147,13 +144,11 @@ class End:
         return count
 
     def finish(self) -> None:
-        """Send nothing more."""
         if not self._has_sent_end:
             self._has_sent_end = True
             self._transmit(None, 0)
 
     def stop_reading(self) -> None:
-        """Let readers find the end."""
         self._is_at_end = True
         self._network.kernel.wake(self.readable)
 

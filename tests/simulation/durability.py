@@ -40,7 +40,6 @@ class _Change:
 
     @property
     def entries(self) -> set[tuple[int, str]]:
-        """Entries that it changes."""
         found = {(self.directory, self.path.rpartition("/")[2])}
         if self.source:
             found.add((self.source_directory, self.source.rpartition("/")[2]))
@@ -99,7 +98,6 @@ class Durability:
             self._unsynced[inode] = b"" if is_empty else _content(f"/proc/self/fd/{descriptor}")
 
     def synced(self, inode: int) -> None:
-        """Note that a file, or a directory, was synced."""
         if inode not in self._lost:
             self._unsynced.pop(inode, None)
         if any(change.directory == inode for change in self._changes):
@@ -116,11 +114,9 @@ class Durability:
     # Entries of directories
 
     def added(self, path: str) -> None:
-        """Note a new name of a file."""
         self._note("add", path)
 
     def made(self, path: str) -> None:
-        """Note a new directory."""
         self._inodes.pop(path, None)
         self._note("mkdir", path)
 

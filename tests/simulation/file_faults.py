@@ -120,11 +120,9 @@ class FileFaults:
         return fault
 
     def mend(self, fault: Fault) -> None:
-        """End a fault before its time."""
         fault.until = -FOREVER
 
     def is_full(self, path: str) -> bool:
-        """Return whether there is no room."""
         return any(
             fault.error == errno.ENOSPC
             and fault.kind == "write"
@@ -241,7 +239,6 @@ class FileFaults:
                 shutil.rmtree(directory)
 
     def set_aside(self, node: str) -> None:
-        """Take a node away with what it has in memory."""
         with self.outside():
             for directory in self._memory_of(node):
                 job = directory.parent.name
@@ -262,12 +259,10 @@ class FileFaults:
 
 
 def is_below(path: str, where: str) -> bool:
-    """Return whether a path is a place or below it."""
     return path.startswith(where) and path[len(where) : len(where) + 1] in ("", "/")
 
 
 def garbled(content: memoryview, chance: random.Random) -> memoryview:
-    """Return content of which a bit has flipped."""
     changed = bytearray(content)
     changed[_offset_to_flip(bytes(content), chance)] ^= 1 << chance.randrange(8)
     return memoryview(changed)

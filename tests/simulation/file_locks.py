@@ -27,7 +27,6 @@ class _Registry:
 
     @property
     def held(self) -> dict[Hashable, int]:
-        """Those of the thread that runs."""
         current = world()
         if current is None:
             return self._real.held  # type: ignore[no-any-return]
@@ -45,7 +44,6 @@ class _PerThread(_api.ThreadLocalFileContext):
 
     @property
     def current(self) -> Any:
-        """State of the lock in the thread that runs."""
         thread = _running()
         found = self._states.get(thread)
         if found is None:

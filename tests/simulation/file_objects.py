@@ -32,7 +32,6 @@ class RawFile(io.FileIO):
         return self._files.write(self._found, data)
 
     def truncate(self, size: int | None = None) -> int:
-        """Cut the file."""
         cut(self._files, self._found, self.tell() if size is None else size)
         return self.tell() if size is None else size
 

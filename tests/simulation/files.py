@@ -88,7 +88,6 @@ class Files(FileFaults):
 
     @property
     def memory(self) -> Path:
-        """Directory of the nodes' memory."""
         return self.root / "memory"
 
     @property
@@ -124,7 +123,6 @@ class Files(FileFaults):
         return None if found is None or found.path is None else f"{found.path}/{path}"
 
     def reach(self, operation: str, path: str) -> None:
-        """Pass the moment before an operation."""
         self._kernel.event(f"files: {operation} {path}")
         if self._faults:
             self.suffer(operation, path)
@@ -146,7 +144,6 @@ class Files(FileFaults):
     # Descriptors
 
     def own(self, number: int, path: str | None, inode: int = 0) -> OpenFile:
-        """Note that the process that runs has opened something."""
         process, held = self._held_by_running()
         found = OpenFile(number, path, process, inode)
         held[number] = self._open[number] = found
@@ -183,7 +180,6 @@ class Files(FileFaults):
         return found
 
     def forget(self, number: int) -> None:
-        """Note that a descriptor is closed now."""
         found = self._open.pop(number, None)
         if found is not None:
             del self._of_process[found.process][number]

@@ -37,7 +37,6 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Return what a receiver gets of a value that travelled."""
     return pickle.loads(value.content) if type(value) is _Pickled else value
 
 
@@ -109,7 +108,6 @@ class Work:
         return self._round.values
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
         return self.is_done or bool(self.error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -159,7 +157,6 @@ class Work:
         group.kernel.wake(self.waiting)
 
     def fail(self, error: str) -> None:
-        """End with an error."""
         self.error = error
         self._group.pending.pop(self, None)
         self._group.kernel.wake(self.waiting)
@@ -215,11 +212,9 @@ class Group:
         return self.shared.members
 
     def size(self) -> int:
-        """Return the number of members."""
         return len(self.shared.members)
 
     def rank(self) -> int:
-        """Return this member's rank in the group."""
         return self.own
 
     def begin(
@@ -273,7 +268,6 @@ class Group:
         return work
 
     def reduce(self, tensor: torch.Tensor, op: Any, timeout_s: float | None) -> Work:
-        """Begin an all-reduce."""
         combine = next(function for known, function in _COMBINE if op == known)
 
         def receive(current: Round) -> None:
@@ -308,7 +302,6 @@ class Group:
         return max(network.severed_s(own, node) for node in nodes)
 
     def notify_others(self) -> None:
-        """Let the other members see that this one has gone."""
         for other in self.shared.groups:
             if other is not None and other is not self and other.process.is_alive:
                 self.tell(other)
@@ -354,7 +347,6 @@ class Group:
         self.notify_others()
 
     def destroy(self) -> None:
-        """Let go of the group."""
         self.is_destroyed = True
         for work in list(self.pending):
             work.fail("[gloo/transport/tcp/pair.cc:553] Connection closed: the group was destroyed")

@@ -41,8 +41,6 @@ class Injection:
         self.inflicted = Counter[str]()
 
     def arm(self, start: Start, fault: Fault) -> None:
-        """Have a fault happen in a start that has just begun."""
-
         def act(what: str) -> None:
             if any(process.is_alive for process in start.processes):
                 self.inflict(fault, start, what)
@@ -131,12 +129,10 @@ class Injection:
     # Processes
 
     def kill_rank(self, fault: Fault, start: Start | None) -> None:
-        """Kill a rank."""
         assert start is not None
         self._kernel.kill(start.processes[fault.target % len(start.processes)])
 
     def kill_this(self, fault: Fault, start: Start | None) -> None:
-        """Kill whoever passes the moment."""
         running = self._kernel.running
         if running is not None:
             self._kernel.kill(running.process)
@@ -148,7 +144,6 @@ class Injection:
             self._kernel.kill(start.processes[(fault.target + step) % len(start.processes)])
 
     def terminate(self, fault: Fault, start: Start | None) -> None:
-        """Tell all ranks to end."""
         assert start is not None
         self._job.end(start)
 
@@ -157,17 +152,14 @@ class Injection:
         self._kill_nodes(start, {self._node(fault)})
 
     def kill_all(self, fault: Fault, start: Start | None) -> None:
-        """Kill all ranks at once."""
         assert start is not None
         self._job.kill(start)
 
     def kill_writer(self, fault: Fault, start: Start | None) -> None:
-        """Kill a writer process."""
         for process in self._writers(fault, start):
             self._kernel.kill(process)
 
     def suspend_writer(self, fault: Fault, start: Start | None) -> None:
-        """Let a writer process stand still."""
         for process in self._writers(fault, start):
             self._kernel.suspend(process, self._seconds(fault))
 
@@ -177,13 +169,11 @@ class Injection:
         return found[fault.target % len(found) :][:1] if found else []
 
     def suspend_rank(self, fault: Fault, start: Start | None) -> None:
-        """Let a rank stand still."""
         assert start is not None
         process = start.processes[fault.target % len(start.processes)]
         self._kernel.suspend(process, self._seconds(fault))
 
     def wall_clock(self, fault: Fault, start: Start | None) -> None:
-        """Set the wall clock of a node, by up to a day."""
         clocks = self._job.world.clocks.get(self._node(fault))
         if clocks is not None:
             clocks.wall_s += (fault.amount - 0.5) * 2 * 86_400
@@ -205,7 +195,6 @@ class Injection:
             self._oracle.lose_memory()
 
     def lose_all_memory(self, fault: Fault, start: Start | None) -> None:
-        """Lose all nodes."""
         nodes = {f"node-{each}" for each in range(self._job.setup.nodes)}
         self._kill_nodes(start, nodes)
         for node in sorted(nodes):
@@ -330,35 +319,29 @@ class Injection:
         self._glitches.append(self._files.fail(kind, number, where, at=1 + int(20 * fault.amount)))
 
     def flip_memory(self, fault: Fault, start: Start | None) -> None:
-        """Flip a bit in the memory of a node."""
         self._files.flip(self._kernel.random, _MEMORY)
         self._oracle.lose_memory()
         self._oracle.is_damaged = True
 
     def flip_storage(self, fault: Fault, start: Start | None) -> None:
-        """Flip a bit on storage."""
         self._files.flip(self._kernel.random, _STORAGE)
         self._oracle.lose_storage()
 
     def cut_memory(self, fault: Fault, start: Start | None) -> None:
-        """Cut a file in the memory of a node."""
         self._files.truncate(self._kernel.random, _MEMORY)
         self._oracle.lose_memory()
         self._oracle.is_damaged = True
 
     def cut_storage(self, fault: Fault, start: Start | None) -> None:
-        """Cut a file on storage."""
         self._files.truncate(self._kernel.random, _STORAGE)
         self._oracle.lose_storage()
 
     def storage_error(self, fault: Fault, start: Start | None) -> None:
-        """Have operations on storage fail for a while."""
         number = (errno.EIO, errno.EACCES, errno.ESTALE, errno.ENOSPC)[fault.target % 4]
         kind = ("", "", "write", "read", "create", "rename", "fsync")[fault.target % 7]
         self._files.fail(kind, number, _STORAGE, for_s=self._seconds(fault))
 
     def storage_glitch(self, fault: Fault, start: Start | None) -> None:
-        """Have one operation on storage fail."""
         kind = ("", "write", "read", "create", "rename", "remove", "fsync")[fault.target % 7]
         glitch = self._files.fail(kind, errno.EIO, _STORAGE, at=1 + int(20 * fault.amount))
         self._glitches.append(glitch)
@@ -378,7 +361,6 @@ class Injection:
         self._job.world.collectives.hang_probability = 0.0
 
     def storage_full(self, fault: Fault, start: Start | None) -> None:
-        """Have no room on storage for a while."""
         self._files.full(_STORAGE, self._seconds(fault))
 
     def storage_away(self, fault: Fault, start: Start | None) -> None:
@@ -393,15 +375,12 @@ class Injection:
             self._files.fail("", errno.EIO, _STORAGE, for_s=seconds)
 
     def storage_slow(self, fault: Fault, start: Start | None) -> None:
-        """Have each operation on storage take long."""
         self._files.slow(_STORAGE, 0.5 * fault.amount**3, self._seconds(fault))
 
     def storage_stuck(self, fault: Fault, start: Start | None) -> None:
-        """Have no operation on storage return for a while."""
         self._files.stuck(_STORAGE, self._seconds(fault))
 
     def memory_full(self, fault: Fault, start: Start | None) -> None:
-        """Have no room in the memory of a node for a while."""
         self._files.full(self._memory_of(fault), self._seconds(fault))
 
     def memory_error(self, fault: Fault, start: Start | None) -> None:
@@ -428,11 +407,9 @@ class Injection:
         self._network.stuck(self._node(fault), self._other(fault), self._seconds(fault))
 
     def network_slow(self, fault: Fault, start: Start | None) -> None:
-        """Have what a node sends take long."""
         self._network.slow(self._node(fault), 1 + 1000 * fault.amount, self._seconds(fault))
 
     def reset(self, fault: Fault, start: Start | None) -> None:
-        """Reset all connections of a node."""
         self._network.reset(self._node(fault))
 
     def refuse(self, fault: Fault, start: Start | None) -> None:

@@ -69,7 +69,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        """The model and its layout."""
         return Shape(
             stages=self.stages,
             dp=self.dp,
@@ -82,13 +81,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recovers_locally(self) -> bool:
-        """True if stages may recover alone."""
         has_all = self.stages > 1 and self.breakpoints and self.upstream_log
         return has_all and self.recovery != "global"
 
     @property
     def persists(self) -> bool:
-        """True if anything goes to storage."""
         return self.persist_interval + self.dense_interval > 0
 
     def config(self, root: Path) -> MoeFtConfig:
@@ -126,7 +123,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def training(self, root: Path) -> Training:
-        """Return what the ranks train."""
         return Training(
             shape=self.shape,
             iterations=self.iterations,
@@ -162,7 +158,6 @@ class Start:
 
     @property
     def last_iteration(self) -> int:
-        """The newest iteration that a rank has reached."""
         return max((max(each.digests, default=0) for each in self.lives), default=0)
 
 
@@ -183,7 +178,6 @@ class Job:
         self.notice_s = NOTICE_S
 
     def node_of(self, rank: int) -> str:
-        """Return the node that a rank is on in the next start."""
         per_node = -(-self.setup.shape.num_ranks // self.setup.nodes)
         return f"node-{self.placement[rank // per_node]}"
 
@@ -193,7 +187,6 @@ class Job:
         return [self.node_of(rank) for rank in range(self.setup.shape.num_ranks)]
 
     def start(self) -> Start:
-        """Start all ranks."""
         number, count = len(self.starts), self.setup.shape.num_ranks
         lives = [Life(rank=rank) for rank in range(count)]
         nodes = self.nodes
@@ -233,13 +226,11 @@ class Job:
             )
 
     def end(self, started: Start) -> None:
-        """Tell what is left of a start to end, and kill what does not."""
         for process in started.processes:
             terminate(process)
         self.world.kernel.call_later(GRACE_S, lambda: self.kill(started))
 
     def kill(self, started: Start) -> None:
-        """Kill what is left of a start."""
         for process in started.processes:
             self.world.kernel.kill(process)
 

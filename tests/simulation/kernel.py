@@ -54,7 +54,6 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """True until it has ended."""
         return self.exit_code is None
 
     def __repr__(self) -> str:
@@ -145,7 +144,6 @@ class Kernel:
     # Processes and threads
 
     def make_process(self, name: str, node: str, environ: dict[str, str] | None = None) -> Process:
-        """Return a process without threads."""
         process = Process(self, next(self._pids), name, node, dict(environ or {}))
         self.processes.append(process)
         return process
@@ -211,7 +209,6 @@ class Kernel:
             self._leave()
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         self.wait(Waiting(), max(0.0, seconds))
 
     def wait(self, waiting: Waiting, timeout_s: float | None = None) -> bool:
@@ -251,7 +248,6 @@ class Kernel:
         heapq.heappush(self._timers, (self.now + seconds, next(self._count), None, act))
 
     def call_at_event(self, number: int, act: Callable[[str], None]) -> None:
-        """Call something at the event of a number, with what the event is."""
         heapq.heappush(self.triggers, (number, next(self._count), act))
         self._next_trigger = self.triggers[0][0]
 
@@ -262,7 +258,6 @@ class Kernel:
             act(what)
 
     def note_error(self, thread: Thread, error: BaseException) -> None:
-        """Note an exception that has ended a thread."""
         self.errors.append((thread, error))
 
     def run(self, until: Callable[[], bool], deadline_s: float = _FOREVER) -> bool:

@@ -15,7 +15,6 @@ _POLL_S = 0.1
 
 
 def terminate(process: Process) -> None:
-    """Send SIGTERM to a rank."""
     kernel, writer = process.kernel, process.local.get(WRITER)
     if not process.is_alive:
         return

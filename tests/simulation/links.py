@@ -18,7 +18,6 @@ from tests.simulation.shape import Shape
 
 
 def traffic_of(shape: Shape) -> PipelineTraffic:
-    """Return what the pipeline sends in one iteration."""
     return PipelineTraffic(
         num_stages=shape.stages,
         num_chunks=1,

@@ -104,7 +104,6 @@ class Recount:
                     yield f"ranks have recovered {name} of {version.iteration} and {other.iteration}"
 
     def _follow(self, lives: list[Life]) -> None:
-        """Note the states and the tokens of a start."""
         fresh: dict[tuple[Expert, int], int] = defaultdict(int)
         for life in lives:
             first = self.shape.stage_of(life.rank) * self.shape.layers

@@ -69,7 +69,6 @@ class Scheduler:
             group["lr"] = 0.05 / (1 + 0.01 * self.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a record keeps."""
         return {"num_steps": self.num_steps}
 
 
@@ -142,7 +141,6 @@ class Model:
     def local_parameters(
         self, assign_slices: Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
     ) -> list[LocalParameter]:
-        """Return the parameters as `state.parameters.local_parameters` does."""
         places, slices = self.shape.places(self.rank), {}
         for is_expert, place in ((False, places.dp), (True, places.expt_dp)):
             shared = [each for each in self.parts if each.is_expert == is_expert]
@@ -176,7 +174,6 @@ class Model:
         self.weights[targets] = self._flat["param"].to(torch.bfloat16)[sources]
 
     def own_weights(self) -> bytes:
-        """Return this rank's slices of the weights."""
         sources, targets = moves(self.shape, self.rank, self.rank)
         own = torch.empty(len(self._flat["param"]), dtype=torch.bfloat16)
         own[sources] = self.weights[targets]
@@ -198,7 +195,6 @@ class Model:
     # One iteration
 
     def begin_pass(self) -> None:
-        """Read all that the forward pass depends on."""
         self.draws = (self.draws * 6364136223846793005 + 1442695040888963407) & _MASK
         self._read = xxhash.xxh3_128(self._weight_bytes)
         self._read.update(self.bias.numpy())
@@ -220,7 +216,6 @@ class Model:
         return b"".join(self._pass[-NUM_MICROBATCHES:])
 
     def total_norm(self, shares: Sequence[bytes]) -> float:
-        """Return the norm that all ranks' gradients have together."""
         return xxhash.xxh3_64_intdigest(b"".join(shares)) % 10_000 / 10_000
 
     def norm_share(self) -> bytes:
@@ -246,7 +241,6 @@ class Model:
         return signal
 
     def is_skipped(self, shares: Sequence[bytes]) -> bool:
-        """Return whether gradients of any stage overflow."""
         return self.shape.skips and xxhash.xxh3_64_intdigest(b"".join(shares)) % _SKIPS_ONE_OF == 0
 
     def step(self, signal: int, grad_norm: float, frozen: Collection[UnitId] = ()) -> None:
@@ -312,7 +306,6 @@ class Model:
 
     @property
     def experts(self) -> list[UnitId]:
-        """The experts of which this rank has masters."""
         return [each.unit for each in self.parts if each.is_expert and each.start < each.end]
 
     def digest(self, *, leaves_out_experts: bool = False) -> str:

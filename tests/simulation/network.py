@@ -40,7 +40,6 @@ class Host:
     ports: dict[int, list[tuple[str, SimulatedSocket]]] = field(default_factory=dict)
 
     def has_address(self, address: str) -> bool:
-        """Return whether an address leads here, from here."""
         return address in (self.address, _LOOPBACK, *_ANY)
 
 
@@ -79,7 +78,6 @@ class Network:
         return self._hosts[node]
 
     def host_of(self, node: str) -> Host:
-        """Return a node's host."""
         return self._hosts.get(node) or self.add_node(node)
 
     def resolve(self, name: str) -> str | None:
@@ -95,7 +93,6 @@ class Network:
         return name
 
     def source_address(self, own: Host, target: str) -> str:
-        """Return the address from which a host reaches another one."""
         found = self.resolve(target)
         if found is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -121,7 +118,6 @@ class Network:
         return port
 
     def unbind(self, host: Host, port: int, owner: SimulatedSocket) -> None:
-        """Take a port away from a socket."""
         left = [each for each in host.ports.get(port, ()) if each[1] is not owner]
         if left:
             host.ports[port] = left
@@ -131,14 +127,12 @@ class Network:
     # Processes
 
     def own(self, process: Process, owned: SimulatedSocket) -> None:
-        """Close a socket when its process ends."""
         if process not in self._owned:
             self._owned[process] = {}
             process.at_death.append(lambda: self._reap_later(process))
         self._owned[process][owned] = None
 
     def disown(self, process: Process, owned: SimulatedSocket) -> None:
-        """Forget a socket."""
         self._owned.get(process, {}).pop(owned, None)
 
     def _reap_later(self, process: Process) -> None:
@@ -269,7 +263,6 @@ class Network:
         return ends
 
     def forget(self, end: End) -> None:
-        """Forget an end that was closed."""
         self._ends.pop(end, None)
 
     # Failures that a schedule chooses
@@ -320,12 +313,10 @@ class Network:
             self.kernel.call_later(patience_s, give_up)
 
     def slow(self, node: str, factor: float, seconds: float) -> None:
-        """Let everything from and to a node take longer for a while."""
         self.has_slowness = True
         self._slow[node] = (factor, self.kernel.now + seconds)
 
     def reset(self, node: str) -> None:
-        """Reset all connections of a node with others."""
         self._cut([node], [each for each in self._hosts if each != node])
 
     def _cut(self, a: list[str], b: list[str]) -> None:
@@ -347,7 +338,6 @@ class Network:
             self.watch(end)
 
     def is_lost(self, node: str) -> bool:
-        """Return whether a node was lost."""
         return node in self._lost
 
     def restore(self, node: str) -> None:
@@ -372,7 +362,6 @@ class Network:
         self.has_corruption = True
 
     def end_corruption(self) -> None:
-        """Flip no more bits."""
         self._corrupting.clear()
         self.has_corruption = False
 

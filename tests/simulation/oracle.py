@@ -24,7 +24,6 @@ _REFUSALS = (ConfigError, UnrecoverableError)
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception and where it came from."""
     frames = traceback.extract_tb(error.__traceback__)[-14:]
     places = " ".join(f"{Path(each.filename).name}:{each.lineno}" for each in frames)
     return f"{type(error).__name__}: {error} ({places})"
@@ -47,15 +46,12 @@ class Floors:
     recovered: int = 0
 
     def lose_node(self) -> None:
-        """A node's memory is gone."""
         self.memory, self.protected, self.recovered = self.protected, 0, 0
 
     def lose_memory(self) -> None:
-        """The memory of all nodes is gone, or damaged."""
         self.memory = self.protected = self.recovered = 0
 
     def lose_storage(self) -> None:
-        """Storage is damaged."""
         self.storage = self.recovered = 0
 
     @property
@@ -139,12 +135,10 @@ class Oracle:
         self.floors.lose_node()
 
     def lose_memory(self) -> None:
-        """All nodes have lost their memory, or some of it is damaged."""
         self._cut_off()
         self.floors.lose_memory()
 
     def lose_storage(self) -> None:
-        """Storage is damaged."""
         self._cut_off()
         self.floors.lose_storage()
         self.is_damaged = True
@@ -182,7 +176,6 @@ class Oracle:
         return look(self.job.root, setup.shape, nodes, is_local=setup.recovers_locally)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
-        """Judge a start that is over."""
         if not has_ended:
             alive = [repr(each) for each in start.processes if each.is_alive]
             self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")

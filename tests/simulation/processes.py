@@ -63,7 +63,6 @@ class _Environment(MutableMapping[str, str]):
         return len(self._own())
 
     def copy(self) -> dict[str, str]:
-        """Return a dictionary with the same content."""
         return dict(self._own())
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +76,6 @@ class _Output:
         self._real = real
 
     def write(self, text: str) -> int:
-        """Write."""
         current = world()
         if current is None:
             return self._real.write(text)  # type: ignore[no-any-return]
@@ -96,7 +94,6 @@ class _Output:
 
 
 def lines_of(process: Process) -> list[str]:
-    """Return what a process has printed on its standard error."""
     return [line for _, line in process.local.get(STDERR, ()) if line]
 
 
@@ -110,7 +107,6 @@ class _Pipe:
         self.waiting = Waiting()
 
     def write(self, content: bytes) -> int:
-        """Send something."""
         self._kernel.event("processes: write to a pipe")
         if not self._process.is_alive:
             raise BrokenPipeError(32, "Broken pipe")
@@ -119,7 +115,6 @@ class _Pipe:
         return len(content)
 
     def close(self) -> None:
-        """Let the process see the end of its input."""
         self.is_closed = True
         self._kernel.wake(self.waiting)
 
@@ -130,7 +125,6 @@ class _Pipe:
         return bytes(self.content).partition(b"\n")[0]
 
     def wait_for_end(self) -> None:
-        """Return when the input has ended."""
         while not self.is_closed:
             self._kernel.wait(self.waiting)
 
@@ -184,7 +178,6 @@ class WriterProcess:
         return code
 
     def kill(self) -> None:
-        """Kill it."""
         self._kernel.event("processes: kill the writer")
         self._kernel.end(self.process, -9)
 

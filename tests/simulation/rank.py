@@ -101,7 +101,6 @@ class ObservedCheckpoints(Checkpoints):
 
     @property
     def running(self) -> Checkpointing:
-        """Checkpointing of this start."""
         assert self._running is not None
         return self._running
 
@@ -218,7 +217,6 @@ class Rank:
             self._life.rests[iteration] = model.digest(leaves_out_experts=True)
 
     def _iterate(self) -> None:
-        """Run one iteration."""
         listeners, loop, model = self._listeners, self._loop, self._loop.model
         kernel, state = self._world.kernel, listeners.loop
         kernel.sleep(ITERATION_S * kernel.random.uniform(0.5, 1.5))

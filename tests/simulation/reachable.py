@@ -72,7 +72,6 @@ def _is_alive(iteration: int, history: History, run: History) -> bool:
 
 
 def _states_of(alive: Iterable[Index], ranks: Sequence[int]) -> set[State]:
-    """Return the states that all of some ranks have."""
     holders: dict[tuple[int, int, str], set[int]] = defaultdict(set)
     for each in alive:
         # Only whole states of several starts fit together.

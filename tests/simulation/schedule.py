@@ -136,7 +136,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw(seed: int) -> Schedule:
-    """Return the schedule of a seed."""
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
     num_events = _EVENTS_PER_ITERATION * setup.shape.num_ranks * setup.iterations
@@ -237,7 +236,6 @@ def _add_faults(faults: list[Fault], rng: random.Random, num_events: int) -> lis
 def _add_storage_faults(
     setup: Setup, faults: list[Fault], rng: random.Random, num_events: int
 ) -> tuple[Setup, list[Fault]]:
-    """Return a setup and faults with some that matter where there is storage."""
     kind = rng.choices(
         ("", "second-job", "prune", "garble-storage", "storage-away"), (14, 3, 1, 1, 1)
     )[0]
@@ -334,7 +332,6 @@ class _Smaller(Protocol):
 
 
 def shrink[S: _Smaller](schedule: S, fails: Callable[[S], bool], tries: int = 200) -> S:
-    """Return a smaller schedule that fails too."""
     is_smaller = True
     while is_smaller and tries > 0:
         is_smaller = False

@@ -35,23 +35,18 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
         return self.stages * self.dp
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage of a rank."""
         return rank // self.dp
 
     def ranks_of(self, stage: int) -> list[int]:
-        """Return the ranks of a stage."""
         return list(range(stage * self.dp, (stage + 1) * self.dp))
 
     def expert_peers(self, rank: int) -> list[int]:
-        """Return the ranks that hold the same experts."""
         return [each for each in self.ranks_of(self.stage_of(rank)) if (each - rank) % self.ep == 0]
 
     def places(self, rank: int) -> StatePlaces:
-        """Return a rank's places in its groups."""
         peers, alone = self.expert_peers(rank), GroupPlace(rank=0, size=1)
         return StatePlaces(
             dp=GroupPlace(rank=rank % self.dp, size=self.dp),
@@ -81,7 +76,6 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        """True for a parameter of an expert."""
         return self.unit.kind is UnitKind.EXPERT
 
 

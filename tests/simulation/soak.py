@@ -68,7 +68,6 @@ def attempt(schedule: AnySchedule, folder: Path) -> Verdict:
 
 @contextmanager
 def mistaken(mutation: str | None) -> Iterator[None]:
-    """Put a mistake into the product, or none."""
     patches = Patches()
     try:
         if mutation is not None:

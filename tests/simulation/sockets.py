@@ -58,11 +58,9 @@ class SimulatedSocket:
         self._timeout_s = value
 
     def gettimeout(self) -> float | None:
-        """Return the limit."""
         return self._timeout_s
 
     def setblocking(self, flag: bool) -> None:
-        """Wait, or not at all."""
         self._timeout_s = None if flag else 0.0
 
     def setsockopt(self, level: int, optname: int, value: Any) -> None:
@@ -73,7 +71,6 @@ class SimulatedSocket:
             self._set_keepalive(self._end)
 
     def getsockopt(self, level: int, optname: int, buflen: int = 0) -> Any:
-        """Return an option."""
         return self._options.get((level, optname), 0)
 
     def _set_keepalive(self, end: End) -> None:
@@ -88,11 +85,9 @@ class SimulatedSocket:
             self._network.watch(end)
 
     def fileno(self) -> int:
-        """Return a number."""
         return -1 if self._is_closed else self._number
 
     def getsockname(self) -> tuple[str, int]:
-        """Return address and port."""
         self._check_open()
         return self._name
 
@@ -103,25 +98,21 @@ class SimulatedSocket:
     # Listening
 
     def bind(self, address: tuple[str, int]) -> None:
-        """Take an address and a port."""
         self._check_open()
         self._name = self._network.bind(self._host, address, self)
 
     def listen(self, backlog: int = 128) -> None:
-        """Let others connect."""
         self._check_open()
         self._kernel.event("listen")
         self._backlog, self._most_waiting = deque(), backlog
 
     @property
     def has_room(self) -> bool:
-        """True if somebody may connect."""
         assert self._backlog is not None
         return len(self._backlog) <= self._most_waiting
 
     @property
     def is_listening(self) -> bool:
-        """True as long as it listens."""
         return self._backlog is not None
 
     def add(self, end: End) -> None:
@@ -131,7 +122,6 @@ class SimulatedSocket:
         self._kernel.wake(self._accepting, 1)
 
     def accept(self) -> "tuple[SimulatedSocket, tuple[str, int]]":
-        """Return the next connection."""
         self._kernel.event("accept")
         self._check_open()
         until = self._until()
@@ -157,7 +147,6 @@ class SimulatedSocket:
     # Connections
 
     def connect(self, address: tuple[str, int]) -> None:
-        """Connect to an address."""
         self._check_open()
         self._kernel.event(f"connect to {address[0]}")
         if self.type == socket.SOCK_DGRAM:
@@ -198,7 +187,6 @@ class SimulatedSocket:
         return count
 
     def sendall(self, data: Any, flags: int = 0) -> None:
-        """Send everything."""
         rest = memoryview(data).cast("B")
         while rest:
             rest = rest[self.send(rest) :]
@@ -218,7 +206,6 @@ class SimulatedSocket:
         return end.take_into(target, is_peek=bool(flags & socket.MSG_PEEK))
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
-        """Return bytes, none at the end."""
         content = bytearray(bufsize)
         return bytes(content[: self.recv_into(content, bufsize, flags)])
 

@@ -35,18 +35,15 @@ class Store:
             self._texts.setdefault(key, _FORGED)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return it."""
         self._reach(key)
         self._numbers[key] += amount
         return self._numbers[key]
 
     def set(self, key: str, text: str) -> None:
-        """Replace a text."""
         self._reach(key)
         self._texts[key] = text
 
     def append(self, key: str, text: str) -> None:
-        """Add to a text."""
         self._reach(key)
         self._texts[key] += text
 

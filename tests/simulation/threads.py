@@ -49,7 +49,6 @@ class SimulatedLock:
         return True
 
     def release(self) -> None:
-        """Give the lock to whoever comes next."""
         if not self._count:
             raise RuntimeError("release unlocked lock")
         self._count -= 1
@@ -58,7 +57,6 @@ class SimulatedLock:
             self._kernel.wake(self._waiting, 1)
 
     def locked(self) -> bool:
-        """Return whether somebody has it."""
         return self._count > 0
 
     def __enter__(self) -> bool:
@@ -102,18 +100,15 @@ class SimulatedThread:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Start the thread in the process that made it."""
         assert self._thread is None
         self._thread = self._kernel.spawn(self._process, self._act, self.name)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended."""
         assert self._thread is not None
         if not self._thread.is_done:
             self._kernel.wait(self._thread.joining, timeout)
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
         return self._thread is not None and not self._thread.is_done
 
 
@@ -124,7 +119,6 @@ class SimulatedQueue:
         self._kernel, self._items, self._waiting = kernel, deque[Any](), Waiting()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Add something."""
         self._items.append(item)
         self._kernel.wake(self._waiting, 1)
 
@@ -145,11 +139,9 @@ class SimulatedQueue:
         return self.get(block=False)
 
     def qsize(self) -> int:
-        """Return how many there are."""
         return len(self._items)
 
     def empty(self) -> bool:
-        """Return whether there is none."""
         return not self._items
 
 
@@ -167,7 +159,6 @@ class Clocks:
 
 
 def clocks_of(world: World) -> Clocks:
-    """Return the clocks of the node of the process that runs."""
     node = world.process.node
     found = world.clocks.get(node)
     if found is None:
@@ -199,7 +190,6 @@ class _WallClock(datetime):
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> "_WallClock":
-        """Return the time."""
         current = world()
         return cls.fromtimestamp(time.time() if current is None else _wall(current), tz)
 

@@ -45,7 +45,6 @@ class Training:
     first: str = "seed"
 
     def end_after(self, iteration: int) -> int:
-        """Return the iteration at which a start ends that continues from one."""
         if not self.stop_interval:
             return self.iterations
         return min(self.iterations, iteration + self.stop_interval)

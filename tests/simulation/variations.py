@@ -80,7 +80,6 @@ def _larger(setup: Setup, rng: random.Random) -> dict[str, Any]:
 
 
 def draw_kind(rng: random.Random, kinds: dict[str, int], number: int) -> str | None:
-    """Return a fault to add, or none."""
     known = {kind: weight for kind, weight in kinds.items() if weight}
     if rng.random() >= _EXTRA or (kinds is OFFLINE and (not number or rng.random() >= 0.2)):
         return None

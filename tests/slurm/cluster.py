@@ -175,7 +175,6 @@ class Cluster:
         return done.stdout.strip()
 
     def states(self, nodes: Sequence[str] = NODES) -> list[str]:
-        """Return the state of each node."""
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(nodes)}"],
             env=self.environment,

@@ -83,7 +83,6 @@ class SlurmJob:
         self.job_id = self.cluster.call(*words)
 
     def cancel(self, *options: str) -> None:
-        """Cancel the job, or send it a signal."""
         self.cluster.call("scancel", *options, self.job_id)
 
     def wait_for_line(self, words: str, count: int = 1) -> None:
@@ -106,7 +105,6 @@ class SlurmJob:
         wait_for(is_there, f"iteration {iteration} of {self.log}", DEADLINE_S, _POLL_S)
 
     def shown(self) -> dict[str, str]:
-        """Return what SLURM shows of the job."""
         shown = self.cluster.call("scontrol", "show", "job", self.job_id, "--oneliner")
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -140,11 +138,9 @@ class SlurmJob:
         shutil.rmtree(self.memory_dir / self.job_id / node)
 
     def said(self, words: str) -> bool:
-        """Return whether the log has some words."""
         return words in self.log.read_text()
 
     def signal_ranks(self, number: signal.Signals) -> None:
-        """Send a signal to the job's ranks."""
         for process in self.cluster.processes():
             with suppress(psutil.Error):
                 variables = process.environ()
@@ -154,11 +150,9 @@ class SlurmJob:
 
     @property
     def events_dir(self) -> Path:
-        """Return the folder of the event log."""
         return self.folder / "events"
 
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return the events of one kind of a rank."""
         has_begun = event_path(self.events_dir, rank).exists()
         return events(self.events_dir, rank, event) if has_begun else []
 
@@ -183,7 +177,6 @@ class SlurmJob:
         return sorted(int(path.parent.name.removeprefix("iter_")) for path in manifests)
 
     def digests(self) -> Digests:
-        """Return the last digests of all ranks."""
         return digests(self.events_dir, NUM_RANKS)
 
 

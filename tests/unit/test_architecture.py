@@ -144,7 +144,6 @@ def modules_of(module: str) -> set[str]:
 
 
 def importers(modules: Iterator[str], *imported: str) -> list[str]:
-    """Return which of the modules import something of these packages, and what."""
     return [
         f"{module} imports {name}"
         for module in modules

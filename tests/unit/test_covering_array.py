@@ -67,7 +67,6 @@ def test_no_two_runs_of_the_table_are_the_same() -> None:
 
 
 def fired(fault: Fault, incarnation: int, **changes: Any) -> dict[str, Any]:
-    """Return the event of a fault."""
     line = {"kind": fault.kind, "phase": fault.phase, "rank": fault.victim}
     return {**line, "incarnation": incarnation, "iteration": fault.iteration, **changes}
 

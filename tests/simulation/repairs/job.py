@@ -44,7 +44,6 @@ class Start:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Place at which its ranks meet."""
         environ = self.workers[0].environ
         return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
 
@@ -55,7 +54,6 @@ class Start:
 
     @property
     def has_ended_well(self) -> bool:
-        """True if all ranks have trained to the end."""
         return all(each.exit_code == 0 for each in self.workers)
 
 
@@ -80,7 +78,6 @@ class Job:
         Rank(self.world).run()
 
     def node_of(self, rank: int) -> str:
-        """Return where a rank runs."""
         return f"node{rank * self._nodes // self.size}"
 
     def start(self) -> Start:
@@ -152,7 +149,6 @@ class Job:
         return found[-1] if found else None
 
     def processes_of(self, rank: int) -> list[Process]:
-        """Return all processes of a rank, also of earlier starts."""
         name = f"rank {rank}"
         return [
             each for each in self.world.kernel.processes if each.name == name and LINK in each.local

@@ -95,7 +95,6 @@ class Machine:
         return bool(what.is_readable)
 
     def process_of(self, pid: int) -> Process:
-        """Return a process by its number."""
         found = next((each for each in self.world.kernel.processes if each.pid == pid), None)
         if found is None:
             raise ProcessLookupError(3, "No such process")
@@ -113,7 +112,6 @@ class Connection:
 
     @property
     def is_readable(self) -> bool:
-        """True if `recv` does not wait."""
         return bool(self.content) or self.peer.is_closed
 
     def recv(self, size: int, flags: int = 0) -> bytes:
@@ -124,7 +122,6 @@ class Connection:
         return found
 
     def sendall(self, content: bytes) -> None:
-        """Send something."""
         self.machine.world.kernel.event("keeper: send")
         if self.peer.is_closed:
             raise BrokenPipeError(32, "Broken pipe")
@@ -132,7 +129,6 @@ class Connection:
         self.machine.changed()
 
     def close(self) -> None:
-        """Close this end."""
         self.is_closed = True
         self.machine.changed()
 
@@ -140,7 +136,6 @@ class Connection:
         """Do nothing."""
 
     def fileno(self) -> "Connection":
-        """Return what `select` takes."""
         return self
 
     def __enter__(self) -> "Connection":
@@ -162,15 +157,12 @@ class Listener:
 
     @property
     def is_readable(self) -> bool:
-        """True if somebody has connected."""
         return bool(self.pending)
 
     def accept(self) -> tuple[Connection, None]:
-        """Return the next connection."""
         return self.pending.popleft(), None
 
     def connect(self, process: Process) -> Connection:
-        """Return the end of a new connection that a process has."""
         one, other = Connection(self.machine, process), Connection(self.machine, self.process)
         one.peer, other.peer = other, one
         self.pending.append(other)
@@ -181,7 +173,6 @@ class Listener:
         """Do nothing: who listens is the process."""
 
     def fileno(self) -> "Listener":
-        """Return what a server takes."""
         return self
 
 
@@ -192,19 +183,15 @@ class Selector:
         self._keys: dict[Any, SimpleNamespace] = {}
 
     def register(self, what: Any, events: int, data: Any) -> None:
-        """Watch something."""
         self._keys[what] = SimpleNamespace(fileobj=what, fd=what, data=data)
 
     def unregister(self, what: Any) -> None:
-        """Watch it no longer."""
         del self._keys[what]
 
     def get_map(self) -> dict[Any, SimpleNamespace]:
-        """Return all that is watched."""
         return self._keys
 
     def select(self, timeout_s: float | None = None) -> list[tuple[SimpleNamespace, int]]:
-        """Wait, and return what can be read."""
         machine = machine_here()
         machine.world.kernel.event("keeper: select")
         found = machine.wait_for(
@@ -215,7 +202,6 @@ class Selector:
 
 
 def machine_here() -> Machine:
-    """Return the machine of the process that runs."""
     current = world()
     assert current is not None
     found: Machine = current.process.local[MACHINE]
@@ -247,14 +233,12 @@ class _System:
         return child.pid
 
     def pidfd_open(self, pid: int) -> int:
-        """Return a descriptor of a process."""
         machine = machine_here()
         descriptor = 1000 + len(machine.descriptors)
         machine.descriptors[descriptor] = machine.process_of(pid)
         return descriptor
 
     def waitpid(self, pid: int, options: int) -> tuple[int, int]:
-        """Return the status of a process that has ended."""
         code = machine_here().process_of(pid).exit_code
         assert code is not None
         return pid, -code if code < 0 else code << 8
@@ -272,7 +256,6 @@ class _System:
             kernel.call_later(delay_s, lambda: _end_unless_stopped(process, number))
 
     def open(self, path: str, flags: int) -> int:
-        """Return a descriptor that nobody uses."""
         return -1
 
     def close(self, descriptor: int) -> None:

@@ -35,19 +35,16 @@ class Oracle:
         self._final: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begin a start."""
         self.excuses.clear()
         self.num_deaths, self.limit_s = 0, 0.0
         self._begin()
 
     def violate(self, what: str) -> None:
-        """Note that a promise is broken."""
         self.violations.append(what)
 
     # What ranks say
 
     def connects(self, group: Group, rank: int, process: Process) -> None:
-        """Check that each rank has one process in a round."""
         known = group.ends.get(rank, (process, None))[0]
         if known is not process:
             self.violate(f"two processes are rank {rank} in round {group.number}")
@@ -82,7 +79,6 @@ class Oracle:
             self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
 
     def finishes(self, rank: Rank) -> None:
-        """Note that a repair has ended on a rank."""
         kernel = rank._process.kernel
         self._trains[rank.rank] = rank._process
         self._finished.add(rank.membership.round)
@@ -97,7 +93,6 @@ class Oracle:
             self.excuses.append("a thread hangs outside of an iteration")
 
     def leaves(self, rank: Rank, error: Exception) -> None:
-        """Note why a rank ends by itself."""
         self.log.append(f"{rank._kernel.now:.3f} s: rank {rank.rank} ends: {error!r}")
 
     def has_trained(self, rank: Rank) -> None:
@@ -109,7 +104,6 @@ class Oracle:
     # What the launcher sees
 
     def after(self, start: Start, job: Job, *, has_ended: bool) -> None:
-        """Judge a start that is over."""
         self._check_rounds(job, start)
         for process in (each for rank in range(job.size) for each in job.processes_of(rank)):
             if process.local[LINK].hung_s and process not in self.halted:

@@ -13,7 +13,6 @@ __all__ = ["STUCK_S", "Deaths", "Links", "Membership", "Position", "Watcher", "e
 
 
 def links_of(link: Link, transport: Any) -> Links:
-    """Return the links of a rank, which a simulated transport makes."""
     return Links(link, (transport,))
 
 
@@ -28,7 +27,6 @@ def hold_stops_against_threads(patches: Patches) -> None:
 
 
 def position_at(iteration: int) -> Position:
-    """Return the position of a loop that has begun an iteration."""
     return Position(
         iteration=iteration,
         consumed_train_samples=iteration,

@@ -65,17 +65,14 @@ class Ends:
         """Say that there is nothing before."""
 
     def made_since(self, mark: None) -> dict[Any, Any]:
-        """Return these links."""
         return {self: None}
 
     def end(self, made: dict[Any, Any]) -> int:
-        """Free the thread that waits."""
         self._has_ended = bool(made) or self._has_ended
         self._job.machine.changed()
         return len(made)
 
     def begin(self) -> None:
-        """Let go of the group before."""
         self._group, self._has_ended = None, False
 
     def failure(self, made: dict[Any, Any]) -> str:
@@ -274,7 +271,6 @@ class Rank:
 
 
 def next_state(state: int, told: list[Any]) -> int:
-    """Return the state of a rank after an iteration."""
     return zlib.crc32(repr((state, told)).encode())
 
 

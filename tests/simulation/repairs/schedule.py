@@ -81,7 +81,6 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def smaller(self) -> list["RepairSchedule"]:
-        """Return simpler schedules of the same kind."""
         replace, faults = msgspec.structs.replace, self.faults
         found = [
             replace(self, faults=faults[:place] + faults[place + 1 :])
@@ -96,7 +95,6 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw(seed: int) -> RepairSchedule:
-    """Return the schedule of a seed."""
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
     nodes = rng.choice([each for each in (1, 1, 2, 3) if each <= ranks])

@@ -40,7 +40,6 @@ class Injection:
         self._kernel.watchers.append(self._watch)
 
     def begin(self, faults: Sequence[Fault]) -> None:
-        """Have faults happen in the start that begins."""
         self._faults, self._passed = list(faults), Counter()
         machine = self._job.machine
         machine.has_stranger, machine.slowness = False, 0.002

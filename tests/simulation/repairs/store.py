@@ -80,23 +80,19 @@ class TCPStore:
             self._listener.texts.setdefault(key, FORGED)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number and return it."""
         self._reach(key)
         self._listener.numbers[key] += amount
         return self._listener.numbers[key]
 
     def set(self, key: str, text: str) -> None:
-        """Replace a text."""
         self._reach(key)
         self._listener.texts[key] = text
 
     def append(self, key: str, text: str) -> None:
-        """Add to a text."""
         self._reach(key)
         self._listener.texts[key] = self._listener.texts.get(key, "") + text
 
     def get(self, key: str) -> bytes:
-        """Return a text, once it is there."""
         while key not in self._listener.texts:
             self._reach(key)
             self._kernel.sleep(_POLL_S)

@@ -16,11 +16,9 @@ class Time:
         self.slept: list[float] = []
 
     def clock(self) -> float:
-        """Return the time."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         self.slept.append(seconds)
         self.now += seconds
 

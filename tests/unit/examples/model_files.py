@@ -34,7 +34,6 @@ class ModelFile:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
         return self.num_nodes * self.ranks_per_node
 
 

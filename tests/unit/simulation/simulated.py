@@ -47,24 +47,20 @@ class Simulated:
             self._patches.restore()
 
     def process(self, act: Callable[[], Any], node: str = "node-a", name: str = "main") -> Process:
-        """Return a process that does something."""
         process = self.kernel.make_process(name, node)
         self.kernel.spawn(process, act)
         return process
 
     def rank(self, act: Callable[[], Any], rank: int, world_size: int, start: int = 0) -> Process:
-        """Return a process that is a rank, on a node of its own."""
         process = self.process(act, f"node-{rank}", f"rank-{rank}")
         self.collectives.join(process, rank=rank, start=start, world_size=world_size)
         return process
 
     def say(self, what: Any) -> None:
-        """Note something."""
         self.trace.append((self.kernel.now, what))
 
     @property
     def said(self) -> list[Any]:
-        """Words of processes, in order."""
         return [what for _, what in self.trace]
 
     def run(self, deadline_s: float = LONG_S) -> None:
@@ -80,9 +76,7 @@ class Simulated:
         )
 
     def rest(self, seconds: float = 1.0) -> None:
-        """Let time pass for those who are left."""
         self.kernel.run(lambda: False, self.kernel.now + seconds)
 
     def later(self, seconds: float, act: Callable[[], Any]) -> None:
-        """Do something after a while."""
         self.kernel.call_later(seconds, act)

@@ -46,13 +46,11 @@ class SmallJob(Job):
         return started
 
     def judge(self, started: Start, *, has_ended: bool = True) -> list[str]:
-        """Return the violations of a start."""
         self.oracle.after_start(started, has_ended=has_ended)
         return self.oracle.violations
 
 
 def has_trained(iterations: int) -> Callable[[Start], bool]:
-    """Return a condition: all ranks have trained that far."""
     return lambda start: all(iterations in life.digests for life in start.lives)
 
 

@@ -55,12 +55,10 @@ def run(world: World, *acts: Callable[[], Any], for_s: float = 1000.0) -> list[P
 
 
 def node_of(world: World) -> Path:
-    """Return a directory in the memory of a node."""
     directory = world.files.memory / "job" / "a"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
 
 def errors_of(world: World) -> list[BaseException]:
-    """Return what has ended threads."""
     return [error for _, error in world.kernel.errors]

@@ -15,8 +15,6 @@ TIMEOUT_S = 600.0
 def ranks(
     simulated: Simulated, act: Callable[[int], Any], world_size: int = 3, start: int = 0
 ) -> list[Process]:
-    """Return processes that are ranks of a job, which say what they fail with."""
-
     def main(rank: int) -> None:
         try:
             act(rank)

@@ -18,7 +18,6 @@ OLD, NEW = b"old content", b"something else that is longer"
 
 
 def failing(act: Callable[[Path], Any], **fault: Any) -> OSError | None:
-    """Return the error with which something fails on storage."""
     caught: list[OSError] = []
 
     def attempt(path: Path) -> None:
@@ -37,7 +36,6 @@ def failing(act: Callable[[Path], Any], **fault: Any) -> OSError | None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -18,7 +18,6 @@ Act = Callable[[socket.socket], Any]
 
 
 def connected(simulated: Simulated, serve: Act, use: Act) -> tuple[Process, Process]:
-    """Return two processes that have a connection: the one on node-a accepts it."""
     simulated.network.add_node("node-a")
     simulated.network.add_node("node-b")
 
@@ -37,14 +36,12 @@ def connected(simulated: Simulated, serve: Act, use: Act) -> tuple[Process, Proc
 
 
 def connect_to(node: str, timeout_s: float = 10.0) -> socket.socket:
-    """Connect as soon as somebody listens."""
     while True:
         with suppress(ConnectionRefusedError):
             return socket.create_connection((node, PORT), timeout_s)
 
 
 def error_of(act: Callable[[], Any]) -> OSError:
-    """Return the error that something ends with."""
     with pytest.raises(OSError) as caught:
         act()
     return caught.value

@@ -13,12 +13,10 @@ SHAPE = Shape(stages=3, dp=1, ep=1)
 
 
 def state(rank: int, iteration: int) -> Index:
-    """Return the index of a whole state."""
     return make_state(rank, iteration)[0]
 
 
 def sent(rank: int, receiver: int, iteration: int) -> tuple[BoundaryIndex, int]:
-    """Return the log of what a rank has sent to a neighbour."""
     direction = Direction.FORWARD if receiver > rank else Direction.BACKWARD
     tensor = SentTensor(receiver, direction, 0, (1,), "F32", 0, "0" * 16)
     index = BoundaryIndex(
