@@ -22,6 +22,7 @@ from moe_ft.keeper.worker import socket_path
 from moe_ft.keeper.zygote import Zygote
 from tests.harness import DEADLINE_S, _context, prepare_to_fork
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.05
@@ -77,7 +78,7 @@ def run_kept(
     zygote = _context.Process(target=_serve, args=(os.getpid(), str(path), str(log)))
     zygote.start()
     try:
-        _wait_until_it_listens(path)
+        wait_for(path.exists, "the zygote", _LISTEN_S)
         codes: list[tuple[int, ...]] = []
         while not codes or (any(codes[-1]) and len(codes) <= max_restarts):
             workers = _start(flags, world_size, log, script, len(codes), env or {})
@@ -111,13 +112,6 @@ def _serve(agent_pid: int, path: str, log: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _wait_until_it_listens(path: Path) -> None:
-    deadline = time.monotonic() + _LISTEN_S
-    while not path.exists():
-        assert time.monotonic() < deadline, "the zygote does not listen"
-        time.sleep(_POLL_S)
 
 
 def _start(

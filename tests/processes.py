@@ -1,19 +1,14 @@
-"""Waiting for processes that a test did not start itself."""
+"""Processes that a test did not start itself."""
 
 import os
-import time
 
 from moe_ft.processes import has_ended
-
-_DEADLINE_S = 120
+from tests.waiting import wait_for
 
 
 def wait_until_group_is_gone(group: int) -> None:
     """Wait until no process of a process group is left; fail the test after a while."""
-    deadline = time.monotonic() + _DEADLINE_S
-    while _is_alive(group):
-        assert time.monotonic() < deadline, f"a process of group {group} is still there"
-        time.sleep(0.1)
+    wait_for(lambda: not _is_alive(group), f"the end of group {group}")
 
 
 def is_running(pid: int) -> bool:

@@ -1,6 +1,5 @@
 """Many repairs in one process: a survivor holds no more after the last one than after the first."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from tests.demo_model import event_flags, model_flags
 from tests.distributed.scripts.pretrain_counted import COUNTS
 from tests.harness import digests, events
-from tests.kept_job import ROOT, run_kept
+from tests.kept_job import ROOT, logged_in, run_kept
 from tests.references import References
 
 NUM_REPAIRS = 50
@@ -65,7 +64,5 @@ def test_survivor_of_many_repairs_holds_no_more_than_after_the_first(
     found = counts(tmp_path / "counts" / str(pids.pop()))
     first, last = found[COUNTED], found[NUM_ITERATIONS]
     assert all(new <= _MOST * old for old, new in zip(first, last, strict=True)), found
-    text = log.read_text()
-    logged = [int(number) for number in re.findall(r"iteration +(\d+)/ +\d+ \|", text)]
-    assert logged == list(range(1, NUM_ITERATIONS + 1))
+    assert logged_in(log.read_text()) == list(range(1, NUM_ITERATIONS + 1))
     assert digests(tmp_path / "events", 2) == references.digests(base, 2)

@@ -11,7 +11,7 @@ from moe_ft.files.storage import Storage
 from tests.demo_model import event_flags
 from tests.harness import digests, run_ranks
 from tests.jobs import TWO_NODES, CheckpointJob
-from tests.partial_runs import PARTIAL, follow, killed_with_storage, recount, taken
+from tests.partial_runs import PARTIAL, follow, recount, taken
 from tests.unit.moe_ft.builders import manifest_of
 
 
@@ -69,30 +69,6 @@ def test_last_checkpoint_holds_every_expert_of_the_trained_model(
     assert recovery["lost_tokens"] == 0
     assert set(recovery["sources"]) == {"storage"}
     assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_damaged_expert_falls_back_to_its_older_version_and_the_loss_says_so(
-    job: CheckpointJob,
-) -> None:
-    killed_with_storage(job, keep=9)
-    stored = job.stored()
-    for pool in job.memory_dir.rglob("rank_00000/pool_*.safetensors"):
-        content = pool.read_bytes()
-        pool.write_bytes(content[:4096] + bytes(len(content) - 4096))
-    job.resume(*PARTIAL, "--train-iters", "12", "--moe-ft-k-snapshot", "2", storage=True)
-    (recovery,) = job.events("recovery")
-    assert set(recovery["sources"]) == {"memory", "storage"}
-    assert any("does not match its checksum" in problem for problem in recovery["problems"])
-    counted = recount(job, 2)
-    counted.read(0, 0)
-    until = recovery["restored_iteration"]
-    for at in sorted({*taken(job.events_dir, 2, 0, until), until}):
-        counted.snapshot(at)
-        if at in stored:
-            counted.persist()
-    lost = counted.recover(recovery["restored_iteration"], frozenset({0}))
-    assert recovery["lost_per_expert"] == lost
 
 
 @pytest.mark.rest

@@ -7,7 +7,6 @@ from tests.demo_model import event_flags
 from tests.harness import digests, run_training
 from tests.jobs import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
 
-KILL = "kill:1@4:backward"
 OVERHEAD_LIMIT = 0.05
 
 
@@ -29,20 +28,6 @@ def test_undisturbed_run_takes_every_snapshot_and_leaves_its_last_state_on_stora
 
 
 @pytest.mark.rest
-def test_ranks_that_change_places_find_their_state_on_the_other_node(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run_with_faults(
-        KILL,
-        flags=("--moe-ft-replication-factor", "0"),
-        nodes=lambda start: TWO_NODES if start == 0 else tuple(reversed(TWO_NODES)),
-    )
-    for rank in range(NUM_RANKS):
-        assert set(job.events("recovery", rank)[0]["sources"]) == {"peer"}
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
 def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_state(
     job: CheckpointJob, expected: list[tuple[str, str]]
 ) -> None:
@@ -52,29 +37,6 @@ def test_finished_run_that_is_started_again_trains_nothing_and_has_the_last_stat
     for rank in range(NUM_RANKS):
         assert len(job.events("iteration", rank)) == NUM_ITERATIONS
         assert len(job.events("state_digest", rank)) == 2
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_longer_training_goes_on_from_storage_with_the_same_bits(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run("--exit-interval", "3", storage=True).check()
-    assert not (job.memory_dir / "test").exists()
-    job.resume(storage=True)
-    assert job.recovered() == [(3, 3)]
-    assert job.digests() == expected
-
-
-@pytest.mark.rest
-def test_recover_from_names_an_iteration(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run("--exit-interval", "5", "--moe-ft-keep", "9", storage=True).check()
-    wanted = job.stored()[0]
-    assert wanted < 5
-    job.run("--moe-ft-recover-from", f"iter_{wanted}", storage=True).check()
-    assert job.recovered() == [(wanted, wanted)]
     assert job.digests() == expected
 
 
@@ -101,23 +63,6 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     assert job.events("start")[2]["iteration"] == 4
     # Stock --load gives all expert-parallel ranks one tracker state, so weights and moments are compared.
     assert [digest for digest, _ in job.digests()] == [digest for digest, _ in expected]
-
-
-@pytest.mark.rest
-def test_memory_that_is_there_and_unusable_is_explained_and_never_overwritten_unasked(
-    job: CheckpointJob, expected: list[tuple[str, str]]
-) -> None:
-    job.run("--moe-ft-inject-fault", KILL)
-    for path in job.memory_dir.rglob("region_*.json"):
-        path.write_bytes(path.read_bytes()[:-5])
-    result = job.run()
-    assert result.exit_codes[0] == 2
-    assert "none of it can be used: memory of node" in result.output(0)
-    assert "region_0.json is not a complete file of moe_ft" in result.output(0)
-    job.run("--moe-ft-recover-from", "load").check()
-    assert job.recovered() == []
-    assert job.events("start")[-1]["iteration"] == 0
-    assert job.digests() == expected
 
 
 def test_automatic_interval_follows_from_measurements_and_is_the_same_on_all_ranks(

@@ -84,19 +84,3 @@ def test_failure_that_cannot_be_repaired_is_restarted(
 def test_torchrun_does_not_learn_of_a_repair(repaired: RepairedJob) -> None:
     repaired.run_under_torchrun("kill:2@4:after-step")
     repaired.check([2], [4], [{4}])
-
-
-@pytest.mark.rest
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("extra", [(), LOCAL], ids=["all stages", "one stage"])
-def test_ranks_of_pipeline_and_experts_are_replaced_in_five_iterations_in_a_row(
-    repaired: RepairedJob, extra: Sequence[str]
-) -> None:
-    dead, broken = [0, 3, 1, 2, 0], [2, 3, 4, 5, 6]
-    faults = [
-        f"kill:{rank}@{iteration}:{phase}"
-        for rank, iteration, phase in zip(dead, broken, ("backward", *PHASES), strict=True)
-    ]
-    repaired.run(*faults, strategy=(*DENSE, *extra))
-    # Ranks that have stepped keep what they made, where only the stage of the dead rank runs again.
-    repaired.check(dead, broken, [{at - 1, at, at + bool(extra)} for at in broken])

@@ -62,25 +62,6 @@ def test_timeout_of_the_flag_counts_before_and_after_a_repair(repaired: Repaired
     assert set(found) == {"40000"}, "not the minute of --distributed-timeout-minutes"
 
 
-@pytest.mark.rest
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["hang", "hang in the replacement"])
-def test_rank_that_hangs_in_a_recovery_has_the_launcher_restart_the_job(
-    repaired: RepairedJob, kind: str
-) -> None:
-    second = "hang:3@3:recovery" if "replacement" in kind else "hang:1@3:recovery"
-    result = repaired.run("kill:3@4:forward", second, max_restarts=1, deadline_s=DEADLINE_S)
-    assert result.num_restarts == 1
-    assert f"inflicts {second} on itself" in result.log.read_text()
-    for rank in range(repaired.num_ranks):
-        assert repaired.events("repair", rank) == []
-        # The restart, and for some ranks the repair before, whose recovery ends on each rank by itself.
-        targets = {each["target_iteration"] for each in repaired.events("recovery", rank)}
-        assert targets and targets <= {3, 4}
-        assert repaired.events("end", rank)[-1]["reason"] == "finished"
-    assert repaired.digests() == repaired.reference()
-
-
 # A survivor that dies when it has made some of the backends of round 1.
 DIES_IN_SWAP = f"""
 import os, runpy, signal, sys
@@ -133,30 +114,4 @@ def test_death_during_a_repair_begins_the_next_round(
         assert (len(pids) > 1) == (rank in dead), "survivors keep their processes"
     assert hung_ranks(repaired) == [["0"] if second.startswith("stop") else []] * 4
     assert repaired.logged() == list(range(1, NUM_REPAIRED + 1))
-    assert repaired.digests() == repaired.reference()
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
-def test_ranks_that_die_at_about_the_same_time_are_replaced(
-    repaired: RepairedJob, strategy: Sequence[str]
-) -> None:
-    assert repaired.run("kill:0@4:forward", "kill:3@4:forward", strategy=strategy).num_restarts == 0
-    for rank in (1, 2):
-        lines = repaired.events("repair", rank)
-        assert sorted(each for line in lines for each in line["dead_ranks"]) == [0, 3]
-        assert len({line["pid"] for line in repaired.events("start", rank)}) == 1
-    assert repaired.digests() == repaired.reference()
-
-
-@pytest.mark.rest
-def test_deaths_in_repair_after_repair_have_the_launcher_restart_the_job(
-    repaired: RepairedJob,
-) -> None:
-    faults = ("kill:3@4:forward", "kill:1@3:recovery", "kill:2@4:backward", "kill:0@4:after-step")
-    result = repaired.run(*faults, max_restarts=1)
-    assert result.num_restarts == 1
-    assert "3 rounds of repairs were broken before" in result.log.read_text()
-    for rank in range(repaired.num_ranks):
-        assert repaired.events("repair", rank) == []
     assert repaired.digests() == repaired.reference()

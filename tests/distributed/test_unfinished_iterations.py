@@ -1,34 +1,59 @@
 """A rank ends in what the loop does after `train_step`: the next start does it, or says that it did not."""
 
+import os
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from megatron.training import training
 
-from tests.dying_after_step import ITERATION, train_dying
-from tests.harness import run_with_restarts
+import pretrain_gpt_moe
 from tests.jobs import NUM_ITERATIONS, NUM_RANKS, CheckpointJob
+from tests.kept_job import logged_in
 
+RANK, ITERATION = 1, 4
+# Functions of the loop, each with the place of the iteration in its arguments.
+_PLACES = {
+    "log line": ("training_log", 3),
+    "evaluation": ("evaluate_and_print_results", 4),
+    "save": ("save_checkpoint_and_time", 0),
+    "exit": ("checkpoint_and_decide_exit", 3),
+}
 STRATEGIES = pytest.mark.parametrize(
     "strategy",
     [(), ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3", "--moe-ft-breakpoints")],
     ids=["dense", "sparse, breakpoints"],
 )
-_LOG_LINE = re.compile(r"iteration +(\d+)/ +\d+ \|")
 _EVALUATION = re.compile(r"validation loss at iteration (\d+) \|")
+
+
+def train_dying(place: str, folder: str, flags: list[str]) -> None:
+    """Train; a rank is ended once in what the loop does with an iteration after its `train_step`."""
+    name, position = _PLACES[place]
+    original: Callable[..., Any] = getattr(training, name)
+    marker = Path(folder) / "has_died"
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == str(RANK) and args[position] == ITERATION and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(3600)  # the thread that waits for the signal ends the process
+        return original(*args, **kwargs)
+
+    setattr(training, name, dying)
+    pretrain_gpt_moe.main(flags)
 
 
 def run_dying(job: CheckpointJob, place: str, *flags: str) -> str:
     """Run a job that is ended once; return the output of all starts."""
-    results = run_with_restarts(
-        job.flags(*flags),
-        NUM_RANKS,
-        log_dir=job.folder,
-        max_restarts=2,
-        train=partial(train_dying, place, str(job.folder)),
-    )
-    results[-1].check()
+    job.train = partial(train_dying, place, str(job.folder))
+    results = job.run_with_faults(flags=flags, is_intact=False)
+    job.train = None
     assert len(results) == 2
     return "".join(result.output(rank) for result in results for rank in range(NUM_RANKS))
 
@@ -70,7 +95,7 @@ def test_log_line_in_which_a_rank_ends_comes_after_the_recovery_or_is_named(
     job: CheckpointJob, strategy: Sequence[str]
 ) -> None:
     output = run_dying(job, "log line", *strategy)
-    printed = {int(number) for number in _LOG_LINE.findall(output)}
+    printed = set(logged_in(output))
     named = {line["iteration"] for line in job.events("left_out", NUM_RANKS - 1)}
     assert printed | named == {*range(1, NUM_ITERATIONS + 1)}
     assert (f"log line of iteration {ITERATION} may be missing" in output) == bool(named)

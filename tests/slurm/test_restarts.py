@@ -110,22 +110,6 @@ def test_next_job_of_a_chain_continues_a_cancelled_one_from_memory_next_to_anoth
 
 @pytest.mark.rest
 @pytest.mark.timeout(1500)
-def test_epilog_removes_the_memory_of_a_cancelled_job_and_leaves_that_of_a_waiting_one(
-    job: SlurmJob,
-) -> None:
-    job.submit()
-    job.wait_for_iteration(8, start=1)
-    memory = job.memory_dir / job.job_id
-    job.cluster.call("scontrol", "requeue", job.job_id)
-    wait_for(lambda: job.shown()["JobState"] == "PENDING", "the job in the queue", 120)
-    assert sorted(path.name for path in memory.glob("node*")) == ["node1", "node2"]
-    job.cancel()
-    job.cluster.call("sbatch", "--wait", "--nodes=1", "--output=/dev/null", "--wrap=true")
-    wait_for(lambda: not memory.exists(), "the epilog", 120)
-
-
-@pytest.mark.rest
-@pytest.mark.timeout(1500)
 def test_job_on_a_full_tmpfs_is_refused_and_runs_when_the_memory_of_a_dead_job_is_gone(
     job: SlurmJob, expected: Digests, mount_small: Mount
 ) -> None:

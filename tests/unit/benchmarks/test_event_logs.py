@@ -4,18 +4,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.event_logs import check_not_degraded, digests_of, events_of
+from benchmarks.event_logs import check_not_degraded, digests_of
 
 ITERATION = {"event": "iteration", "iteration": 3}
 
 
 def digest(one: str, all_: str) -> dict[str, Any]:
     return {"event": "state_digest", "sha256": one, "sha256_all": all_}
-
-
-def test_events_of_a_kind_keep_their_order() -> None:
-    log = [ITERATION, digest("a", "b"), {**ITERATION, "iteration": 4}]
-    assert [each["iteration"] for each in events_of(log, "iteration")] == [3, 4]
 
 
 def test_digests_are_those_of_the_last_state() -> None:

@@ -9,10 +9,8 @@ from benchmarks.paper_windows import (
     OperatorProfile,
     ScheduledSnapshot,
     find_window_size,
-    generate_schedule,
     schedule_sparse_checkpoints,
 )
-from moe_ft.errors import PlanError
 from moe_ft.strategies.sparse.windows import PositionSizes, cut_window, snapshot_bytes
 
 
@@ -62,18 +60,6 @@ def test_search_stops_at_two_active_operators_although_they_do_not_fit() -> None
     assert profile.checkpoint_bytes(2, 8) > profile.pcie_bytes_per_s
 
 
-def test_one_active_operator_is_not_tried_although_it_would_fit() -> None:
-    profile = profile_of(10, 12 + 9 * 2)
-    assert find_window_size(profile) == (5, 2)
-
-
-@pytest.mark.parametrize("num_operators", [1, 2])
-def test_up_to_two_operators_are_active_together_although_they_do_not_fit(
-    num_operators: int,
-) -> None:
-    assert find_window_size(profile_of(num_operators, 1)) == (1, num_operators)
-
-
 @given(st.integers(1, 80), st.integers(1, 1000))
 def test_every_operator_is_active_once_and_frozen_in_the_snapshots_before(
     num_operators: int, budget: int
@@ -98,22 +84,3 @@ def test_window_cut_by_bytes_is_no_larger_than_the_printed_one_of_the_same_lengt
     )
     cuts = cut_window(sizes, len(printed))
     assert snapshot_bytes(sizes, cuts.ends).max() <= max(printed)
-
-
-def test_window_cut_by_bytes_halves_the_nearly_empty_case() -> None:
-    sizes = PositionSizes(full=np.full((1, 66), 12), compute=np.full((1, 66), 2))
-    # The printed one has 782: 65 active, 1 frozen. With 30 and 36: 360 + 36 x 2 and 36 x 12.
-    assert cut_window(sizes, 2).largest_bytes == 432
-
-
-def test_schedule_longer_than_the_operators_need_ends_with_empty_snapshots() -> None:
-    schedule = generate_schedule(("a", "b"), 3, 1)
-    assert schedule[2] == ScheduledSnapshot(active=(), frozen=())
-
-
-@pytest.mark.parametrize(("num_operators", "bandwidth"), [(0, 10.0), (3, 0.0)])
-def test_profile_without_operators_or_bandwidth_is_refused(
-    num_operators: int, bandwidth: float
-) -> None:
-    with pytest.raises(PlanError, match=f"num_operators={num_operators} and pcie_bytes_per_s"):
-        profile_of(num_operators, bandwidth)

@@ -83,19 +83,6 @@ def test_answers_that_are_what_they_must_be_pass(expected: Expected) -> None:
     check_answers(logs_of(expected), expected)
 
 
-@pytest.mark.parametrize(("given", "claimed"), [(RESTART, REPAIR), (REPAIR, INPROCESS)])
-def test_answer_of_another_kind_is_refused(given: Expected, claimed: Expected) -> None:
-    with pytest.raises(AssertionError, match="rank 0"):
-        check_answers(logs_of(given), claimed)
-
-
-def test_restart_that_kept_a_process_is_refused() -> None:
-    logs = logs_of(RESTART)
-    logs[0][0]["pid"] = FIRST_PID + 100
-    with pytest.raises(AssertionError, match="rank 0 was process 101 and then 101"):
-        check_answers(logs, RESTART)
-
-
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
@@ -115,23 +102,6 @@ def test_answer_that_is_not_as_claimed_is_refused(
     logs = logs_of(REPAIR)
     next(each for each in logs[1] if each["event"] == kind)[field] = value
     with pytest.raises(AssertionError, match=message):
-        check_answers(logs, REPAIR)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("recovery", "has recovered 1 times"), ("start", "has started 2 times")]
-)
-def test_answer_that_is_missing_is_refused(kind: str, message: str) -> None:
-    logs = logs_of(REPAIR)
-    logs[0].remove(next(each for each in logs[0] if each["event"] == kind))
-    with pytest.raises(AssertionError, match=message):
-        check_answers(logs, REPAIR)
-
-
-def test_degraded_part_of_an_answer_is_refused() -> None:
-    logs = logs_of(REPAIR)
-    logs[1].append(event("degraded", 150.0, part="memory"))
-    with pytest.raises(AssertionError, match="memory"):
         check_answers(logs, REPAIR)
 
 
@@ -156,11 +126,6 @@ def test_phases_of_a_restart_are_as_counted_by_hand() -> None:
     assert sum(found.phases_s.values()) == found.iteration_s
 
 
-def test_first_phase_in_the_process_ends_with_the_last_call() -> None:
-    (found, _) = read_moments(logs_of(INPROCESS), INPROCESS, (102.5, 202.0))
-    assert (found.phases_s["end"], found.phases_s["start"]) == (2.5, 1.5)
-
-
 def test_phases_of_a_repair_are_those_of_survivors_and_then_of_the_replacement() -> None:
     (found, _) = read_moments(logs_of(REPAIR), REPAIR)
     assert tuple(found.phases_s) == REPAIR_PHASES
@@ -173,19 +138,6 @@ def test_phases_of_a_repair_are_those_of_survivors_and_then_of_the_replacement()
         "recover": 0.5,
         "catch_up": 3.0,
     }
-
-
-def test_kill_whose_iteration_is_not_finished_is_refused() -> None:
-    logs = [[each for each in log if each["time"] < 208.0] for log in logs_of(REPAIR)]
-    with pytest.raises(AssertionError, match="has not finished the iteration of the kill"):
-        read_moments(logs, REPAIR)
-
-
-def test_kill_that_has_not_happened_is_refused() -> None:
-    logs = logs_of(REPAIR)
-    logs[1] = [each for each in logs[1] if each["time"] != KILLED_S[1]]
-    with pytest.raises(AssertionError, match="1 faults were injected"):
-        read_moments(logs, REPAIR)
 
 
 def test_times_of_iterations_leave_recoveries_out() -> None:

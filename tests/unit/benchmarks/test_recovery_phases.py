@@ -85,13 +85,6 @@ def test_recovery_that_is_another_one_is_refused(name: str, value: Any) -> None:
         check_recoveries(logs, LOCAL)
 
 
-def test_healthy_stage_that_runs_iterations_again_is_refused() -> None:
-    logs = logs_of(LOCAL)
-    logs[0] = logs_of(GLOBAL)[0]
-    with pytest.raises(AssertionError, match="rank 0: the recovery is"):
-        check_recoveries(logs, LOCAL)
-
-
 @pytest.mark.parametrize("expected", [LOCAL, GLOBAL])
 def test_phases_add_up_to_the_time_from_the_kill_to_the_first_new_iteration(
     expected: Expected,
@@ -119,15 +112,3 @@ def test_phases_of_a_local_recovery_are_as_counted_by_hand() -> None:
         "resume": 1.0,
     }
     assert (found.replay_s, found.last_replay_s, found.wait_s) == (1.5, 0.5, 1.0)
-
-
-def test_replay_of_a_global_recovery_is_that_of_the_slowest_rank() -> None:
-    (found,) = read_recoveries(logs_of(GLOBAL), NOTES, 1)
-    assert (found.replay_s, found.last_replay_s, found.wait_s) == (1.5, 0.5, 0.0)
-
-
-def test_survivor_without_a_breakpoint_is_refused() -> None:
-    logs = logs_of(LOCAL)
-    logs[2][0]["problem"] = "torn"
-    with pytest.raises(AssertionError, match="torn"):
-        read_recoveries(logs, NOTES, 1)

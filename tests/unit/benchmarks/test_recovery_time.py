@@ -9,14 +9,10 @@ from benchmarks import recovery_time
 from benchmarks.recovery_jobs import Job, Result
 from benchmarks.recovery_moments import REPAIR_PHASES, RESTART_PHASES, Moments
 from benchmarks.recovery_time import (
-    BARRIER_HEADERS,
     RECOVERY,
     RECOVERY_HEADERS,
     Bench,
-    barrier_row,
-    parse,
     recovery_rows,
-    target,
 )
 
 JOB = Job(kind="keep", num_ranks=2, kills=(), num_iterations=2)
@@ -47,29 +43,6 @@ def test_recovery_is_compared_with_the_restart_and_its_targets() -> None:
         ),
     ]
     assert {len(row) for row in rows} == {len(RECOVERY_HEADERS)}
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "loop_s", "share", "text"),
-    [
-        (2, 1.0, 0.1, "10%: met"),
-        (2, 1.0, 0.11, "10%: missed"),
-        (4, 1.2, 0.05, "10%: met, 1.2 s: met"),
-        (8, 2.1, 0.05, "10%: met, 2 s: missed"),
-        (2, 1.0, None, ""),
-    ],
-)
-def test_targets_are_of_the_share_and_of_seconds_by_ranks(
-    num_ranks: int, loop_s: float, share: float | None, text: str
-) -> None:
-    assert target(num_ranks, loop_s, share) == text
-
-
-def test_cost_of_the_barrier_is_that_of_pairs() -> None:
-    row = barrier_row(4, [(0.1, 0.11), (0.2, 0.202), (0.15, 0.153)])
-    assert row[0] == "4"
-    assert row[3:] == ("3.0 (2.0 to 10.0)", "2.0%")
-    assert len(row) == len(BARRIER_HEADERS)
 
 
 def run(bench: Bench, monkeypatch: pytest.MonkeyPatch, outcome: Exception | Result) -> int | None:
@@ -117,9 +90,3 @@ def test_job_that_ends_in_another_state_makes_the_benchmark_fail(
         "- recovery, 2 ranks, keep: FAILED: keep ends in another state than keep"
     ]
     assert bench.has_failed
-
-
-@pytest.mark.parametrize("words", [["--ranks", "3"], ["--ranks", "0"], ["--repeats", "0"]])
-def test_option_that_cannot_be_run_is_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(words)
