@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ import torch
 import torch.distributed as dist
 
 BREAKAGE, MARKS = "TEST_BREAKAGE", "TEST_BREAKAGE_MARKS"
+BREAKAGES: dict[str, Callable[[], None]] = {}
+# Names of quick tests of `make test` that a breakage affects, which tests/power.py runs with it.
+NOTICED_BY: dict[str, tuple[str, ...]] = {}
+
+
+def breakage(*noticed_by: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a breakage to the list, under the name of its function."""
+
+    def add(act: Callable[[], None]) -> Callable[[], None]:
+        BREAKAGES[act.__name__], NOTICED_BY[act.__name__] = act, noticed_by
+        return act
+
+    return add
 
 
 def apply_breakage() -> None:
@@ -31,9 +45,9 @@ def mark() -> None:
     (Path(os.environ[MARKS]) / f"{name}_{os.getpid()}").touch()
 
 
-def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
-    """Replace a function with ``make(original)`` in every module of the product that has it."""
-    changed = make(original)
+def wrap(original: Callable[..., Any], act: Callable[..., Any]) -> None:
+    """Replace a function in every module of the product; the new one gets it before its own arguments."""
+    changed = partial(act, original)
     found = [
         (module, name)
         for module in list(sys.modules.values())
@@ -45,47 +59,45 @@ def wrap(original: Callable[..., Any], make: Callable[..., Any]) -> None:
         setattr(module, name, changed)
 
 
+@breakage("dense", "sparse")
 def never_restore() -> None:
     """Make recovery find nothing."""
     from moe_ft.recovery.inventory import Inventory
     from moe_ft.recovery.look import look
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(*args: Any) -> Any:
-            found = original(*args)
-            if found.inventory.versions:
-                mark()
-            return replace(found, inventory=Inventory())
+    def changed(original: Callable[..., Any], *args: Any) -> Any:
+        found = original(*args)
+        if found.inventory.versions:
+            mark()
+        return replace(found, inventory=Inventory())
 
-        return changed
-
-    wrap(look, make)
+    wrap(look, changed)
 
 
+@breakage("dense")
 def restore_the_older_iteration() -> None:
     """Skip the newest iteration where there is an older one."""
     from moe_ft.planning.recovery import plan_recovery
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(*args: Any) -> Any:
-            plans, rejected = original(*args)
-            older = [plan for plan in plans if plan.iteration < plans[0].iteration]
-            if older:
-                mark()
-            return older or plans, rejected
+    def changed(original: Callable[..., Any], *args: Any) -> Any:
+        plans, rejected = original(*args)
+        older = [plan for plan in plans if plan.iteration < plans[0].iteration]
+        if older:
+            mark()
+        return older or plans, rejected
 
-        return changed
-
-    wrap(plan_recovery, make)
+    wrap(plan_recovery, changed)
 
 
+@breakage("dense", "sparse")
 def skip_the_random_numbers() -> None:
     """Keep the random number states of the fresh start."""
     from moe_ft.state.random_states import apply_rng
 
-    wrap(apply_rng, lambda original: lambda record: mark())
+    wrap(apply_rng, lambda original, record: mark())
 
 
+@breakage("dense", "sparse")
 def skip_the_data_position() -> None:
     """Begin to read the data one micro-batch too early, in the loop and in a replay.
 
@@ -118,102 +130,102 @@ def skip_the_data_position() -> None:
     _set_method(Replay, "first_record", property(changed))
 
 
+@breakage("dense", "sparse", "partial")
 def skip_one_expert() -> None:
     """Keep the first expert of the last rank as the fresh start made it."""
     from moe_ft.recovery.put_back import put_back
     from moe_ft.units import UnitKind
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(units: Sequence[Any], *args: Any) -> None:
-            experts = [each.unit for each in units if each.unit.kind is UnitKind.EXPERT]
-            if experts and dist.get_rank() == dist.get_world_size() - 1:
-                units = [each for each in units if each.unit != min(experts)]
-                mark()
-            original(units, *args)
+    def changed(original: Callable[..., Any], units: Sequence[Any], *args: Any) -> None:
+        experts = [each.unit for each in units if each.unit.kind is UnitKind.EXPERT]
+        if experts and dist.get_rank() == dist.get_world_size() - 1:
+            units = [each for each in units if each.unit != min(experts)]
+            mark()
+        original(units, *args)
 
-        return changed
-
-    wrap(put_back, make)
+    wrap(put_back, changed)
 
 
+@breakage("dense", "sparse", "partial")
 def skip_one_moment() -> None:
     """Set one moment of one parameter on the last rank to 0."""
     from moe_ft.recovery.put_back import put_back
     from moe_ft.state.slices import live_tensor
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(units: Sequence[Any], catalog: Any, *args: Any) -> None:
-            original(units, catalog, *args)
-            if dist.get_rank() < dist.get_world_size() - 1:
-                return
-            for unit in units:
-                for local in catalog.parameters_of(unit.unit):
-                    moment = live_tensor(local, "exp_avg_sq")
-                    if moment is not None and torch.any(moment != 0):
-                        moment.zero_()
-                        mark()
-                        return
+    def changed(
+        original: Callable[..., Any], units: Sequence[Any], catalog: Any, *args: Any
+    ) -> None:
+        original(units, catalog, *args)
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return
+        for unit in units:
+            for local in catalog.parameters_of(unit.unit):
+                moment = live_tensor(local, "exp_avg_sq")
+                if moment is not None and torch.any(moment != 0):
+                    moment.zero_()
+                    mark()
+                    return
 
-        return changed
-
-    wrap(put_back, make)
+    wrap(put_back, changed)
 
 
+@breakage("scaled")
 def skip_the_loss_scale() -> None:
     """Keep the loss scale of the fresh start."""
     from moe_ft.state.record import apply
     from moe_ft.state.tensors import inner_optimizers
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(record: Any, model: Any, optimizer: Any, *args: Any) -> None:
-            scalers = [getattr(each, "grad_scaler", None) for each in inner_optimizers(optimizer)]
-            before = [scaler.state_dict() if scaler else None for scaler in scalers]
-            original(record, model, optimizer, *args)
-            for scaler, state in zip(scalers, before, strict=True):
-                if scaler and scaler.state_dict() != state:
-                    scaler.load_state_dict(state)
-                    mark()
+    def changed(
+        original: Callable[..., Any], record: Any, model: Any, optimizer: Any, *args: Any
+    ) -> None:
+        scalers = [getattr(each, "grad_scaler", None) for each in inner_optimizers(optimizer)]
+        before = [scaler.state_dict() if scaler else None for scaler in scalers]
+        original(record, model, optimizer, *args)
+        for scaler, state in zip(scalers, before, strict=True):
+            if scaler and scaler.state_dict() != state:
+                scaler.load_state_dict(state)
+                mark()
 
-        return changed
-
-    wrap(apply, make)
+    wrap(apply, changed)
 
 
+@breakage("buffers")
 def skip_a_buffer() -> None:
     """Keep the first buffer that the record would change as the fresh start made it."""
     from moe_ft.state.packed_values import unpack
     from moe_ft.state.record import apply
     from moe_ft.state.tensors import named_buffers
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(record: Any, model: Any, *args: Any) -> None:
-            buffers = dict(record.buffers)
-            for name, live in sorted(named_buffers(model), key=lambda named: named[0]):
-                saved = unpack(buffers[name])
-                if not torch.equal(saved.double(), live.detach().cpu().double()):
-                    del buffers[name]
-                    mark()
-                    break
-            original(msgspec.structs.replace(record, buffers=buffers), model, *args)
+    def changed(original: Callable[..., Any], record: Any, model: Any, *args: Any) -> None:
+        buffers = dict(record.buffers)
+        for name, live in sorted(named_buffers(model), key=lambda named: named[0]):
+            saved = unpack(buffers[name])
+            if not torch.equal(saved.double(), live.detach().cpu().double()):
+                del buffers[name]
+                mark()
+                break
+        original(msgspec.structs.replace(record, buffers=buffers), model, *args)
 
-        return changed
-
-    wrap(apply, make)
+    wrap(apply, changed)
 
 
+@breakage("dense", "sparse")
 def restore_another_ranks_slice() -> None:
     """Give each rank the master weights of the next rank for one parameter, whose slices are equally long."""
     from moe_ft.recovery.put_back import exchange_state
     from moe_ft.state.slices import live_tensor
     from moe_ft.units import Level
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(parameters: Sequence[Any], restored: Any, level: Level, groups: Any) -> None:
-            if level is Level.FULL:
-                swap(parameters)
-            original(parameters, restored, level, groups)
-
-        return changed
+    def changed(
+        original: Callable[..., Any],
+        parameters: Sequence[Any],
+        restored: Any,
+        level: Level,
+        groups: Any,
+    ) -> None:
+        if level is Level.FULL:
+            swap(parameters)
+        original(parameters, restored, level, groups)
 
     def swap(parameters: Sequence[Any]) -> None:
         owned = (live_tensor(each, key) for each in parameters for key in ("param", "master_param"))
@@ -227,9 +239,10 @@ def restore_another_ranks_slice() -> None:
                 mark()
                 return
 
-    wrap(exchange_state, make)
+    wrap(exchange_state, changed)
 
 
+@breakage("sparse")
 def replay_one_iteration_too_few() -> None:
     """End a replay before its last iteration."""
     from moe_ft.loop.resumption import Replay
@@ -251,20 +264,3 @@ def replay_one_iteration_too_few() -> None:
 def _set_method(owner: type, name: str, method: object) -> None:
     assert name in vars(owner), f"{owner} has no {name}"
     setattr(owner, name, method)
-
-
-BREAKAGES: dict[str, Callable[[], None]] = {
-    each.__name__: each
-    for each in (
-        never_restore,
-        restore_the_older_iteration,
-        skip_the_random_numbers,
-        skip_the_data_position,
-        skip_one_expert,
-        skip_one_moment,
-        skip_the_loss_scale,
-        skip_a_buffer,
-        restore_another_ranks_slice,
-        replay_one_iteration_too_few,
-    )
-}

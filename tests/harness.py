@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pretrain_gpt_moe
 from moe_ft.events import event_path, read_events
@@ -78,19 +78,10 @@ def run_ranks(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     paths = tuple(log_dir / f"output_{rank}.log" for rank in range(world_size))
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", **(env or {})}
-    # The fork server has the environment of its own start.
-    given = (BREAKAGE, MARKS, TEST)
-    common |= {
-        name: value
-        for name, value in os.environ.items()
-        if name in given or name.startswith("AWS_")
-    }
-    common.setdefault("MASTER_PORT", str(free_port()))
-    common.setdefault("CUDA_VISIBLE_DEVICES", "")
     prepare_to_fork()
     start = time.monotonic()
     ranks = []
+    common = _environment(world_size, env or {})
     for rank, path in enumerate(paths):
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if nodes is not None:
@@ -203,26 +194,52 @@ def _train(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
+def _environment(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks of a job get. The fork server has those of its own start."""
+    own = os.environ.items()
+    given = {
+        name: value
+        for name, value in own
+        if name in (BREAKAGE, MARKS, TEST) or name.startswith("AWS_")
+    }
+    return {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": "",
+        **env,
+        **given,
+    }
+
+
 def _rank_main(
     target: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], log_path: Path
 ) -> None:
-    os.setsid()
     os.environ.update(env)
+
+    def act() -> None:
+        save_coverage_regularly()
+        apply_breakage()
+        target(*args)
+
+    be_process(log_path, act)
+
+
+def be_process(log_path: Path, act: Callable[[], object]) -> NoReturn:
+    """Be a process of its own session in a fork: append output to a file, act, and end with its exit code."""
+    os.setsid()
     output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    save_coverage_regularly()
+    code = 0
     try:
-        apply_breakage()
-        target(*args)
+        act()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
-    else:
-        code = 0
     sys.stdout.flush()
     sys.stderr.flush()
     # Tests need only the exit code, and broken process groups can block the end of an interpreter.

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 from moe_ft.keeper.worker import socket_path
 from moe_ft.keeper.zygote import Zygote
-from tests.harness import DEADLINE_S, _context, prepare_to_fork
+from tests.harness import DEADLINE_S, _context, be_process, prepare_to_fork
 from tests.ports import free_port
 from tests.waiting import wait_for
 
@@ -91,27 +90,17 @@ def run_kept(
 
 
 def _serve(agent_pid: int, path: str, log: str) -> None:
-    os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen()
-    code = 0
-    try:
+    os.rename(f"{path}.new", path)  # who sees it can connect
+
+    def act() -> None:
         role = Zygote(listener, agent_pid).serve()
         if role is not None:
             role()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+    be_process(Path(log), act)
 
 
 def _start(

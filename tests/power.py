@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.breakages import BREAKAGE, BREAKAGES, MARKS
+from tests.breakages import BREAKAGE, BREAKAGES, MARKS, NOTICED_BY
 from tests.covering_array import case_of, runs
 
 _FOLDER = "tests/distributed/"
@@ -36,23 +36,12 @@ def _run_with(**values: str) -> str:
     return f"test_covering_array.py::{name}[{case_of(found)}]"
 
 
-_DENSE = _run_with(strategy="dense-2", layout="ep2", optimizer="distributed")
-_BUFFERS = _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1")
-_SCALED = _run_with(precision="fp16", layout="ep2", strategy="sparse-3")
-_PARTIAL = _run_with(strategy="partial-4", layout="ep2")
-_SPARSE = "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it"
-# Quick tests. Each breakage runs with the tests that it affects; --all runs every test with it.
-TESTS: dict[str, tuple[str, ...]] = {
-    "never_restore": (_DENSE, _SPARSE),
-    "restore_the_older_iteration": (_DENSE,),
-    "skip_the_random_numbers": (_DENSE, _SPARSE),
-    "skip_the_data_position": (_DENSE, _SPARSE),
-    "skip_one_expert": (_DENSE, _SPARSE, _PARTIAL),
-    "skip_one_moment": (_DENSE, _SPARSE, _PARTIAL),
-    "skip_the_loss_scale": (_SCALED,),
-    "skip_a_buffer": (_BUFFERS,),
-    "restore_another_ranks_slice": (_DENSE, _SPARSE),
-    "replay_one_iteration_too_few": (_SPARSE,),
+_TESTS = {
+    "dense": _run_with(strategy="dense-2", layout="ep2", optimizer="distributed"),
+    "buffers": _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1"),
+    "scaled": _run_with(precision="fp16", layout="ep2", strategy="sparse-3"),
+    "partial": _run_with(strategy="partial-4", layout="ep2"),
+    "sparse": "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it",
 }
 _MESSAGE_LENGTH = 150
 
@@ -70,12 +59,13 @@ def main(words: list[str]) -> int:
     wanted = options.breakages or list(BREAKAGES)
     if unknown := set(wanted) - set(BREAKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; name some of {', '.join(BREAKAGES)}")
-    every = sorted({test for name in wanted for test in TESTS[name]})
+    chosen = {name: [_TESTS[test] for test in NOTICED_BY[name]] for name in wanted}
+    every = sorted({test for tests in chosen.values() for test in tests})
     failed, _ = run_tests(every, None)
     if failed:
         print(f"fail with nothing broken: {', '.join(sorted(failed))}")
         return 1
-    num_noticed = sum(try_breakage(name, every if options.all else TESTS[name]) for name in wanted)
+    num_noticed = sum(try_breakage(name, every if options.all else chosen[name]) for name in wanted)
     print(f"{num_noticed} of {len(wanted)} breakages are noticed")
     return int(num_noticed < len(wanted) or not is_found)
 

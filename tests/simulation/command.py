@@ -39,7 +39,6 @@ def main(words: list[str]) -> int:
         mutation=arguments.mutation,
         shrinks=arguments.shrink,
         is_verbose=arguments.verbose,
-        has_statistics=arguments.statistics,
         keep=arguments.keep,
     )
     seconds = float("inf") if arguments.seconds is None else arguments.seconds
@@ -71,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--mutation", choices=MUTATIONS, help="put in a mistake on purpose")
     how.add_argument("--shrink", action="store_true", help="make failing schedules smaller")
     how.add_argument("--verbose", action="store_true", help="print all that happens")
-    how.add_argument("--statistics", action="store_true", help="count faults and outcomes by kind")
     how.add_argument("--keep", type=Path, help="folder for failing schedules")
     how.add_argument(
         "--power",

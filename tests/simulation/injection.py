@@ -2,7 +2,6 @@
 
 import errno
 import os
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +37,6 @@ class Injection:
         self.log: list[str] = []
         self._glitches: list[FileFault] = []
         self._vanished: list[str] = []
-        self.inflicted = Counter[str]()
 
     def arm(self, start: Start, fault: Fault) -> None:
         def act(what: str) -> None:
@@ -79,7 +77,6 @@ class Injection:
             start: that runs; None between two.
             what: the event at which it happens.
         """
-        self.inflicted[fault.kind] += 1
         self.log.append(f"{self._kernel.now:.3f} s: {fault} at {what or 'rest'}")
         if fault.kind in HARMLESS:
             pass  # what was promised holds
@@ -249,7 +246,6 @@ class Injection:
         other.run(started)
         other.kill(started)
         kinds = {type(life.error).__name__ for life in started.lives}
-        self.inflicted[f"reuse-name that ended with {sorted(kinds)}"] += 1
         if any(life.outcome is not None for life in started.lives):
             self._oracle.violations.append(f"a run with other settings was not refused: {kinds}")
 

@@ -3,10 +3,9 @@
 import gc
 import posix
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.simulation import (
@@ -26,7 +25,6 @@ from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
 from tests.simulation.repairs import machine, store
 from tests.simulation.schedule import Schedule
-from tests.simulation.statistics import count
 
 _MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
 _LONGEST_RESTART_S = 20.0
@@ -42,7 +40,6 @@ class Verdict:
         num_events: events in all.
         num_starts: starts of the job.
         num_recoveries: starts that have recovered something.
-        counts: how often each kind of fault and of outcome has happened.
         trace: checksum of all events in their order.
         lines: what processes have printed.
         is_crash: whether the simulation itself has failed.
@@ -53,7 +50,6 @@ class Verdict:
     num_events: int = 0
     num_starts: int = 0
     num_recoveries: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
     trace: int = 0
     lines: tuple[str, ...] = ()
     is_crash: bool = False
@@ -117,7 +113,6 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
             for each in job.starts
         ),
         trace=world.kernel.trace,
-        counts=count(injection, job),
         lines=tuple(_printed(world.kernel)),
     )
 

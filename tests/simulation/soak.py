@@ -8,7 +8,6 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,6 @@ class Options:
         folder: for the files of jobs.
         mutation: mistake that is put into the product.
         shrinks: whether failing schedules are made smaller.
-        has_statistics: whether a table of faults and outcomes is printed.
         keep: where failing schedules are written; None for nowhere.
     """
 
@@ -48,7 +46,6 @@ class Options:
     mutation: str | None = None
     shrinks: bool = False
     is_verbose: bool = False
-    has_statistics: bool = False
     keep: Path | None = None
 
 
@@ -119,7 +116,6 @@ class Campaign:
         self._end_s = self._begun_s + seconds
         self._is_stopped = False
         self._stopping: Any = None
-        self._counts = Counter[str]()
         self._done = self._failed = self._recoveries = self._events = 0
         self._pending: dict[Future[Any], AnySchedule] = {}  # that run, or are made smaller
 
@@ -133,9 +129,6 @@ class Campaign:
             self._jobs, context, _prepare, (self._options, self._stopping)
         ) as pool:
             self._run(schedules, pool)
-        if self._options.has_statistics:
-            for kind, count in sorted(self._counts.items()):
-                print(f"{count:6} {kind}")
         spent_s = time.monotonic() - self._begun_s
         print(
             f"{self._recoveries} recoveries, {self._events} events, "
@@ -173,7 +166,6 @@ class Campaign:
         self._done += 1
         self._recoveries += verdict.num_recoveries
         self._events += verdict.num_events
-        self._counts += verdict.counts
         if verdict.violations or self._options.is_verbose:
             lines = verdict.lines if self._options.is_verbose else ()
             print(schedule, *lines, *verdict.log, *verdict.violations, sep="\n", flush=True)

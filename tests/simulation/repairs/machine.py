@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from moe_ft.keeper.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
 from tests.simulation.processes import PARENT
+from tests.simulation.store import Values
 
 if TYPE_CHECKING:
     from tests.simulation.repairs.job import Job
 
 MACHINE = "machine"  # local state of each process, and of the job
 LINK = "link"
+FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes into the store
 _IMPORT_S = 2.0
 _ANSWER_S = 0.002
 _LONGEST_END_S = 1.0  # from SIGTERM to the end of a rank
@@ -151,8 +153,7 @@ class Listener:
     def __init__(self, machine: Machine, process: Process) -> None:
         self.machine, self.process = machine, process
         self.pending: deque[Connection] = deque()
-        self.texts: dict[str, str] = {}
-        self.numbers: dict[str, int] = defaultdict(int)
+        self.values = Values(FORGED, spared=("run", "seat"))
         self.server: Process | None = None
 
     @property

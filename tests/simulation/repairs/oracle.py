@@ -4,15 +4,13 @@ A job may start again only for a reason that docs/repair.md names. All else is a
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.job import Job, Start
-from tests.simulation.repairs.machine import LINK
+from tests.simulation.repairs.machine import FORGED, LINK
 from tests.simulation.repairs.rank import Group, Operation, Rank, final_states
-from tests.simulation.repairs.store import FORGED
 
 
 class Oracle:
@@ -21,7 +19,6 @@ class Oracle:
     def __init__(self) -> None:
         self.violations: list[str] = []
         self.log: list[str] = []
-        self.counts = Counter[str]()
         self.excuses: list[str] = []  # of the present start, to end without training to its end
         self.num_deaths = self.num_repairs = 0
         self.limit_s = 0.0  # for the end of a repair; 0 if there is none
@@ -83,7 +80,6 @@ class Oracle:
         self._trains[rank.rank] = rank._process
         self._finished.add(rank.membership.round)
         self.num_repairs, self.num_deaths = self.num_repairs + 1, 0
-        self.counts["repairs of a rank"] += 1
         if self.limit_s and kernel.now > self.limit_s and not self.excuses:
             self.violate(f"a repair ends {kernel.now - self.limit_s:.1f} s too late")
 
@@ -116,7 +112,6 @@ class Oracle:
             if (found := [self._final.get(rank) for rank in range(job.size)]) != expected:
                 self.violate(f"training ends in {found}, and not in {expected}")
             return
-        self.counts["restarts"] += 1
         if not self.excuses:
             self.violate(f"start {start.number} ends without a reason for it")
         if start.had_to_be_killed and "a process is stopped" not in self.excuses:
@@ -132,13 +127,12 @@ class Oracle:
         """Check how many rounds were broken in a row."""
         if (listener := job.machine.ports.get(start.address)) is None:
             return
-        said = {key for key, text in listener.texts.items() if text != FORGED}
+        said = {key for key, text in listener.values.texts.items() if text != FORGED}
         number = broken = 0
         while f"round_{number + 1}/declared" in said:
             number += 1
             broken = 0 if number in self._finished else broken + 1
             if broken > MOST_UNFINISHED:
                 self.violate(f"{broken} rounds in a row are broken, up to round {number}")
-        self.counts["rounds"] += number
         if broken >= MOST_UNFINISHED:
             self.excuses.append("too many rounds were broken")

@@ -56,7 +56,6 @@ class Injection:
         rank = fault.target if fault.target >= 0 else int(there.environ.get("RANK", 0))
         process = there if fault.target < 0 and LINK in there.local else job.process_of(rank)
         oracle.log.append(f"{kernel.now:.3f} s: {fault.kind}: {process or f'rank {rank}'}")
-        oracle.counts[f"fault {fault.kind}"] += 1
         oracle.num_deaths += fault.kind in _DEATHS
         if oracle.num_deaths >= job.size:
             oracle.excuses.append("all ranks may have died")
@@ -164,7 +163,6 @@ def simulate(schedule: RepairSchedule, folder: Path) -> Verdict:
         num_events=kernel.num_events,
         num_starts=len(job.starts),
         num_recoveries=oracle.num_repairs,
-        counts=oracle.counts,
         trace=kernel.trace,
         lines=tuple(f"{each!r}: {line}" for each in kernel.processes for line in lines_of(each)),
     )

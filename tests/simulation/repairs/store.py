@@ -4,13 +4,13 @@ All that is signed and read in it is the product's.
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, override
 
 from moe_ft.keeper import job_store, rounds
 from tests.simulation.active import Patches
 from tests.simulation.repairs.machine import Listener, machine_here
+from tests.simulation.store import Store
 
-FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes
 _POLL_S = 0.02
 _LOOK_S = 0.1  # between two looks at a round: more would only take time
 
@@ -40,17 +40,19 @@ class _Sockets:
         return SimpleNamespace(close=lambda: None)
 
 
-class TCPStore:
+class TCPStore(Store):
     """A connection to the job's store, or its server; any prefix is left out."""
 
     def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
         self._machine, self._kernel = machine_here(), machine_here().world.kernel
         if is_master:
             self._listener: Listener = options["master_listen_fd"]
+            self.values = self._listener.values
             self._listener.server = self._machine.world.process
             self._machine.changed()
             return
         self._listener = self._machine.ports[host, port]
+        self.values = self._listener.values
         timeout_s = options["timeout"].total_seconds()
         if not self._machine.wait_for(self._answers, timeout_s):
             raise RuntimeError("The client socket has timed out")
@@ -59,6 +61,7 @@ class TCPStore:
         server = self._listener.server
         return server is not None and server.is_alive and not server.is_suspended
 
+    @override
     def _reach(self, key: str) -> None:
         """Take the time of an answer; wait for a server that is stopped, as long as it is."""
         machine, kernel, server = self._machine, self._kernel, self._listener.server
@@ -68,41 +71,13 @@ class TCPStore:
         if not self._answers():
             raise RuntimeError("Connection reset by peer")
         if machine.has_stranger:
-            self._forge(key)
-
-    def _forge(self, key: str) -> None:
-        """Write what a stranger can: more of a list, and a value or a number beforehand."""
-        if key.endswith("/count"):
-            self._listener.numbers[key] += 1
-        elif f"{key}/count" in self._listener.numbers:
-            self._listener.texts[key] += f"{FORGED}\n{FORGED[:-1]}"
-        elif not key.startswith(("run", "seat")):
-            self._listener.texts.setdefault(key, FORGED)
-
-    def add(self, key: str, amount: int) -> int:
-        self._reach(key)
-        self._listener.numbers[key] += amount
-        return self._listener.numbers[key]
-
-    def set(self, key: str, text: str) -> None:
-        self._reach(key)
-        self._listener.texts[key] = text
-
-    def append(self, key: str, text: str) -> None:
-        self._reach(key)
-        self._listener.texts[key] = self._listener.texts.get(key, "") + text
+            self.values.forge(key)
 
     def get(self, key: str) -> bytes:
-        while key not in self._listener.texts:
+        while key not in self.values.texts:
             self._reach(key)
             self._kernel.sleep(_POLL_S)
-        return self._listener.texts[key].encode()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Return a text; what was expected if there is none, as torch does."""
-        assert expected == desired, "only to read without waiting"
-        self._reach(key)
-        return self._listener.texts.get(key, expected).encode()
+        return self.values.texts[key].encode()
 
 
 def install(patches: Patches) -> None:
