@@ -27,7 +27,6 @@ def run_until_it_ends(
     """Run a job and restart it as torchrun does; return what each restart had to recover, and did.
 
     Args:
-        flags: of the job, without its directories.
         place: its folder gets events, storage and output.
         between: called after a start that failed, with its number, before its remains are read.
         has_breakpoints: whether ranks may leave newer states than their windows.

@@ -69,11 +69,8 @@ def run_ranks(
 
     Args:
         target: importable function; RANK, WORLD_SIZE, MASTER_ADDR and so on are set when it runs.
-        world_size: number of ranks.
-        args: picklable arguments of the function.
         log_dir: folder for the output of each rank; created.
         deadline_s: fails the test, after killing all ranks, if they take longer.
-        env: further environment variables.
         nodes: ``[rank]`` the node of each rank; None for one node.
     """
     log_dir.mkdir(parents=True, exist_ok=True)

@@ -129,10 +129,6 @@ class CheckpointJob(Job):
         Checks the last result, and that each restart recovers the right state, see tests/recoveries.py.
 
         Args:
-            faults: to inject.
-            flags: further flags of the job.
-            storage: whether there is a persist directory.
-            nodes: see `run_with_restarts`.
             between: called after a start that failed, with its number.
             is_intact: False if the test makes the newest state unusable and checks the recovery itself.
         """

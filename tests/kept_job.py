@@ -64,10 +64,7 @@ def run_kept(
     """Run a job under `moe_ft keep`; return when all workers have ended.
 
     Args:
-        flags: of the script.
-        world_size: number of ranks, on one node.
         log: gets what all processes print.
-        script: to run.
         max_restarts: of all workers, after one has failed.
         deadline_s: fails the test if a start takes longer.
         env: further environment variables. GPUs are hidden unless they show them.

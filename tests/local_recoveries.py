@@ -88,7 +88,6 @@ class Case:
         """Run the job, starting it again after each fault; check all that must be so, return its last start.
 
         Args:
-            between: see `run_with_restarts`.
             train: instead of the program in the run with faults.
         """
         result = run_with_restarts(

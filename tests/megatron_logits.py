@@ -43,9 +43,7 @@ def all_logits(
 
     Args:
         flags: of the model, which has the type fp32.
-        checkpoint: for --load.
         tokens: [batch, sequence].
-        folder: for files of the process.
     """
     words = shlex.split(flags) if isinstance(flags, str) else list(flags)
     length = str(tokens.shape[1])

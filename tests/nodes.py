@@ -45,14 +45,12 @@ class Nodes:
         max_restarts: int,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare.
+        """Start nothing yet.
 
         Args:
             folder: gets a log of each node.
             words: of the command line after torchrun's own options.
-            num_nodes, num_ranks: that the job has.
             max_restarts: that each agent counts.
-            env: further environment variables.
         """
         self._folder, self._env, self._port = folder, env or {}, free_port()
         self._words = [

@@ -55,7 +55,6 @@ def run_and_digest(flags: list[str], is_plain: bool, folder: str) -> None:
     """Run the script with its own data without moe_ft's flags, and write the digests of its last state.
 
     Args:
-        flags: of the script.
         is_plain: run it as Python does, on the CPU device alone.
         folder: for the digests of all ranks.
     """

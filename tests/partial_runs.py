@@ -58,10 +58,7 @@ def check_losses(
 
     Args:
         log: of the events of a run with k_snapshot 1.
-        num_ranks: of the run.
         num_experts: in each layer that has some.
-        ep_size: expert-parallel ranks.
-        is_load_aware: whether experts are selected by their load.
         where: the run, for messages.
     """
     stages = sorted(

@@ -107,8 +107,6 @@ def newest(held: Sequence[Held], world_size: int, nodes: Sequence[str] | None) -
     """Return what a start must recover, None if there is no state of all ranks.
 
     Args:
-        held: all windows that exist.
-        world_size: number of ranks.
         nodes: ``[rank]`` its node in that start; None if there is only one node.
     """
     families: dict[tuple[int, int, int], dict[int, list[Held]]] = defaultdict(dict)
@@ -160,10 +158,7 @@ class RecoveryWatch:
 
         Args:
             log: event log; earlier starts in it are not checked.
-            world_size: number of ranks.
             memory: memory directory of the job, with a directory for each node.
-            storage: persist directory, None without one.
-            nodes: see `run_with_restarts`.
             has_begun: whether the last start in the log is the first one to watch.
         """
         self._log, self._world_size = log, world_size

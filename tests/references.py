@@ -34,9 +34,7 @@ class References:
 
         Args:
             flags: of the job, without an event log.
-            world_size: number of ranks.
             train: see `run_training`; a function of a module.
-            deadline_s: see `run_training`.
         """
         versions = [version(name) for name in _PACKAGES]
         what = json.dumps([world_size, train and train.__qualname__, versions, *flags])

@@ -24,7 +24,6 @@ def train_watched(folder: str, is_grouped: bool, flags: list[str]) -> None:
     Args:
         folder: for the file that `replays_of` reads; the next start replaces it.
         is_grouped: whether the experts of a layer count as one module, as with --moe-grouped-gemm.
-        flags: of the job.
     """
     replays: list[list[dict[str, Any]]] = []
     frozen = Freezing.frozen

@@ -244,11 +244,7 @@ class Model:
         return self.shape.skips and xxhash.xxh3_64_intdigest(b"".join(shares)) % _SKIPS_ONE_OF == 0
 
     def step(self, signal: int, grad_norm: float, frozen: Collection[UnitId] = ()) -> None:
-        """Make the optimizer's step.
-
-        Args:
-            frozen: units that stay as they are.
-        """
+        """Make the optimizer's step, and leave frozen units as they are."""
         self._adopt(frozen, creates=True)
         self.group["step"] += 1
         _, first, second = own_constants(self.shape, self.rank)

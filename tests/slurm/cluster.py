@@ -70,7 +70,7 @@ class Cluster:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Prepare.
+        """Start nothing yet.
 
         Args:
             folder: empty, on a short path (munged's socket lies in it), of this user alone.

@@ -57,8 +57,6 @@ class SlurmJob:
         """Submit a job.
 
         Args:
-            flags: of training, after those of the model.
-            nodes: of the job.
             options: of sbatch.
             variables: of the batch script, instead of its own.
         """

@@ -1,14 +1,22 @@
 """The judge of simulated jobs fails lies that no mutation of the product tells."""
 
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.simulation.active import active
+from tests.simulation.job import Job, Setup, Start, make_world
 from tests.simulation.left import states_of_several_iterations
 from tests.simulation.lossy import Recount
+from tests.simulation.oracle import Oracle
 from tests.simulation.schedule import draw
-from tests.unit.simulation.small_job import has_trained, small_job
+from tests.simulation.simulate import installed
 
 MIDDLE = 1
 STAGES: dict[str, Any] = {"stages": 3, "dp": 1, "ep": 1, "breakpoints": True, "upstream_log": True}
@@ -16,6 +24,62 @@ PARTIAL: dict[str, Any] = {
     "strategy": "partial",
     "options": {"k_snapshot": "1", "k_persist": 1, "selection": "sequential"},
 }
+_LONG_S = 1000.0
+
+
+class SmallJob(Job):
+    """Job of one node, judged."""
+
+    def __init__(self, root: Path, **flags: Any) -> None:
+        setup = Setup(**{"nodes": 1, "iterations": 6, "replication": "0", **flags})
+        super().__init__(make_world(1, root), setup, root)
+        self.oracle = Oracle(self)
+
+    def run_until(self, is_over: Callable[[Start], bool] = lambda _: False) -> Start:
+        """Start the ranks, and kill them when something is so, or let them train to the end."""
+        self.oracle.before_start()
+        started = self.start()
+        self.world.kernel.run(
+            lambda: is_over(started) or not any(each.is_alive for each in started.processes),
+            self.world.kernel.now + _LONG_S,
+        )
+        self.kill(started)
+        return started
+
+    def run_until_death(self, rank: int, is_time: Callable[[Start], bool]) -> Start:
+        """Start the ranks, and kill one of them when something is so; the launcher ends the others."""
+        self.oracle.before_start()
+        started = self.start()
+        self.world.kernel.run(lambda: is_time(started), self.world.kernel.now + _LONG_S)
+        self.oracle.note_end(started, rank)
+        self.oracle.is_disturbed = True
+        self.world.kernel.kill(started.processes[rank])
+        assert self.run(started)
+        return started
+
+    def judge(self, started: Start, *, has_ended: bool = True) -> list[str]:
+        self.oracle.after_start(started, has_ended=has_ended)
+        return self.oracle.violations
+
+
+def has_trained(iterations: int) -> Callable[[Start], bool]:
+    return lambda start: all(iterations in life.digests for life in start.lives)
+
+
+@contextmanager
+def small_job(**flags: Any) -> Iterator[SmallJob]:
+    """Yield a job; it is in the place of the operating system until the end."""
+    root = Path(tempfile.mkdtemp(prefix="small_job_", dir="/dev/shm"))
+    try:
+        with installed():
+            job = SmallJob(root, **flags)
+            with active(job.world):
+                try:
+                    yield job
+                finally:
+                    job.world.kernel.close()
+    finally:
+        shutil.rmtree(root)
 
 
 def test_wrong_sum_of_lost_tokens_is_a_violation() -> None:
