@@ -70,6 +70,15 @@ DEEPSEEK: dict[str, str | int | float | bool] = {
 }
 
 
+NO_EXPERTS: dict[str, bool] = {
+    name: False
+    for name in (
+        *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"),
+        *("moe_token_dispatcher_type", "moe_router_load_balancing_type"),
+    )
+}
+
+
 def deepseek_flags(**changes: str | int | float | bool) -> list[str]:
     """Return the flags of a small model like DeepSeek, with changes as in `model_flags`."""
     return model_flags(**{**DEEPSEEK, **changes})

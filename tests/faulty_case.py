@@ -22,7 +22,7 @@ from tests.covering_array import (
     Fault,
     is_in_recovery,
 )
-from tests.demo_model import DEEPSEEK, RERUNS, event_flags, layout_flags, model_flags
+from tests.demo_model import DEEPSEEK, NO_EXPERTS, RERUNS, event_flags, layout_flags, model_flags
 from tests.faulty_runs import JOB_ID, fault_flags, faults_fired, run_until_it_ends
 from tests.harness import events
 from tests.kept_job import run_kept
@@ -47,13 +47,7 @@ _MODELS: dict[str, Changes] = {
         "qk_layernorm": True,
         "moe_layer_freq": 2,
     },
-    "no-experts": {
-        name: False
-        for name in (
-            *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"),
-            *("moe_token_dispatcher_type", "moe_router_load_balancing_type"),
-        )
-    },
+    "no-experts": {**NO_EXPERTS},
     # All but one layer have experts, and so has the one that predicts a second token.
     "deepseek": {
         **DEEPSEEK,
@@ -179,8 +173,8 @@ def faults_of(case: Case) -> list[str]:
     return found
 
 
-def run_case(case: Case, place: Place) -> list[Expected | None]:
-    """Train with the case's faults until the run has ended; return what its restarts have recovered.
+def run_case(case: Case, place: Place) -> None:
+    """Train with the case's faults until the run has ended.
 
     Raises:
         AssertionError: if the run does not end by itself, a fault did not fire, or a rank has not recovered
@@ -216,7 +210,6 @@ def run_case(case: Case, place: Place) -> list[Expected | None]:
             is_load_aware=case.order == "load-aware",
             where=str(case),
         )
-    return recovered
 
 
 def run_repaired_case(case: Case, place: Place) -> None:

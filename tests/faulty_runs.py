@@ -70,9 +70,3 @@ def faults_fired(folder: Path, world_size: int) -> list[dict[str, Any]]:
     """Return the events of all ranks that say which faults fired in a run of `run_until_it_ends`."""
     log = folder / "events"
     return [line for rank in range(world_size) for line in events(log, rank, "fault_injected")]
-
-
-def describe(case: object, recovered: Sequence[Expected | None]) -> str:
-    """Return one line for the table of recoveries at the end of a test run."""
-    steps = [str(each or "began again") for each in recovered]
-    return f"{case}: {'; '.join(steps) or 'no recovery needed'}"

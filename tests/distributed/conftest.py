@@ -4,28 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering_array import SPACE, case_of, runs
 from tests.jobs import CheckpointJob, RepairedJob
 from tests.references import Digests, Place, References
-
-RECOVERIES = "recoveries"  # property of a test: a line that says what its run has recovered
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the runs of the covering array that have passed recovered, and the pairs that they show."""
-    properties = [
-        found
-        for report in terminalreporter.getreports("passed")
-        for found in report.user_properties
-    ]
-    lines = [str(value) for name, value in properties if name == RECOVERIES]
-    if lines:
-        terminalreporter.section(f"recoveries of {len(lines)} runs of the covering array")
-        terminalreporter.write_line("\n".join(sorted(lines)))
-        names = {line.partition(":")[0] for line in lines}
-        shown = SPACE.shown_by(run for run in runs() if str(case_of(run)) in names)
-        count = f"{len(shown)} of {len(SPACE.examples)}"
-        terminalreporter.write_line(f"they show {count} pairs of circumstances")
 
 
 @pytest.fixture(scope="session")

@@ -85,11 +85,3 @@ def check_clean(job: CheckpointJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (job.memory_dir / "test").exists()
     assert main(["clean", "--memory-dir", root, "--job-id", "test", "--remove"]) == REFUSED
     assert "--job-id=test has no memory" in capsys.readouterr().err
-
-
-def test_commands_refuse_a_directory_without_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in ("inspect", "verify"):
-        assert main([command, str(tmp_path)]) == REFUSED
-        assert "holds no state of moe_ft" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo_model import event_flags, model_flags
+from tests.demo_model import NO_EXPERTS, event_flags, model_flags
 from tests.distributed.scripts.pretrain_counted import COUNTS
 from tests.harness import digests, events
 from tests.kept_job import ROOT, logged_in, run_kept
@@ -15,15 +15,6 @@ NUM_REPAIRS = 50
 FIRST, COUNTED = 2, 4
 BROKEN = (FIRST, *range(FIRST + 3, FIRST + 2 + NUM_REPAIRS))
 NUM_ITERATIONS = BROKEN[-1] + 3
-# With experts an iteration has matrices of sizes that it had not before, and oneDNN keeps a kernel for each.
-NO_EXPERTS = {
-    "num_experts": False,
-    "moe_ffn_hidden_size": False,
-    "moe_router_topk": False,
-    "moe_token_dispatcher_type": False,
-    "moe_router_load_balancing_type": False,
-    "moe_aux_loss_coeff": False,
-}
 _MOST = 1.1
 
 
@@ -45,6 +36,7 @@ def test_survivor_of_many_repairs_holds_no_more_than_after_the_first(
     monkeypatch.setenv(COUNTS, str(tmp_path / "counts"))
     (tmp_path / "counts").mkdir()
     faults = [f"kill:1@{iteration}:backward" for iteration in BROKEN]
+    # Experts would have matrices of new sizes in each iteration, and oneDNN keeps a kernel for each.
     model = model_flags(train_iters=NUM_ITERATIONS, num_layers=1, **NO_EXPERTS)
     base = [*model, *dataset_flags]
     flags = [

@@ -1,12 +1,10 @@
 """Models like DeepSeek, and sequences that ranks share, train and recover like all others."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from tests.demo_model import DEEPSEEK, deepseek_flags, event_flags, layout_flags
-from tests.harness import events, run_training
+from tests.demo_model import DEEPSEEK
 from tests.jobs import CheckpointJob, refusal
 from tests.recount import Recount
 from tests.watched_replays import replays_of, train_watched
@@ -108,48 +106,6 @@ def test_partial_snapshots_lose_what_the_routing_log_says_also_in_further_token_
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
     share = recovery["lost_tokens"] / len(layers) / (8 * per_iteration)
     assert recovery["plt"] == pytest.approx(share)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("q_lora_rank", [24, False], ids=["compressed", "not compressed"])
-def test_gradients_are_those_of_one_rank_whatever_ranks_share(
-    q_lora_rank: int | bool, dataset_flags: list[str], tmp_path: Path
-) -> None:
-    # Plain gradient descent with large steps: Adam would hide gradients of a wrong size. The loss of further
-    # tokens is off: Megatron weights it by the tokens that one rank of the context has.
-    flags = deepseek_flags(
-        bf16=False,
-        optimizer="sgd",
-        use_distributed_optimizer=False,
-        sgd_momentum=0.0,
-        lr=0.5,
-        clip_grad=100.0,
-        train_iters=5,
-        global_batch_size=BATCH,
-        mtp_num_layers=False,
-        q_lora_rank=q_lora_rank,
-        make_vocab_size_divisible_by=128,
-        moe_router_load_balancing_type="none",
-    )
-    saved = tmp_path / "saved"
-    flags += dataset_flags
-    save = ["--save", str(saved), "--save-interval", "1", "--exit-interval", "1"]
-    run_training([*flags, *save], 1, log_dir=tmp_path / "save").check()
-    load = ["--load", str(saved), "--no-load-optim", "--no-load-rng", "--finetune"]
-
-    def losses(name: str, ranks: int, *extra: str) -> list[float]:
-        folder = tmp_path / name
-        words = [*flags, *load, *extra, *event_flags(folder)]
-        run_training(words, ranks, log_dir=folder).check()
-        return [line["loss"] for line in events(folder, ranks - 1, "iteration")]
-
-    one = losses("one", 1)
-    assert len(one) == 5
-    assert max(one) > 1.1 * min(one)
-    shared = losses("context", 2, *layout_flags(CONTEXT), *RECOMPUTE)
-    assert shared == pytest.approx(one, rel=1e-5)
-    divided = losses("tensor", 2, *layout_flags(TENSOR), "--sequence-parallel")
-    assert divided == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.rest

@@ -23,7 +23,6 @@ class Death:
 
     Attributes:
         ranks: of the faults, as pretrain_dying_between.py has them.
-        faults: further ones, of --moe-ft-inject-fault.
         rounds: ``[repair]`` its number, and the ranks that it replaced.
         hung: ranks that were killed because they hung.
         restored: ``[repair]`` states that may have been recovered.
@@ -32,7 +31,6 @@ class Death:
     ranks: str
     rounds: Sequence[tuple[int, list[int]]]
     restored: Sequence[set[int]]
-    faults: Sequence[str] = ()
     hung: Sequence[str] = ()
     strategy: Sequence[str] = DENSE
     layout: Mapping[str, int] = field(default_factory=lambda: PP_EP)
@@ -48,7 +46,6 @@ def run(
     max_restarts: int = 0,
 ) -> KeptResult:
     return job.run(
-        *(death.faults if is_disturbed else ()),
         strategy=death.strategy,
         layout=death.layout,
         extra=EVALUATIONS,
@@ -105,23 +102,8 @@ DEATHS = {
         restored=[{2, 3}],
         changes={"num_layers_per_virtual_pipeline_stage": 1},
     ),
-    "breakpoints": Death(
-        ranks="kill:1@4", rounds=[(1, [1])], restored=[{2, 3}], strategy=(*DENSE, *LOCAL)
-    ),
     "breakpoints and windows": Death(
         ranks="kill:2@4", rounds=[(1, [2])], restored=[{3}], strategy=(*SPARSE, *LOCAL)
-    ),
-    "another one during the repair": Death(
-        ranks="kill:3@4",
-        faults=("kill:1@2:recovery",),
-        rounds=[(2, [1, 3])],
-        restored=[{2, 3}],
-    ),
-    "the replacement during the repair": Death(
-        ranks="kill:0@4",
-        faults=("kill:0@2:recovery",),
-        rounds=[(2, [0])],
-        restored=[{2, 3}],
     ),
     # The sixth step of a survivor is the second one of the evaluation that began again.
     "another one in the evaluation that begins again": Death(

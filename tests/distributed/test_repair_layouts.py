@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.demo_model import DEEPSEEK, RERUNS
+from tests.demo_model import DEEPSEEK, NO_EXPERTS, RERUNS
 from tests.jobs import DENSE, PP_EP, SPARSE, RepairedJob
 from tests.partial_runs import check_losses
 
-NO_EXPERTS: Mapping[str, Any] = {
-    name: False
-    for name in (
-        *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"),
-        *("moe_token_dispatcher_type", "moe_router_load_balancing_type"),
-    )
-}
 SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
 VIRTUAL: Mapping[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 PARTIAL = ("partial", "--moe-ft-router-log", "--moe-ft-k-snapshot", "1")

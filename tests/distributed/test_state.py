@@ -13,7 +13,7 @@ from moe_ft.recovery.meet import Met
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import named_optimizer_tensors, named_parameters
 from moe_ft.units import Level, UnitKind, parse_unit
-from tests.demo_model import DEEPSEEK, event_flags, layout_flags, model_flags
+from tests.demo_model import DEEPSEEK, NO_EXPERTS, event_flags, layout_flags, model_flags
 from tests.harness import run_ranks
 from tests.shares import share_of
 
@@ -30,21 +30,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
     "every-other-layer": ({"moe_layer_freq": 2}, {"pp": 2}, 2),
     "tp2-etp2": ({"sequence_parallel": True}, {"tp": 2, "etp": 2}, 4),
     "tp2-ep2": ({"sequence_parallel": True}, {"tp": 2, "ep": 2, "etp": 1}, 2),
-    "no-experts": (
-        {
-            name: False
-            for name in (
-                "num_experts",
-                "moe_router_topk",
-                "moe_ffn_hidden_size",
-                "moe_router_load_balancing_type",
-                "moe_aux_loss_coeff",
-                "moe_token_dispatcher_type",
-            )
-        },
-        {"pp": 2},
-        4,
-    ),
+    "no-experts": (NO_EXPERTS, {"pp": 2}, 4),
 }
 
 

@@ -1,7 +1,10 @@
-"""Jobs under the real torchrun: a dead rank is named, nothing keeps running, a lost node is recovered."""
+"""Real processes: torchrun names a dead rank, nothing keeps running, a lost node is recovered."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,23 +72,23 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
 
 
 @pytest.mark.rest
-def test_spare_node_takes_the_place_of_one_that_is_lost_with_its_agent(
-    tmp_path: Path, memory_dir: Path, references: References
+def test_checkpoint_writers_of_a_killed_rank_end_with_it(
+    dataset_flags: list[str], tmp_path: Path
 ) -> None:
-    job = [*model_flags(train_iters=40, hidden_dropout=0.1), *layout_flags({"ep": 2})]
-    flags = [*event_flags(tmp_path), "--moe-ft-strategy", "dense"]
-    flags += ["--moe-ft-memory-dir", str(memory_dir)]
-    with nodes_of(tmp_path, [*job, *flags]) as nodes:
-
-        def has_trained(node: str) -> bool:
-            return re.search(r"iteration +5/", nodes.log(node)) is not None
-
-        nodes.start("node0", "node1")
-        wait_for(lambda: has_trained("node0") or has_trained("node1"), "training", 120)
-        nodes.start("node2")  # waits in the rendezvous until there is a place
-        nodes.kill("node1")
-        assert nodes.wait() == [0, -signal.SIGKILL, 0], nodes.log("node0")[-3000:]
-    found = [events(tmp_path, rank, "recovery")[-1] for rank in range(2)]
-    assert sorted(source for each in found for source in each["sources"]) == ["memory", "peer"]
-    assert found[0]["restored_iteration"] == found[1]["restored_iteration"] >= 3
-    assert digests(tmp_path, 2) == references.digests(job, 2, run_own)
+    flags = [*model_flags(train_iters=4), *dataset_flags, *event_flags(tmp_path / "events")]
+    flags += ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    flags += ["--moe-ft-inject-fault", "kill:0@2"]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (tmp_path / "output.log").open("w") as output:
+        # A real process with a real main module: the spawned writers import it.
+        process = subprocess.Popen(
+            [sys.executable, "pretrain_gpt_moe.py", *flags],
+            cwd=ROOT,
+            env=env,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        assert process.wait(timeout=180) == -signal.SIGKILL, (tmp_path / "output.log").read_text()
+    wait_until_group_is_gone(process.pid)
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"

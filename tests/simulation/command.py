@@ -16,7 +16,7 @@ from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import Schedule, draw
-from tests.simulation.soak import AnySchedule, Campaign, Options
+from tests.simulation.soak import AnySchedule, Campaign
 
 _SEEDS = 1 << 40  # that a random one is drawn from
 
@@ -34,15 +34,8 @@ def main(words: list[str]) -> int:
             )
         names = arguments.power or list(MUTATIONS)
         return power.run(names, arguments.first or 0, arguments.count or power.LIMIT, jobs)
-    options = Options(
-        folder=arguments.folder,
-        mutation=arguments.mutation,
-        shrinks=arguments.shrink,
-        is_verbose=arguments.verbose,
-        keep=arguments.keep,
-    )
     seconds = float("inf") if arguments.seconds is None else arguments.seconds
-    campaign = Campaign(options, jobs=jobs, seconds=seconds)
+    campaign = Campaign(arguments, jobs=jobs, seconds=seconds)
     return campaign.run(_schedules(arguments))
 
 

@@ -8,10 +8,10 @@ import multiprocessing
 import signal
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +29,6 @@ AnySchedule = Schedule | RepairSchedule
 
 _POLL_S = 0.5
 _WAITING_PER_JOB = 2  # schedules that a process has been given
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Settings of a campaign.
-
-    Attributes:
-        folder: for the files of jobs.
-        mutation: mistake that is put into the product.
-        shrinks: whether failing schedules are made smaller.
-        keep: where failing schedules are written; None for nowhere.
-    """
-
-    folder: Path = Path("/dev/shm")
-    mutation: str | None = None
-    shrinks: bool = False
-    is_verbose: bool = False
-    keep: Path | None = None
 
 
 class _StopError(Exception):
@@ -81,7 +63,7 @@ _stopping: Any = None
 _folder = Path()
 
 
-def _prepare(options: Options, stopping: Any) -> None:
+def _prepare(options: Namespace, stopping: Any) -> None:
     """Prepare a process that runs schedules: the parent alone reacts to signals."""
     global _stopping, _folder
     _stopping, _folder = stopping, options.folder
@@ -108,9 +90,12 @@ def _shrink(schedule: AnySchedule) -> tuple[AnySchedule, Verdict]:
 
 
 class Campaign:
-    """Runs schedules in processes of its own, and prints what fails."""
+    """Runs schedules in processes of its own, and prints what fails.
 
-    def __init__(self, options: Options, *, jobs: int = 1, seconds: float = float("inf")) -> None:
+    Options are those of `python -m tests.simulation`.
+    """
+
+    def __init__(self, options: Namespace, *, jobs: int = 1, seconds: float = float("inf")) -> None:
         self._options, self._jobs = options, jobs
         self._begun_s = time.monotonic()
         self._end_s = self._begun_s + seconds
@@ -156,7 +141,7 @@ class Campaign:
                 schedule = self._pending.pop(future)
                 if future in shrinking:
                     self._tell_smaller(schedule, future)
-                elif self._tell(schedule, future.result()) and self._options.shrinks:
+                elif self._tell(schedule, future.result()) and self._options.shrink:
                     again = pool.submit(_shrink, schedule)
                     shrinking.add(again)
                     self._pending[again] = schedule
@@ -166,8 +151,8 @@ class Campaign:
         self._done += 1
         self._recoveries += verdict.num_recoveries
         self._events += verdict.num_events
-        if verdict.violations or self._options.is_verbose:
-            lines = verdict.lines if self._options.is_verbose else ()
+        if verdict.violations or self._options.verbose:
+            lines = verdict.lines if self._options.verbose else ()
             print(schedule, *lines, *verdict.log, *verdict.violations, sep="\n", flush=True)
         if verdict.violations:
             self._failed += 1
