@@ -23,15 +23,14 @@ from tests.covering_array import (
     is_in_recovery,
 )
 from tests.demo_model import DEEPSEEK, NO_EXPERTS, RERUNS, event_flags, layout_flags, model_flags
-from tests.faulty_runs import JOB_ID, fault_flags, faults_fired, run_until_it_ends
 from tests.harness import events
+from tests.jobs import CheckpointJob, fault_flags
 from tests.kept_job import run_kept
 from tests.partial_runs import check_losses
 from tests.recoveries import Expected
 from tests.references import Place
 
 _BATCH, _MICRO_BATCH, _LENGTH = 8, 2, 32
-_MAX_RESTARTS = 5
 Changes = dict[str, Any]
 _MODELS: dict[str, Changes] = {
     "moe": {},
@@ -176,31 +175,35 @@ def faults_of(case: Case) -> list[str]:
 def run_case(case: Case, place: Place) -> None:
     """Train with the case's faults until the run has ended.
 
+    Ranks take turns on two nodes, so that each node holds ranks of every stage.
+
     Raises:
         AssertionError: if the run does not end by itself, a fault did not fire, or a rank has not recovered
             the newest state that was there from the nearest tier.
     """
+    job = CheckpointJob(place)
+    job.base, job.num_ranks = job_flags(case, place), case.world_size
+    nodes, memory = (
+        [f"node{rank % 2}" for rank in range(case.world_size)],
+        place.memory_dir / "test",
+    )
 
     def between(start: int) -> None:
-        for fault in struck(case, faults_fired(place.folder, case.world_size), start):
+        for fault in struck(case, job.faults_fired(), start):
             if fault.tier == "storage":
-                shutil.rmtree(place.memory_dir / JOB_ID)
+                shutil.rmtree(memory)
             elif fault.tier == "peer":
-                shutil.rmtree(place.memory_dir / JOB_ID / f"node{fault.victim}", ignore_errors=True)
+                shutil.rmtree(memory / f"node{fault.victim}", ignore_errors=True)
 
-    recovered = run_until_it_ends(
-        [
-            *job_flags(case, place),
-            *checkpoint_flags(case),
-            *fault_flags(faults_of(case)),
-        ],
-        case.world_size,
-        place,
-        max_restarts=_MAX_RESTARTS,
+    job.run_with_faults(
+        *faults_of(case),
+        flags=checkpoint_flags(case),
+        storage=True,
+        nodes=lambda start: nodes,
         between=between,
         has_breakpoints=case.has_breakpoints,
     )
-    check_case(case, faults_fired(place.folder, case.world_size), recovered)
+    check_case(case, job.faults_fired(), job.recoveries)
     if not case.is_exact:
         check_losses(
             place.folder / "events",

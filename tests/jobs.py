@@ -6,10 +6,18 @@ from typing import Any
 
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import JobResult, Train, digests, events, run_training, run_with_restarts
+from tests.harness import (
+    DEADLINE_S,
+    JobResult,
+    Train,
+    digests,
+    events,
+    run_training,
+    run_with_restarts,
+)
 from tests.kept_job import KeptResult, logged_in, run_kept
 from tests.nodes import Nodes
-from tests.recoveries import RecoveryWatch
+from tests.recoveries import Expected, RecoveryWatch
 from tests.references import Digests, Place
 
 NUM_RANKS = 2
@@ -21,6 +29,10 @@ DENSE = ("dense",)
 SPARSE = ("sparse", "--moe-ft-window", "3")
 LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
 PHASES = ("forward", "backward", "in-step", "after-step")
+
+
+def fault_flags(faults: Sequence[str]) -> list[str]:
+    return [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
 
 
 class Job:
@@ -55,15 +67,25 @@ class Job:
     def events(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
         return events(self.events_dir, rank, event)
 
+    def faults_fired(self) -> list[dict[str, Any]]:
+        """Return the events of all ranks that say which faults fired."""
+        ranks = range(self.num_ranks)
+        return [line for rank in ranks for line in self.events("fault_injected", rank)]
+
     def digests(self) -> Digests:
         return digests(self.events_dir, self.num_ranks)
 
 
 class CheckpointJob(Job):
-    """Job on one or two nodes, with the tiers that a test needs."""
+    """Job on one or two nodes, with the tiers that a test needs.
+
+    Attributes:
+        recoveries: ``[restart]`` what the windows had for those of `run_with_faults`, which was recovered.
+    """
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
+        self.recoveries: list[Expected | None] = []
         self.storage = self.folder / "storage"
 
     def flags(self, *flags: str, storage: bool = False) -> list[str]:
@@ -123,14 +145,19 @@ class CheckpointJob(Job):
         nodes: Callable[[int], Sequence[str]] | None = None,
         between: Callable[[int], None] | None = None,
         is_intact: bool = True,
+        has_breakpoints: bool = False,
+        max_restarts: int = 5,
+        deadline_s: float = DEADLINE_S,
     ) -> list[JobResult]:
         """Restart the job until it ends by itself.
 
         Checks the last result, and that each restart recovers the right state, see tests/recoveries.py.
 
         Args:
-            between: called after a start that failed, with its number.
+            between: called after a start that failed, with its number, before its remains are read.
             is_intact: False if the test makes the newest state unusable and checks the recovery itself.
+            has_breakpoints: whether ranks may leave newer states than their windows.
+            deadline_s: of each start.
         """
         watch = self._watch(nodes, storage=storage)
 
@@ -139,19 +166,19 @@ class CheckpointJob(Job):
                 between(start)
             watch.look(start)
 
-        injected = [word for fault in faults for word in ("--moe-ft-inject-fault", fault)]
         results = run_with_restarts(
-            self.flags(*injected, *flags, storage=storage),
+            self.flags(*fault_flags(faults), *flags, storage=storage),
             self.num_ranks,
             log_dir=self.folder,
-            max_restarts=4,
+            max_restarts=max_restarts,
+            deadline_s=deadline_s,
             nodes=nodes,
             between=act,
             train=self.train,
         )
         results[-1].check()
         if is_intact:
-            watch.check(len(results))
+            self.recoveries = watch.check(len(results), has_breakpoints=has_breakpoints)
         return results
 
     def recovered(self) -> list[tuple[int, int]]:
@@ -191,7 +218,7 @@ class RepairedJob(Job):
             *(*self.base, *event_flags(self.events_dir)),
             *("--moe-ft-repair", "auto", "--moe-ft-strategy", *strategy),
             *("--moe-ft-memory-dir", str(self.memory_dir), "--moe-ft-fault-report-grace-s", "0.2"),
-            *(word for fault in faults for word in ("--moe-ft-inject-fault", fault)),
+            *fault_flags(faults),
         ]
 
     def run(

@@ -17,9 +17,8 @@ import pytest
 import pretrain_gpt_moe
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.state.record import encode
-from tests.faulty_runs import fault_flags
 from tests.harness import run_with_restarts
-from tests.jobs import NUM_RANKS, CheckpointJob
+from tests.jobs import NUM_RANKS, CheckpointJob, fault_flags
 from tests.local_recoveries import BIASED
 
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")

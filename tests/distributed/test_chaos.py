@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from moe_ft.events import event_path
-from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.faulty_runs import run_until_it_ends
-from tests.harness import digests, events, run_with_restarts
-from tests.references import Place
+from tests.harness import events
+from tests.jobs import CheckpointJob
+from tests.local_recoveries import INTERLEAVED, LOGGED
 
 NUM_RANKS = 4
 NUM_ITERATIONS = 120
@@ -90,38 +89,30 @@ class Killer:
         return [line["pid"] for line in newest] if has_started else None
 
 
-def job_flags(place: Place, *, stages: int = 2, num_layers: int = 4) -> list[str]:
-    model = model_flags(
-        train_iters=NUM_ITERATIONS,
-        num_layers=num_layers,
-        hidden_dropout=0.1,
-        clip_grad=0.1,
-        lr_warmup_iters=30,
-    )
-    chunks = ["--num-virtual-stages-per-pipeline-rank", "2"] if num_layers == 8 else []
-    layout = layout_flags({"pp": stages, "ep": NUM_RANKS // stages})
-    return [*model, *layout, *chunks, *place.dataset_flags]
+def set_model(job: CheckpointJob, num_stages: int = 2, num_layers: int = 4) -> None:
+    layout = {"pp": num_stages, "ep": NUM_RANKS // num_stages}
+    chunks = INTERLEAVED if num_layers == 8 else ()
+    model = {"train_iters": NUM_ITERATIONS, "num_layers": num_layers}
+    job.set_model(NUM_RANKS, layout, *chunks, **model, clip_grad=0.1, lr_warmup_iters=30)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(_TEST_S)
 @pytest.mark.parametrize(("seed", "window"), [(1, "2"), (2, "3"), (3, "5"), (4, "3"), (5, "auto")])
 def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_not(
-    seed: int, window: str, place: Place
+    seed: int, window: str, job: CheckpointJob
 ) -> None:
-    flags = [
-        *job_flags(place),
-        *("--moe-ft-strategy", "sparse", "--moe-ft-window", window),
-        *("--moe-ft-persist-interval", "2"),
-    ]
-    log, start = place.folder / "events", time.monotonic()
-    with Killer(log, seed) as killer:
-        recovered = run_until_it_ends(
-            flags,
-            NUM_RANKS,
-            place,
+    set_model(job)
+    nodes, start = [f"node{rank % 2}" for rank in range(NUM_RANKS)], time.monotonic()
+    with Killer(job.events_dir, seed) as killer:
+        job.run_with_faults(
+            flags=(*SPARSE, window),
+            storage=True,
+            nodes=lambda start: nodes,
             max_restarts=KILLS_PER_RUN + 3,
+            deadline_s=_DEADLINE_S,
         )
+    recovered = job.recoveries
     steps = "; ".join(str(each or "nothing") for each in recovered)
     print(f"{len(killer.kills)} kills in {time.monotonic() - start:.0f} s; recovered {steps}")
     # Only the first starts may leave nothing; no kill removes memory.
@@ -129,10 +120,13 @@ def test_run_that_is_killed_again_and_again_ends_in_the_state_of_one_that_was_no
     assert {tier for each in recovered if each for tier in each.tiers} == {"memory"}
     targets = [each.target_iteration if each else 0 for each in recovered]
     assert targets == sorted(targets)
+    check_end(job, killer)
+
+
+def check_end(job: CheckpointJob, killer: Killer) -> None:
     assert len(killer.kills) == KILLS_PER_RUN
-    base = job_flags(place)
-    undisturbed = place.references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
-    assert digests(log, NUM_RANKS) == undisturbed
+    references = job.place.references
+    assert job.digests() == references.digests(job.base, NUM_RANKS, deadline_s=_DEADLINE_S)
 
 
 def local_recoveries(log: Path, num_stages: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -154,29 +148,22 @@ def local_recoveries(log: Path, num_stages: int) -> list[tuple[int, tuple[int, .
 @pytest.mark.chaos
 @pytest.mark.timeout(_TEST_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_stages_that_are_killed_again_and_again_recover_alone(seed: int, place: Place) -> None:
+def test_stages_that_are_killed_again_and_again_recover_alone(
+    seed: int, job: CheckpointJob
+) -> None:
     num_stages, num_layers, strategy = LOCAL[seed % len(LOCAL)]
-    base = job_flags(place, stages=num_stages, num_layers=num_layers)
-    log = place.folder / "events"
-    flags = [
-        *(*base, *event_flags(log), *strategy, "--moe-ft-upstream-log", "--moe-ft-breakpoints"),
-        *("--moe-ft-job-id", "test", "--moe-ft-memory-dir", str(place.memory_dir)),
-        *("--moe-ft-fault-report-grace-s", "0.5"),
-    ]
-    with Killer(log, seed) as killer:
-        run_with_restarts(
-            flags,
-            NUM_RANKS,
-            log_dir=place.folder / "logs",
+    set_model(job, num_stages, num_layers)
+    with Killer(job.events_dir, seed) as killer:
+        job.run_with_faults(
+            flags=(*strategy, *LOGGED),
+            is_intact=False,
             max_restarts=KILLS_PER_RUN + 3,
             deadline_s=_DEADLINE_S,
-        )[-1].check()
-    found = local_recoveries(log, num_stages)
+        )
+    found = local_recoveries(job.events_dir, num_stages)
     print(f"{len(killer.kills)} kills; targets and stages of recoveries: {found}")
-    assert len(killer.kills) == KILLS_PER_RUN
     targets = [target for target, _ in found]
     assert targets == sorted(targets)
     # A kill before the first window, or before a new one after a recovery, is answered by all stages.
     assert sum(bool(stages) for _, stages in found) >= KILLS_PER_RUN // 4
-    undisturbed = place.references.digests(base, NUM_RANKS, deadline_s=_DEADLINE_S)
-    assert digests(log, NUM_RANKS) == undisturbed
+    check_end(job, killer)

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def test_torchrun_ends_soon_after_a_kill_and_the_survivors_name_the_dead_rank(
     wait_until_group_is_gone(process.pid)
 
 
-def nodes_of(folder: Path, flags: Sequence[str]) -> Nodes:
-    """Return nodes that run the own script, two of them with one rank each."""
-    script = ["-m", "moe_ft", "keep", "--", "-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
-    return Nodes(folder, [*script, *flags], num_nodes=2, num_ranks=2, max_restarts=2)
-
-
 def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_its_peer(
     tmp_path: Path, memory_dir: Path, references: References
 ) -> None:
@@ -53,7 +46,9 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
         *("--moe-ft-memory-dir", str(memory_dir)),
         *("--moe-ft-inject-fault", "lose-node:1@4:backward"),
     ]
-    with nodes_of(tmp_path, flags) as nodes:
+    script = ["-m", "moe_ft", "keep", "--", "-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
+    words = [*script, *flags]
+    with Nodes(tmp_path, words, num_nodes=2, num_ranks=2, max_restarts=2) as nodes:
         nodes.start("node0", "node1")
         assert nodes.wait() == [0, 0], nodes.log("node0")[-3000:]
     # The ranks of both starts were forked from one process a node, which ends with the agent.
