@@ -6,8 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.config.strategy import StrategyConfig
@@ -29,8 +27,8 @@ NOTICE_S = 1.0
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags and sizes of a job.
+class Setup(Shape, frozen=True, kw_only=True):
+    """Flags and sizes of a job, and those of its model.
 
     Attributes:
         nodes: that its ranks are divided over.
@@ -43,13 +41,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         recovery: as --moe-ft-recovery takes it.
     """
 
-    stages: int = 1
-    dp: int = 2
-    ep: int = 2
-    layers: int = 1
-    experts: int = 4
-    is_sharded: bool = True
-    skips: bool = False
     nodes: int = 2
     iterations: int = 8
     strategy: str = "dense"
@@ -69,15 +60,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> Shape:
-        return Shape(
-            stages=self.stages,
-            dp=self.dp,
-            ep=self.ep,
-            layers=self.layers,
-            experts=self.experts,
-            is_sharded=self.is_sharded,
-            skips=self.skips,
-        )
+        return Shape(**{name: getattr(self, name) for name in Shape.__struct_fields__})
 
     @property
     def recovers_locally(self) -> bool:

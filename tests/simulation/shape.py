@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -11,8 +12,7 @@ from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.units import UnitId, UnitKind
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a model and its layout.
 
     Attributes:
