@@ -30,7 +30,7 @@ from tests.partial_runs import check_losses
 from tests.recoveries import Expected
 from tests.references import Place
 
-_BATCH, _MICRO_BATCH, _LENGTH = 8, 2, 32
+_BATCH, _LENGTH = 8, 32
 Changes = dict[str, Any]
 _MODELS: dict[str, Changes] = {
     "moe": {},

@@ -8,7 +8,7 @@ itself.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,33 +66,26 @@ def find_held(memory: Path, storage: Path | None) -> list[Held]:
         memory: the memory directory of the job, with a directory for each node.
         storage: its persist directory, None without one.
     """
-    found = list(_in_memory(memory))
-    for path in storage.glob("iter_*/manifest*.json") if storage is not None else ():
-        manifest = _decoded(path, Manifest)
-        if manifest is not None:
-            found += [
-                _held(manifest, rank=file.rank, node=None, strategy=manifest.identity.strategy)
-                for file in manifest.files
-            ]
-    return found
-
-
-def _in_memory(memory: Path) -> Iterator[Held]:
+    found = []
     for path in memory.glob("*/*/region_*.json"):
         index = _decoded(path, IndexHead)
         if index is not None and index.is_whole and path.with_name(index.file).exists():
-            node = path.parent.parent.name
-            yield _held(index, rank=index.rank, node=node, strategy=index.identity.strategy)
+            found.append(_held(index, index.rank, path.parent.parent.name))
+    for path in storage.glob("iter_*/manifest*.json") if storage is not None else ():
+        manifest = _decoded(path, Manifest)
+        if manifest is not None:
+            found += [_held(manifest, file.rank, None) for file in manifest.files]
+    return found
 
 
-def _held(body: IndexHead | Manifest, *, rank: int, node: str | None, strategy: str) -> Held:
+def _held(body: IndexHead | Manifest, rank: int, node: str | None) -> Held:
     return Held(
         rank=rank,
         iteration=body.iteration,
         window=body.window,
         start=body.identity.start.number,
         node=node,
-        strategy=strategy,
+        strategy=body.identity.strategy,
     )
 
 
