@@ -117,8 +117,9 @@ def test_layout_follows_the_loss_curve_of_one_rank(
     run_training(flags + save, 1, log_dir=tmp_path / "save").check()
     # The random first weights depend on the layout, so all layouts load the same checkpoint.
     flags += ["--load", str(saved), "--no-load-optim", "--no-load-rng", "--finetune"]
+    jobs: list[tuple[int, Sequence[str]]] = [(1, ()), (ranks, (*layout_flags(layout), *extra))]
     curves = []
-    for size, own in ((1, ()), (ranks, (*layout_flags(layout), *extra))):
+    for size, own in jobs:
         folder = tmp_path / f"ranks_{size}"
         run_training([*flags, *own, *event_flags(folder)], size, log_dir=folder).check()
         curves.append(losses(folder, size - 1))
