@@ -37,10 +37,9 @@ from benchmarks.sparse_jobs import NUM_RANKS, Changes, JobFolder, write_data
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.regions import breakpoint_region
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
-from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.recovery.assembly import lay_out_breakpoint
 from moe_ft.strategies.dense import DenseStrategy
 from tests.demo_model import layout_flags

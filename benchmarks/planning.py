@@ -32,7 +32,7 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Start

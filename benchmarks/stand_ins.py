@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import Reports, ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region, Role
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
-from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.engine.worker import ThreadWorker
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.entries import ParameterEntry

@@ -10,7 +10,7 @@ import torch
 
 from moe_ft.convert.source import Source
 from moe_ft.convert.tensors import Block, GlobalTensor, Slice
-from moe_ft.engine.snapshots.packed import unpack_into
+from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.state.packed_values import unpack

@@ -15,9 +15,8 @@ from typing import Any
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotRequest
-from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.format.encoding import encode
 from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord

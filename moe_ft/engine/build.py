@@ -6,23 +6,20 @@ A test or a simulation passes its own clock, workers and replicator; training ta
 from collections.abc import Callable
 
 from moe_ft.engine.agreement import Minimum
-from moe_ft.engine.background import Messages, Reports
+from moe_ft.engine.background import Messages, Reports, ThreadWorker, Worker
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.links.peers import PeerReplicator, ReplicaSender, Replicator
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
-from moe_ft.engine.snapshots.record_log import RecordLog
-from moe_ft.engine.snapshots.windows import Windows
+from moe_ft.engine.snapshots.windows import UnitLayouts, Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.engine.worker import ThreadWorker, Worker
 from moe_ft.planning.boundary_log import header_bytes
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.links.store_meeting import poll_s
+from moe_ft.engine.links.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError
 
 MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished

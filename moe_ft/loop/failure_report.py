@@ -21,8 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.links.store_meeting import StoreMeeting
+from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning import boundary_log
 from moe_ft.planning.boundary_log import PipelineTraffic

@@ -19,8 +19,8 @@ from moe_ft.engine.links.addresses import own_host
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.persist.origin import agent_name
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, StorageAwayError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ft.engine.background import PhaseHook
-from moe_ft.engine.snapshots.packed import unpack_into
+from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.faults import Phase
 from moe_ft.format.entries import TensorEntry
 from moe_ft.recovery.readers import FetchedUnit

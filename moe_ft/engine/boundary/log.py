@@ -18,9 +18,8 @@ import msgspec
 import torch
 
 from moe_ft.arithmetic import round_up
-from moe_ft.engine.background import BackgroundPart, Reports
-from moe_ft.engine.boundary.slots import BoundarySlot, make_header
-from moe_ft.engine.worker import Worker
+from moe_ft.engine.background import BackgroundPart, Reports, Worker
+from moe_ft.engine.memory.regions import BoundarySlot, make_header
 from moe_ft.files.private_files import read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode

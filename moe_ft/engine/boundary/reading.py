@@ -7,15 +7,19 @@ iterations of what a neighbour has sent are in memory, however many are replayed
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from moe_ft.engine.boundary.slots import INDEX_NAME
+import torch
+
+from moe_ft.engine.memory.regions import INDEX_NAME
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import checksum, decode
+from moe_ft.state.slices import DTYPES, dtype_name
 
 Key = tuple[int, Direction, int]  # receiver, direction, ordinal
 
@@ -196,3 +200,104 @@ class FetchedLog(Mapping[int, LoggedIteration]):
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
         self._close()
+
+
+class BoundaryPlayer:
+    """Plays the logs of neighbours to one rank. Owned by the training thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        logs: Mapping[int, NeighbourLog],
+        live_from: Mapping[int, int] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            logs: by global rank, those of the neighbours that do not replay. Links to other neighbours are
+                live.
+            live_from: by global rank, the iteration with which a neighbour joins the replay: from then on
+                the link to it is live too.
+        """
+        self._rank, self._logs = rank, logs
+        self._live_from = live_from or {}
+        self._iteration: int | None = None
+        self._received: Counter[tuple[int, Direction]] = Counter()
+
+    def answers_for(self, neighbour: int) -> bool:
+        """Return whether a neighbour's log replaces it: receives come from it, sends go nowhere."""
+        iteration, live_from = self._iteration, self._live_from.get(neighbour)
+        is_live = live_from is not None and iteration is not None and iteration >= live_from
+        return neighbour in self._logs and not is_live
+
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration, or begin it again."""
+        self._iteration = iteration
+        self._received.clear()
+
+    def receive(
+        self,
+        neighbour: int,
+        direction: Direction,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return the next tensor from a neighbour, in host memory of its own.
+
+        Args:
+            shape: None if only the sender knows it.
+
+        Raises:
+            UnrecoverableError: if the log does not have it, or has one of another shape or type.
+            CorruptStateError: if it is damaged.
+        """
+        ordinal = self._received[neighbour, direction]
+        what = self._describe(neighbour, direction, ordinal)
+        logged = self._logs[neighbour].get(-1 if self._iteration is None else self._iteration)
+        if logged is None:
+            raise UnrecoverableError(
+                f"{what} is missing: the log of rank {neighbour} does not have the iteration"
+            )
+        sent = logged.find(self._rank, direction, ordinal)
+        if sent is None:
+            raise UnrecoverableError(f"{what} is missing: the log of the iteration ends before it")
+        wanted = sent.shape if shape is None else tuple(shape)
+        if (wanted, dtype_name(dtype)) != (sent.shape, sent.dtype):
+            raise UnrecoverableError(
+                f"{what} has shape {list(sent.shape)} and type {sent.dtype} in the log, and must have "
+                f"{list(wanted)} and {dtype_name(dtype)}"
+            )
+        self._received[neighbour, direction] += 1
+        return _to_tensor(sent, logged.read(sent))
+
+    def end(self) -> None:
+        """Check that the iteration has received everything.
+
+        Raises:
+            UnrecoverableError: if a log has more for this rank than the replay has asked for.
+        """
+        for neighbour, log in self._logs.items():
+            if not self.answers_for(neighbour):
+                continue
+            logged = log.get(-1 if self._iteration is None else self._iteration)
+            for direction in Direction if logged is not None else ():
+                assert logged is not None
+                ordinal = self._received[neighbour, direction]
+                if ordinal < logged.num_sent(self._rank, direction):
+                    raise UnrecoverableError(
+                        f"{self._describe(neighbour, direction, ordinal)} was not received: the replay "
+                        "differs from the iteration"
+                    )
+
+    def _describe(self, neighbour: int, direction: Direction, ordinal: int) -> str:
+        return (
+            f"tensor {ordinal} that rank {self._rank} receives {direction} from rank {neighbour} in "
+            f"iteration {self._iteration}"
+        )
+
+
+def _to_tensor(sent: SentTensor, data: memoryview) -> torch.Tensor:
+    if not data:
+        return torch.empty(sent.shape, dtype=DTYPES[sent.dtype])
+    # A copy: the log may be read-only, and autograd may write into what it is given.
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[sent.dtype]).reshape(sent.shape)

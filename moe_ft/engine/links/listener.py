@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moe_ft.engine.links.addresses import listen
-from moe_ft.engine.links.authentication import challenge_client
-from moe_ft.engine.links.messages import Deadline
+from moe_ft.engine.links.messages import Deadline, challenge_client
 
 # Strangers get little: so many connections at a time, for so long. A peer needs milliseconds, and tries again
 # for PROGRESS_TIMEOUT_S, in which those who hold all of them have lost them.

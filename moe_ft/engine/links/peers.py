@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, describe
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, Worker, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.authentication import answer_challenge, receive_challenge
 from moe_ft.engine.links.messages import (
     PROGRESS_TIMEOUT_S,
     REPLY,
@@ -22,7 +21,9 @@ from moe_ft.engine.links.messages import (
     Get,
     Put,
     TooEarlyError,
+    answer_challenge,
     receive,
+    receive_challenge,
     receive_header,
     send,
     send_all,
@@ -30,7 +31,6 @@ from moe_ft.engine.links.messages import (
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.job import ReplicationResult
-from moe_ft.engine.worker import Worker
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import waiting

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from moe_ft.engine.boundary.slots import FILE_NAME as BOUNDARY_FILE_NAME
-from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import (
     own_directory,
     rank_and_holder,
@@ -20,7 +18,14 @@ from moe_ft.engine.memory.job_directory import (
     replica_directory,
 )
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import IndexedFile, MappedFile, Region, breakpoint_region
+from moe_ft.engine.memory.regions import FILE_NAME as BOUNDARY_FILE_NAME
+from moe_ft.engine.memory.regions import (
+    BoundarySlot,
+    IndexedFile,
+    MappedFile,
+    Region,
+    breakpoint_region,
+)
 from moe_ft.errors import SnapshotError
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode

@@ -1,6 +1,7 @@
 """The index of a window after each of its snapshots: where every unit version lies, with its checksum."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -9,14 +10,74 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.snapshots.copying import Absent
 from moe_ft.engine.snapshots.job import SnapshotRequest
-from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import FORMAT, checksum
 from moe_ft.format.entries import ModelPlaces, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
+from moe_ft.format.records import IterationRecord
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.record import CapturedRecord, encode
 from moe_ft.units import Level
+
+
+class RecordLog:
+    """Records by iteration.
+
+    The training thread appends and trims; the copy worker completes and reads. A lock guards the records.
+    """
+
+    def __init__(
+        self,
+        complete: Callable[[CapturedRecord], None],
+        encode: Callable[[CapturedRecord], IterationRecord] = encode,
+    ) -> None:
+        """Make an empty log.
+
+        Args:
+            complete: adds to a captured record what moves together with the weights.
+        """
+        self._complete, self._encode = complete, encode
+        self._lock = threading.Lock()
+        self._records: dict[int, CapturedRecord | IterationRecord] = {}
+
+    def append(self, iteration: int, record: CapturedRecord) -> None:
+        """Add a record that was just captured."""
+        with self._lock:
+            self._records[iteration] = record
+
+    def complete(self, iteration: int) -> None:
+        """Complete a record while its weights are copied, on the stream that copies them."""
+        with self._lock:
+            record = self._records[iteration]
+        assert not isinstance(record, IterationRecord)
+        self._complete(record)
+
+    def read(self, first: int, last: int) -> tuple[IterationRecord, ...]:
+        """Return the records of consecutive iterations, all of which are complete."""
+        return tuple(self._read(iteration) for iteration in range(first, last + 1))
+
+    def _read(self, iteration: int) -> IterationRecord:
+        with self._lock:
+            record = self._records[iteration]
+        if isinstance(record, IterationRecord):
+            return record
+        encoded = self._encode(record)
+        with self._lock:
+            self._records[iteration] = encoded
+        return encoded
+
+    def trim(self, first: int, last: int) -> None:
+        """Forget all records but those of some consecutive iterations. No snapshot may be under way."""
+        with self._lock:
+            kept = {each: self._records[each] for each in self._records if first <= each <= last}
+            self._records = kept
+
+    @property
+    def iterations(self) -> list[int]:
+        """The iterations that have a record, in ascending order."""
+        with self._lock:
+            return sorted(self._records)
 
 
 class SnapshotIndexer:

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, describe
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, Worker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica, ReplicaSender
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotResult
-from moe_ft.engine.snapshots.record_log import RecordLog
-from moe_ft.engine.worker import Worker
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import encode

@@ -10,7 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from moe_ft.engine.boundary.reading import LoggedIteration, open_slot
-from moe_ft.engine.boundary.slots import INDEX_NAME
+from moe_ft.engine.memory.regions import INDEX_NAME
 
 
 def find_logs(directory: str) -> Iterator[tuple[Path, LoggedIteration | str]]:

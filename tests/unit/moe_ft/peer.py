@@ -13,8 +13,16 @@ import msgspec
 import pytest
 
 from moe_ft.engine.background import Reports
-from moe_ft.engine.links.authentication import answer_challenge, challenge_client, receive_challenge
-from moe_ft.engine.links.messages import Deadline, Reply, receive, receive_header, send
+from moe_ft.engine.links.messages import (
+    Deadline,
+    Reply,
+    answer_challenge,
+    challenge_client,
+    receive,
+    receive_challenge,
+    receive_header,
+    send,
+)
 from moe_ft.engine.links.peers import PeerConnection, Replica
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import replica_directory

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from moe_ft.engine.background import settle
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.worker import settle
 
 
 class ManualClock(Clock):

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine import build, engine
+from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.ending import LastState
 from moe_ft.engine.memory.regions import Role
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.windows import FENCE_DEADLINE_S
-from moe_ft.engine.worker import ThreadWorker
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import excused_until_s

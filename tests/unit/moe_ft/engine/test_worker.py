@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.worker import ThreadWorker
 from tests.waiting import wait_for
 
 DEADLINE_S = 120.0

@@ -15,7 +15,7 @@ from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory, own_directory
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity

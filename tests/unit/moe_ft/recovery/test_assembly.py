@@ -11,7 +11,7 @@ import torch
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.memory.layout import lay_out
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import ExpertFacts

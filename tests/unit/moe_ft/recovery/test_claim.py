@@ -10,9 +10,8 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
-from moe_ft.engine.boundary.slots import BoundarySlot
 from moe_ft.engine.memory.job_directory import job_lock, node_directory, own_directory, read_marker
-from moe_ft.engine.memory.regions import Region, breakpoint_region
+from moe_ft.engine.memory.regions import BoundarySlot, Region, breakpoint_region
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import encode
 from moe_ft.recovery import claim

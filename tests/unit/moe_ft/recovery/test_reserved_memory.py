@@ -16,7 +16,7 @@ from moe_ft.config.config import (
     StorageConfig,
 )
 from moe_ft.config.strategy import StrategyConfig
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.planning.experts import ExpertFacts

@@ -9,7 +9,7 @@ import torch
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.reading import open_log
-from moe_ft.engine.boundary.slots import BoundarySlot
+from moe_ft.engine.memory.regions import BoundarySlot
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.boundary_log import PipelineTraffic, header_bytes
 from tests.unit.moe_ft.builders import make_identity

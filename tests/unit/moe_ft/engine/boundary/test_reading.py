@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import (
+    BoundaryPlayer,
     FetchedLog,
     LoggedIteration,
     open_log,
     open_slot,
 )
-from moe_ft.engine.boundary.slots import BoundarySlot, make_header
+from moe_ft.engine.memory.regions import BoundarySlot, make_header
 from moe_ft.errors import CorruptStateError, SnapshotError, UnrecoverableError
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import decode, encode

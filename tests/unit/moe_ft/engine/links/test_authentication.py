@@ -7,8 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from moe_ft.engine.links.authentication import answer_challenge, challenge_client, receive_challenge
-from moe_ft.engine.links.messages import Deadline, receive, send_all
+from moe_ft.engine.links.messages import (
+    Deadline,
+    answer_challenge,
+    challenge_client,
+    receive,
+    receive_challenge,
+    send_all,
+)
 
 TOKEN, OTHER = "0123456789abcdef", "0123456789abcdee"
 DEADLINE_S = 120.0

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.links.store_meeting import StoreMeeting, poll_s, within
+from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting, poll_s, within
 from tests.unit.moe_ft.together import run_together
 from tests.unit.signed import signed
 

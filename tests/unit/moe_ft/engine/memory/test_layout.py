@@ -22,7 +22,7 @@ from moe_ft.engine.memory.layout import (
     lay_out_again,
     lay_out_window,
 )
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES

@@ -10,8 +10,8 @@ import torch
 
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import MappedFile, Region
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog

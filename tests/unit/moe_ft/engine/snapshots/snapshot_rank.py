@@ -7,19 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import Reports, ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica, ReplicaSender
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.index import SnapshotIndexer
+from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
-from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.engine.worker import ThreadWorker
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry

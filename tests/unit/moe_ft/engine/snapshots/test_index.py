@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.snapshots.record_log import RecordLog
+from moe_ft.engine.snapshots.index import RecordLog
 from tests.unit.moe_ft.builders import make_record
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     DEADLINE_S,

@@ -8,7 +8,7 @@ import torch
 
 from moe_ft.config.precision import PARTS
 from moe_ft.engine.snapshots.copying import StateCopier
-from moe_ft.engine.snapshots.packed import unpack_into
+from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.format.packings import Packing
 from tests.unit.moe_ft.engine.snapshots.packed_rank import (
     EMBEDDING,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_ft.engine.memory.regions import Role
+from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import SnapshotState
-from moe_ft.engine.snapshots.record_log import RecordLog
 from moe_ft.engine.snapshots.windows import Windows
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup
 

@@ -9,8 +9,8 @@ import safetensors
 import torch
 
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.unit_layouts import UnitLayouts
 from moe_ft.engine.snapshots.job import SnapshotJob
+from moe_ft.engine.snapshots.windows import UnitLayouts
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     DEADLINE_S,
     EMBEDDING,
