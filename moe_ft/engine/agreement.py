@@ -98,7 +98,7 @@ class _Reduction:
         return values
 
     def close(self) -> None:
-        """Close the connections at the end of a start, if nothing is under way. Not collective.
+        """Close the connections at the end of a start. Not collective.
 
         Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
         After `leave` this waits for its thread: a process that ends meanwhile would abort.
@@ -145,8 +145,7 @@ class Agreement(_Reduction):
 
     def result(self) -> list[int]:
         """Return the least values over all ranks; raises RuntimeError if a rank does not answer in time."""
-        values: list[int] = self._result().tolist()
-        return values
+        return list(self._result().tolist())
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value. Setup and recovery only; called by all ranks."""

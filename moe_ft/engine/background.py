@@ -1,4 +1,4 @@
-"""Reports of background parts: events and failures, read at the next seam, and their way to the user."""
+"""Background work: workers, which run while training continues, and their reports, read at the next seam."""
 
 import queue
 import threading

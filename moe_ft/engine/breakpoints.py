@@ -200,7 +200,6 @@ class Breakpoints:
         return None if is_hopeless or self._moment is None else self._moment.iteration + 1
 
     def _hold(self, patience_s: float) -> tuple[Moment | None, str]:
-        """Hold the live state, and return it; None and the reason if that cannot be done."""
         self._state.wait_for(lambda: not self._is_updating or self._is_broken, patience_s)
         if self._is_updating:
             return None, TORN
@@ -221,13 +220,13 @@ class Breakpoints:
             keep_iteration=self._kept_iteration(),
             plan=moment.plan(moment.tokens),
         )
-        region.invalidate()
-        region.mapping[: len(request.layout.header)] = request.layout.header
+        region.begin(self._layout.header)
         # Values are moved and added to the record: a second attempt needs it as it was captured.
-        record = replace(moment.record, values=_copied(moment.record.values))
-        self._records.append(iteration, record)
+        values = moment.record.values
+        values = {**values, "optimizers": [dict(each) for each in values["optimizers"]]}
+        self._records.append(iteration, replace(moment.record, values=values))
         absent = self._copier.copy(
-            request, moment.ready, _nothing, lambda: self._records.complete(iteration)
+            request, moment.ready, lambda: None, lambda: self._records.complete(iteration)
         )
         index = self._indexer.describe(request, absent, None)
         region.commit(encode(index), iteration)
@@ -242,13 +241,3 @@ class Breakpoints:
         self.refuse(CLOSED)
         with self._writing:
             pass
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a record in new dicts, which may be added to."""
-    optimizers = [dict(each) for each in values["optimizers"]]
-    return {**values, "optimizers": optimizers}
-
-
-def _nothing() -> None:
-    pass

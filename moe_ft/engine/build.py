@@ -90,7 +90,7 @@ def build_engine(
 def _build_breakpoints(
     context: EngineContext, complete_record: Callable[[CapturedRecord], None], windows: Windows
 ) -> Breakpoints | None:
-    """Return what writes the rank's breakpoint, with parts of its own: nothing is packed."""
+    """Give breakpoints parts of their own: nothing is packed."""
     region, layout = context.memory.breakpoint, context.breakpoint
     if region is None or layout is None:
         return None
@@ -121,7 +121,6 @@ def _indexer(context: EngineContext, records: RecordLog) -> SnapshotIndexer:
 def _build_boundary_log(
     context: EngineContext, reports: Reports, make_worker: MakeWorker
 ) -> BoundaryLog | None:
-    """Return what logs the sends of the pipeline; None without a boundary log."""
     if context.traffic is None or not context.memory.boundary:
         return None
     info = context.topology.ranks[context.rank]
@@ -146,7 +145,6 @@ def _build_writer(
     clock: Clock,
     make_worker: MakeWorker,
 ) -> SnapshotWriter:
-    """Return what copies and commits snapshots, and what sends them if there are peers."""
     pool = context.memory.pool
     sender = None
     if replicator is not None:

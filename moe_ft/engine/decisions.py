@@ -1,7 +1,7 @@
 """Decisions that all ranks take together in each iteration, and the way out when they no longer can.
 
 Each rank votes before the optimizer step; the least of all votes, read at the end of the iteration, is what
-all of them act on. How votes travel is engine/agreement.py, what follows from them engine/engine.py.
+all of them act on (engine/engine.py). How votes travel is engine/agreement.py.
 
 A rank that cannot vote, hear the result or act on it leaves for the rest of this start: from then on it
 begins no snapshot and frees no region. The others cannot complete the next vote without it, and leave there.

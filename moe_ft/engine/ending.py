@@ -1,14 +1,14 @@
 """The end of training: tries to bring the last state where it is kept, and advice if it is not there.
 
-That place is storage, or memory if there is no storage and training is to continue.
-
-All ranks take the same steps: snapshots, and writing them. This file decides how often and how long.
+That place is storage, or memory if there is no storage and training is to continue. All ranks take the same
+steps: snapshots, and writing them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from math import inf
 
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.clock import Clock
@@ -59,11 +59,7 @@ class Ending:
         return is_there or self.newest_in_memory == self.iteration
 
     def may_lose_memory(self, *, is_complete: bool) -> bool:
-        """Return whether nothing in memory is needed any more.
-
-        Args:
-            is_complete: whether training has reached its last iteration, rather than an --exit-* flag.
-        """
+        """Return whether nothing in memory is needed; `is_complete`: no --exit-* flag has ended training."""
         is_finished = self.outcome is LastState.NO_STORAGE and is_complete
         return self.is_agreed and (self.outcome is LastState.SAVED or is_finished)
 
@@ -114,29 +110,6 @@ class Progress:
     is_idle: bool
 
 
-class _Tries:
-    """The tries so far, and the time of the next one."""
-
-    def __init__(self, deadline_s: float, clock: Clock) -> None:
-        self._clock = clock
-        self._end_s = clock.monotonic() + deadline_s
-        self._num_failed, self._next_s = 0, 0.0
-
-    @property
-    def turn(self) -> Turn:
-        """Return what this rank wants."""
-        now = self._clock.monotonic()
-        if now > self._end_s or self._num_failed > len(_PAUSES_S):
-            return Turn.GIVE_UP
-        return Turn.WAIT if now < self._next_s else Turn.TRY
-
-    def note_failure(self) -> None:
-        """All ranks have heard that the last try failed."""
-        if self._num_failed < len(_PAUSES_S):
-            self._next_s = self._clock.monotonic() + _PAUSES_S[self._num_failed]
-        self._num_failed += 1
-
-
 class LastSteps:
     """Steps of one rank that bring the last state to where it is kept. Owned by the training thread."""
 
@@ -176,7 +149,6 @@ class LastSteps:
         return is_kept
 
     def _advance(self, turn: Turn) -> Progress | None:
-        """Tell all ranks this one's progress, and act on that of all."""
         window = self._windows.open
         if window is not None:
             window.is_given_up |= window.is_growing
@@ -204,13 +176,11 @@ class LastSteps:
 
     @property
     def _is_in_memory(self) -> bool:
-        """True if memory has all of the last state."""
         complete = self._windows.complete
         is_newest = complete is not None and complete.iteration == self._iteration
         return is_newest and self._strategy.is_whole(self._iteration)
 
     def _begin_next(self) -> None:
-        """Begin the next step: a snapshot, or writing it."""
         if self._is_in_memory:
             assert self._windows.complete is not None
             with self._reports.catching(BackgroundPart.PERSIST, self._iteration):
@@ -229,27 +199,29 @@ def keep_last_state(
 ) -> bool:
     """Try until the last state is kept, some tries have failed, or there is no time left.
 
-    Called by all ranks, which leave it in the same round.
+    Called by all ranks, which leave it in the same round, with whether the last state is where it is kept.
 
     Args:
         advance: tells all ranks what this one wants and returns their progress, None if they cannot agree.
         begin_step: begins the next step: a snapshot, or writing it.
         deadline_s: for all tries together.
-
-    Returns:
-        Whether the last state is where it is kept.
     """
-    tries = _Tries(deadline_s, clock)
-    poll_s = _POLL_S
-    while (progress := advance(tries.turn)) is not None:
+    pauses_s, end_s = [*_PAUSES_S], clock.monotonic() + deadline_s
+    next_s, poll_s = 0.0, _POLL_S
+    turn = Turn.TRY
+    while (progress := advance(turn)) is not None:
         tell()
         if progress.is_saved or progress.turn is Turn.GIVE_UP:
             return progress.is_saved
         if progress.has_failed:
-            tries.note_failure()
+            next_s = clock.monotonic() + pauses_s.pop(0) if pauses_s else inf
         elif progress.turn is Turn.TRY and progress.is_idle:
             begin_step()
             poll_s = _POLL_S
         clock.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        now_s = clock.monotonic()
+        turn = Turn.WAIT if now_s < next_s else Turn.TRY
+        if now_s > end_s or next_s == inf:
+            turn = Turn.GIVE_UP
     return False

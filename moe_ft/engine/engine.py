@@ -157,11 +157,7 @@ class CheckpointEngine:
         self._outcome_without_training = LastState.NOTHING_NEW
 
     def start(self, iteration: int, restored: Handover | None) -> None:
-        """Open memory, accept replicas, and start the workers and the writer.
-
-        Raises:
-            OSError: if the memory directory cannot be made or has no room.
-        """
+        """Open memory, accept replicas, start workers and the writer; raises OSError if there is no room."""
         context = self._context
         self._memory.open((restored.start, restored.iteration) if restored else None)
         if context.is_on_gpu:
@@ -199,10 +195,8 @@ class CheckpointEngine:
     def before_step(self, tokens_per_expert: torch.Tensor | None = None) -> None:
         """Wait until nothing reads weights and moments any longer: the fence.
 
-        Called by all ranks before the optimizer step of every iteration.
-
-        Args:
-            tokens_per_expert: ``[layer, expert]`` counted on this rank in this iteration.
+        Called by all ranks before the optimizer step of every iteration, with the ``[layer, expert]`` tokens
+        that this rank has counted in it.
         """
         if self._forward_start_s is not None:
             self._profile.note_forward_backward(self._clock.perf_counter() - self._forward_start_s)
@@ -270,7 +264,6 @@ class CheckpointEngine:
         iteration_s: float,
         capture: Callable[[], CapturedRecord],
     ) -> None:
-        """Do what all ranks have decided."""
         if tokens is not None:
             self._strategy.add_tokens(tokens)
         self._profile.note_iteration(iteration_s - self._stall.seconds)
@@ -300,7 +293,6 @@ class CheckpointEngine:
                     self._storage.note_whole(iteration)
 
     def _tune(self, iteration: int, iteration_s: float, votes: Votes, *, is_busy: bool) -> None:
-        """Adapt the strategy and an automatic interval to what the slowest rank measured."""
         if changes := self._strategy.agree([*votes.strategy]):
             self._reports.add("strategy", iteration, **changes)
         self._interval.end_iteration(iteration_s, is_busy=is_busy)
@@ -312,7 +304,6 @@ class CheckpointEngine:
         return interval > 0 and iteration - self._windows.last_iteration >= interval
 
     def _settle(self, votes: Votes) -> None:
-        """Act on the progress of the window on all ranks, and on whether all peers have it."""
         window = self._windows.settle(votes.state)
         if window is None or window.last is None:
             return
@@ -358,11 +349,7 @@ class CheckpointEngine:
     ) -> Ending:
         """Bring the last state to storage within a deadline. Called by all ranks.
 
-        Without storage it is brought to memory, unless nothing will continue from it.
-
-        Args:
-            log: see `drain`; also called while this waits.
-            is_complete: whether training has reached its last iteration.
+        Without storage it is brought to memory, unless training `is_complete` and nothing continues from it.
         """
         self._iteration = iteration
         is_new = iteration != self._start_iteration

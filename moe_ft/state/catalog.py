@@ -1,6 +1,6 @@
 """Catalog of one rank's units and of the tensors in each.
 
-state/parameters.py assigns parameters to units; engine/memory/unit_layouts.py places units in files.
+state/parameters.py assigns parameters to units; engine/snapshots/windows.py places units in files.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,7 @@
 Each slot takes the sends of one iteration and is committed when its gradients are ready. Slots are used
 again, oldest first: a replay needs the iterations from the beginning of the newest complete window on, for
 which there is room (planning/boundary_log.py). Whatever fails costs the log of an iteration, never the
-iteration.
-megatron/fault_tolerance/seams/pipeline_tap.py records, engine/boundary/reading.py reads.
+iteration. megatron/fault_tolerance/seams/pipeline_tap.py records, engine/boundary/reading.py reads.
 """
 
 from collections import Counter
@@ -70,8 +69,6 @@ class _Taking:
     Attributes:
         sent: so far, without checksums.
         end: bytes of the file that are filled.
-        numbers: of the state that the iteration has begun with.
-        has_failed: whether the log of this iteration is given up.
     """
 
     slot: BoundarySlot
@@ -97,13 +94,6 @@ class BoundaryLog:
         reports: Reports,
         record_settings: Mapping[str, Any],
     ) -> None:
-        """Take parts; no memory is touched yet.
-
-        Args:
-            header_bytes: size of each slot's header.
-            worker: checks sums and commits.
-            record_settings: see `BoundaryIndex`.
-        """
         self._slots, self._header_bytes = slots, header_bytes
         self._identity, self._rank, self._node = identity, rank, node
         self._worker, self._reports = worker, reports
@@ -152,8 +142,7 @@ class BoundaryLog:
     def begin(self, iteration: int, numbers: CapturedNumbers | None = None) -> None:
         """Begin the log of an iteration, or begin it again, before forward and backward run.
 
-        Args:
-            numbers: of the state that it begins with; None if nobody knows them.
+        `numbers` are those of the state that it begins with; None if nobody knows them.
         """
         before, self._taking = self._taking, None
         if before is not None:
@@ -214,10 +203,7 @@ class BoundaryLog:
         self._reports.degraded(_PART, iteration, reason)
 
     def record(self, neighbour: int, direction: Direction, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is being sent; it may be freed or overwritten afterwards.
-
-        Does nothing outside an iteration.
-        """
+        """Copy a tensor that is being sent; it may be freed or overwritten afterwards."""
         taking = self._taking
         if taking is None or taking.has_failed:
             return
@@ -264,7 +250,7 @@ class BoundaryLog:
         self._commits[taking.slot] = self._worker.submit(commit)
 
     def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> None:
-        """Write header and index of a slot. Worker."""
+        # On the worker.
         slot = taking.slot
         iteration = slot.iteration or 0
         with self._reports.catching(_PART, iteration):

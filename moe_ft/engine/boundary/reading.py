@@ -1,9 +1,8 @@
-"""Reading of boundary logs: verified tensors that a neighbour has sent, for a stage that replays alone.
+"""Reading of boundary logs: verified tensors that neighbours have sent, played to a stage that replays alone.
 
-The files are those that engine/boundary/log.py writes. engine/boundary/player.py answers receives from them.
-Logs of the own node are read in place; what one rank needs of others is fetched ahead of its replay: while an
-iteration is replayed, what the next one receives is on its way, and earlier ones are given up. So two
-iterations of what a neighbour has sent are in memory, however many are replayed.
+The files are those that engine/boundary/log.py writes. Logs of the own node are read in place; what one rank
+needs of others is fetched ahead of its replay: while an iteration is replayed, what the next one receives is
+on its way, and earlier ones are given up.
 """
 
 import mmap
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ft.engine.memory.regions import INDEX_NAME
+from moe_ft.engine.memory.regions import BOUNDARY_INDEX_NAME
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
@@ -28,10 +27,9 @@ class LoggedIteration:
     """Everything that one rank has sent in one iteration."""
 
     def __init__(self, index: BoundaryIndex, content: memoryview) -> None:
-        """Take an index and the bytes of its data file; what is in them is checked when it is read.
+        """Take an index and the bytes of its data file, whose tensors are checked when they are read.
 
-        Raises:
-            CorruptStateError: if the file has another size or header.
+        Raises CorruptStateError if the file has another size or header.
         """
         self._take(index)
         self._content = content
@@ -53,7 +51,7 @@ class LoggedIteration:
         return f"{self.index.file} of rank {self.index.rank}, iteration {self.index.iteration}"
 
     def find(self, receiver: int, direction: Direction, ordinal: int) -> SentTensor | None:
-        """Return what was sent, None if there is nothing of that number."""
+        """Return what was sent, None if that was less."""
         return self._sent.get((receiver, direction, ordinal))
 
     def num_sent(self, receiver: int, direction: Direction) -> int:
@@ -71,7 +69,7 @@ class LoggedIteration:
         return self._content[sent.offset : sent.offset + sent.num_bytes]
 
     def check(self, receiver: int | None = None) -> None:
-        """Read everything, or what one rank received; raise CorruptStateError if something is damaged."""
+        """Read everything, or what one rank received; raises as `read` does."""
         for sent in self.index.sent:
             if receiver in (None, sent.neighbour):
                 self.read(sent)
@@ -103,7 +101,7 @@ def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
     found: dict[int, LoggedIteration] = {}
     problems: list[str] = []
     names = [each.name for each in directory.iterdir()] if directory.is_dir() else []
-    for name in sorted(filter(INDEX_NAME.fullmatch, names)):
+    for name in sorted(filter(BOUNDARY_INDEX_NAME.fullmatch, names)):
         try:
             logged = open_slot(directory / name)
         except OSError as error:
@@ -147,7 +145,7 @@ class FetchedLog(Mapping[int, LoggedIteration]):
             receiver: the rank that replays.
             fetch: called by one thread.
             close: called at the end, when nothing is fetched any more.
-            here: further iterations, in the memory of the own node: the neighbour has moved.
+            here: further iterations, on the own node: the neighbour has moved.
         """
         self._indexes, self._here = dict(indexes), here or {}
         self._receiver, self._fetch, self._close = receiver, fetch, close
@@ -168,9 +166,7 @@ class FetchedLog(Mapping[int, LoggedIteration]):
     def __getitem__(self, iteration: int) -> LoggedIteration:
         """Return what was sent in an iteration; waits until it is here, and fetches the next one.
 
-        Raises:
-            KeyError: if the log does not have it.
-            UnrecoverableError: if it cannot be fetched.
+        Raises KeyError if the log does not have it, UnrecoverableError if it cannot be fetched.
         """
         for earlier in [each for each in self._pending if each < iteration]:
             del self._pending[earlier]
@@ -203,7 +199,11 @@ class FetchedLog(Mapping[int, LoggedIteration]):
 
 
 class BoundaryPlayer:
-    """Plays the logs of neighbours to one rank. Owned by the training thread."""
+    """Answers the receives of one rank from the logs of its neighbours. Owned by the training thread.
+
+    The k-th receive of an iteration from a neighbour in a direction is that neighbour's k-th send: the wire
+    relies on the same order. Called by megatron/fault_tolerance/seams/pipeline_tap.py.
+    """
 
     def __init__(
         self,
@@ -211,23 +211,21 @@ class BoundaryPlayer:
         logs: Mapping[int, NeighbourLog],
         live_from: Mapping[int, int] | None = None,
     ) -> None:
-        """Prepare.
+        """Take logs by global rank: of the neighbours that do not replay, to all others links are live.
 
         Args:
-            logs: by global rank, those of the neighbours that do not replay. Links to other neighbours are
-                live.
             live_from: by global rank, the iteration with which a neighbour joins the replay: from then on
                 the link to it is live too.
         """
         self._rank, self._logs = rank, logs
         self._live_from = live_from or {}
-        self._iteration: int | None = None
+        self._iteration = -1  # before the first one
         self._received: Counter[tuple[int, Direction]] = Counter()
 
     def answers_for(self, neighbour: int) -> bool:
         """Return whether a neighbour's log replaces it: receives come from it, sends go nowhere."""
-        iteration, live_from = self._iteration, self._live_from.get(neighbour)
-        is_live = live_from is not None and iteration is not None and iteration >= live_from
+        live_from = self._live_from.get(neighbour)
+        is_live = live_from is not None and self._iteration >= live_from
         return neighbour in self._logs and not is_live
 
     def begin(self, iteration: int) -> None:
@@ -253,7 +251,7 @@ class BoundaryPlayer:
         """
         ordinal = self._received[neighbour, direction]
         what = self._describe(neighbour, direction, ordinal)
-        logged = self._logs[neighbour].get(-1 if self._iteration is None else self._iteration)
+        logged = self._logs[neighbour].get(self._iteration)
         if logged is None:
             raise UnrecoverableError(
                 f"{what} is missing: the log of rank {neighbour} does not have the iteration"
@@ -271,17 +269,12 @@ class BoundaryPlayer:
         return _to_tensor(sent, logged.read(sent))
 
     def end(self) -> None:
-        """Check that the iteration has received everything.
-
-        Raises:
-            UnrecoverableError: if a log has more for this rank than the replay has asked for.
-        """
+        """Raise UnrecoverableError if a log has more for this rank than the iteration has asked for."""
         for neighbour, log in self._logs.items():
-            if not self.answers_for(neighbour):
+            logged = log.get(self._iteration) if self.answers_for(neighbour) else None
+            if logged is None:
                 continue
-            logged = log.get(-1 if self._iteration is None else self._iteration)
-            for direction in Direction if logged is not None else ():
-                assert logged is not None
+            for direction in Direction:
                 ordinal = self._received[neighbour, direction]
                 if ordinal < logged.num_sent(self._rank, direction):
                     raise UnrecoverableError(

@@ -83,7 +83,6 @@ def _listen_everywhere(port: int) -> socket.socket:
 
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses that a name or an address leads to, none if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a label that is too long

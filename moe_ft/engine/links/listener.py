@@ -25,12 +25,9 @@ class PeerListener:
     def __init__(
         self, host: str, serve: Callable[[socket.socket], None], report: Callable[[str], None]
     ) -> None:
-        """Take what is done with connections.
+        """Take what is called: `serve` with each peer that is let in, in a thread of its own.
 
-        Args:
-            host: the name or address of the interfaces.
-            serve: called with each connection that is let in, in a thread of its own.
-            report: called with the reason when connections cannot be accepted. Any thread.
+        `report` is called by any thread with the reason when connections cannot be accepted.
         """
         self._host, self._serve_peer, self._report = host, serve, report
         self._token = ""
@@ -81,7 +78,6 @@ class PeerListener:
                 is_closed.wait(_PAUSE_S)
 
     def _open(self, connection: socket.socket) -> None:
-        """Start the thread of a connection, or close it if there are too many strangers."""
         if not self._strangers.acquire(blocking=False):
             connection.close()
             return
@@ -103,7 +99,6 @@ class PeerListener:
                 self._serve_peer(connection)
 
     def _is_peer(self, connection: socket.socket) -> bool:
-        """Return whether the other side knows the token."""
         if not self._token:
             return False
         try:

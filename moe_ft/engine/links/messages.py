@@ -1,6 +1,8 @@
-"""Messages of ranks over a connection: a length, a JSON header and, for some, raw bytes.
+"""Messages of ranks over a connection, and the proof before them that both sides know the start's token.
 
-authentication.py decides before who may send any.
+A message is a length, a JSON header and, for some, raw bytes; it is neither encrypted nor signed. For the
+proof each side sends a random challenge, and answers the other's with a code that only the token makes of
+both (HMAC-SHA256, RFC 2104). It has a fixed size: nothing is allocated or parsed that a stranger has chosen.
 """
 
 import hmac
@@ -19,6 +21,9 @@ CHUNK_BYTES = 8 << 20
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
 _MAX_HEADER_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
+_GREETING = b"moe_ft/1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -135,7 +140,7 @@ def receive_into(connection: socket.socket, target: memoryview, deadline: Deadli
 
 
 def receive(connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
-    """Return so many bytes."""
+    """Return the next bytes."""
     content = bytearray(num_bytes)
     receive_into(connection, memoryview(content), deadline)
     return content
@@ -155,28 +160,15 @@ def receive_header(connection: socket.socket, deadline: Deadline) -> bytearray:
     return receive(connection, num_bytes, deadline)
 
 
-_GREETING = b"moe_ft/1"
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-
-
 def receive_challenge(connection: socket.socket, deadline: Deadline) -> bytes:
-    """Return the server's challenge.
-
-    Raises:
-        ConnectionError: if the server closes instead, which has too many strangers or no token yet.
-    """
+    """Return the server's challenge; raises ConnectionError if it has too many strangers or no token yet."""
     return bytes(receive(connection, len(_GREETING) + _NONCE_BYTES, deadline))
 
 
 def answer_challenge(
     connection: socket.socket, token: str, challenge: bytes, deadline: Deadline
 ) -> None:
-    """Prove the token to the server, and see that it knows it too.
-
-    Raises:
-        ConnectionError: if it is no server of this start.
-    """
+    """Prove the token to the server; raises ConnectionError if that does not know it too."""
     greeting, theirs = challenge[: len(_GREETING)], challenge[len(_GREETING) :]
     if greeting != _GREETING:
         raise ConnectionError(f"what listens there is no server of {_GREETING.decode()}")
@@ -191,11 +183,7 @@ def answer_challenge(
 
 
 def challenge_client(connection: socket.socket, token: str, deadline: Deadline) -> None:
-    """Have a client prove the token, then prove it to the client.
-
-    Raises:
-        ConnectionError: if the client does not know the token.
-    """
+    """Have a client prove the token, then prove it to the client; raises ConnectionError if it does not."""
     own = secrets.token_bytes(_NONCE_BYTES)
     send_all(connection, _GREETING + own, deadline)
     answer = bytes(receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline))

@@ -75,7 +75,6 @@ class PeerConnection:
         self._connection: socket.socket | None = None
 
     def _connected(self) -> socket.socket:
-        """Return the connection, made and authenticated."""
         if self._connection is None:
             self._connection = open_connection(self._address, self._token)
         return self._connection
@@ -263,7 +262,7 @@ class PeerReplicator:
 
 
 class _Pair:
-    """The connection to one peer, and the time to try it again after failures."""
+    """A peer: the connection to it, what it has, and when to try it again after failures."""
 
     def __init__(self, connection: PeerConnection, clock: Clock) -> None:
         self.connection, self._clock = connection, clock
@@ -274,11 +273,11 @@ class _Pair:
         self._newest: tuple[int, int] | None = None
 
     def has_window_before(self, index: Index) -> bool:
-        """Return whether the peer has all snapshots of the window before the newest one."""
+        """Return whether the peer has all snapshots of the window but the newest one."""
         return self._newest == (index.iteration - 1, index.num_snapshots - 1)
 
     def missing(self, index: Index) -> list[str]:
-        """Return the units of the pool whose versions the peer does not have where the index says."""
+        """Return the units whose versions are not in the peer's pool, or elsewhere in it."""
         return [
             name
             for name, unit in index.units.items()
@@ -286,7 +285,6 @@ class _Pair:
         ]
 
     def succeed(self, index: Index) -> None:
-        """Note that the peer has a snapshot."""
         self.num_failures = 0
         self._known = {name: unit for name, unit in index.units.items() if unit.file}
         self._newest = (index.iteration, index.num_snapshots)

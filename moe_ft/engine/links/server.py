@@ -1,6 +1,6 @@
-"""Serves the memory of this rank's node, and takes replicas for it. The other side is peers.py.
+"""Serves the memory of this rank's node, and keeps replicas for other ranks. The other side is peers.py.
 
-listener.py lets connections in. What becomes of replicas is replica_keeper.py.
+listener.py lets connections in. The memory itself is memory/rank_memory.py.
 """
 
 import mmap
@@ -59,8 +59,7 @@ class ReplicaKeeper:
     def receive(self, connection: socket.socket, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
 
-        Raises:
-            OSError: if it does not arrive, or in time, or cannot be meant for this rank: the connection ends.
+        Raises OSError if it does not arrive in time, or cannot be meant for this rank: the connection ends.
         """
         if request.index_bytes > _MAX_INDEX_BYTES:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
@@ -110,7 +109,7 @@ class ReplicaKeeper:
     def _commit(
         self, request: Put, index: Index, region: Region, contents: Mapping[str, memoryview]
     ) -> str:
-        """Check what arrived and make it a replica; return what is wrong with it, or nothing."""
+        """Check what arrived and make it a replica; return what is wrong with it."""
         arrived = [
             (name, unit)
             for name, unit in index.entries()
@@ -153,8 +152,7 @@ def _receive_contents(
 def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
     """Return the region that a stretch goes into; one that is filled from its beginning holds nothing then.
 
-    Raises:
-        CorruptStateError: if all regions are needed, or none holds the snapshots before.
+    Raises CorruptStateError if all regions are needed, or none holds the snapshots before.
     """
     if index.file_bytes != memory.regions[0].num_bytes:
         raise CorruptStateError(
@@ -194,7 +192,6 @@ def _worth(region: Region) -> tuple[int, Family | tuple[()]]:
 
 
 def _goes_on(region: Region, index: Index) -> bool:
-    """Return whether a region holds all snapshots of a window but the newest."""
     try:
         found = region.index(IndexHead)
     except OSError:
@@ -208,8 +205,7 @@ def _slots_for(
 ) -> list[UnitEntry]:
     """Return where the units that follow go, after removing the indexes that name what is there now.
 
-    Raises:
-        CorruptStateError: if a place is not one, or a snapshot that must be kept is there.
+    Raises CorruptStateError if a place is not one, or a snapshot that must be kept is there.
     """
     slots: dict[int, UnitEntry] = {}
     for name in request.slots:
@@ -292,7 +288,7 @@ class PeerServer:
                 send(connection, reply, Deadline.for_bytes(0))
 
     def _answer(self, connection: socket.socket) -> bool:
-        """Answer one request; return False if the connection is to end."""
+        """Answer one request; return whether there may be another."""
         connection.settimeout(None)  # between requests a peer may be silent
         if not connection.recv(1, socket.MSG_PEEK):
             return False
@@ -317,7 +313,6 @@ class PeerServer:
 
 
 def _range_of(file: BinaryIO, request: Get) -> memoryview:
-    """Return what a request asks for of a file, as far as it exists."""
     end = os.fstat(file.fileno()).st_size
     if request.num_bytes >= 0:
         end = min(end, request.offset + request.num_bytes)

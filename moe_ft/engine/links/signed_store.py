@@ -1,24 +1,28 @@
-"""Values in a store of torch that count only if they were written with the token of a start.
+"""Values in a store of torch that count only if written with the token of a start, and meetings there.
 
 A TCPStore lets in whoever reaches its port. So each value carries a code that only the token makes of its key
 and its bytes (HMAC-SHA256, RFC 2104), and nothing is parsed before that code is checked. A value is JSON. One
 that is too long, not signed, or signed for another key or start reads as one that is not there; this is said
-once. A stranger can still overwrite and delete: a value is missing then, never wrong. Standard library only.
+once. A stranger can still overwrite and delete: a value is missing then, never wrong.
+
+In a meeting each rank says something, and learns what the others have said, also when the groups are broken.
+The store is one process: the more ranks ask it, the less often each of them does. No torch.
 """
 
 import hmac
 import json
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from moe_ft.errors import RepairError
+from moe_ft.files.patience import call_within
 from moe_ft.saying import say
 
 MAX_VALUE_BYTES = 4 << 20  # torch's server takes 8 MiB
 _MAX_LIST_BYTES = 64 << 20
 _CODE_BYTES = 64  # in hexadecimal
+_MAX_OPERATIONS_PER_S = 5000  # of all ranks together
 _ABSENT = b"-"  # is no signed value, and not empty: torch would store it then
 
 
@@ -47,11 +51,7 @@ class SignedStore:
         self._told: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value that JSON can carry.
-
-        Raises:
-            RepairError: if it is too long.
-        """
+        """Write a value that JSON can carry; raises RepairError if it is too long."""
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> Any:
@@ -97,7 +97,6 @@ class SignedStore:
         return line
 
     def _checked(self, key: str, line: bytes) -> Any:
-        """Return the value of a line; None if it was not written with the token and for this key."""
         code, body = line[:_CODE_BYTES], line[_CODE_BYTES + 1 :]
         if len(line) > MAX_VALUE_BYTES or not hmac.compare_digest(
             code, self._code(key, body).encode()
@@ -123,9 +122,6 @@ def _counter(key: str) -> str:
     return f"{key}/count"
 
 
-_MAX_OPERATIONS_PER_S = 5000  # of all ranks together
-
-
 def poll_s(world_size: int, least_s: float) -> float:
     """Return the seconds between two looks of a rank at the store."""
     return max(least_s, world_size / _MAX_OPERATIONS_PER_S)
@@ -143,7 +139,7 @@ class StoreMeeting:
         least_poll_s: float,
         answer_s: float | None = None,
     ) -> None:
-        """Connect nothing.
+        """Ask nothing yet.
 
         Args:
             answer_s: seconds that the store has for each answer; None to wait as long as it takes. An
@@ -160,7 +156,7 @@ class StoreMeeting:
         """
         if self._answer_s is None:
             return ask(self._store)
-        return within(self._answer_s, lambda: ask(self._store))
+        return call_within(lambda: ask(self._store), self._answer_s, "the job's store")
 
     def exchange(
         self, key: str, value: Any, seconds: float, gives_up: Callable[[float], bool]
@@ -189,28 +185,3 @@ class StoreMeeting:
     def said(self, key: str) -> dict[int, Any]:
         """Return what ranks have said in a list so far. Raises as `ask` does."""
         return self.ask(lambda store: dict(store.values(key)))
-
-
-def within[Answer](seconds: float, call: Callable[[], Answer]) -> Answer:
-    """Return the result of a call, which is left to itself if it takes longer.
-
-    Raises:
-        TimeoutError: if it does. Otherwise, what the call raises.
-    """
-    answers: list[Answer] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"the job's store has not answered within {seconds:g} s")
-    return answers[0]

@@ -71,11 +71,9 @@ def rank_and_holder(name: str) -> tuple[int | None, int | None]:
 
 
 def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
-    """Return the indexes of all regions and replicas in a node's memory directory, sorted.
+    """Return the indexes in a node's memory directory, sorted, and what cannot be looked at and why.
 
-    Returns:
-        The indexes, and which directories cannot be looked at and why. Those that are a link or not ours are
-        never looked at: another user could have put them there.
+    Directories that are a link or not ours are never looked at: another user could have put them there.
     """
     found: list[Path] = []
     problems: list[str] = []
@@ -127,8 +125,7 @@ def clock_offset_s() -> float:
 def read_marker(directory: Path) -> JobMarker | None:
     """Return the marker of a job's directory, None for any other directory.
 
-    Raises:
-        OSError: if that cannot be found out, also because the directory belongs to another user.
+    Raises OSError if that cannot be found out, also because the directory belongs to another user.
     """
     try:
         content = read_private(directory / MARKER_NAME)
@@ -201,8 +198,7 @@ def remove_node(node_dir: Path) -> None:
 def remove_job(directory: Path) -> None:
     """Remove a job's directory; the caller holds its lock and has checked that it is dead.
 
-    Raises:
-        OSError: if something in it cannot be removed. The marker goes last: once more will remove the rest.
+    Raises OSError if something cannot be removed. The marker goes last: once more will remove the rest.
     """
     for node_dir in directory.iterdir():
         if node_dir.name != MARKER_NAME:

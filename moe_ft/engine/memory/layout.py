@@ -1,7 +1,7 @@
 """Layout of the unit versions of a window's snapshots in a data file, which is a valid safetensors file.
 
 The snapshots follow each other, so that each of them adds one stretch of bytes. Alignment gaps are declared
-as tensors ``__unused__/n``, because safetensors refuses holes. Sizes and offsets only: no torch, no I/O.
+as tensors ``__unused__/n``, because safetensors refuses holes. No torch, no I/O.
 """
 
 import json
@@ -64,15 +64,11 @@ def lay_out(units: Contents, num_bytes: int | None = None) -> FileLayout:
 
 
 def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) -> FileLayout:
-    """Place units one after the other, snapshot by snapshot.
+    """Place units one after the other, snapshot by snapshot; those without tensors, which others hold, not.
 
     Args:
-        snapshots: units, their level and their tensors, whose offsets are ignored; units without
-            tensors (other ranks hold them) are left out.
-        num_bytes: size of the file; by default the units decide it.
-
-    Raises:
-        SnapshotError: if the units need more.
+        snapshots: units, their level and their tensors, whose offsets are ignored.
+        num_bytes: size of the file; by default the units decide it. Raises SnapshotError if they need more.
     """
     header: dict[str, dict[str, object]] = {}
     placed: list[list[UnitPlace]] = []
@@ -140,7 +136,6 @@ def _place(
     header: dict[str, dict[str, object]],
     number: int,
 ) -> UnitPlace:
-    """Place the tensors of a unit version, starting at an offset, and declare them."""
     # Only the weights of a unit may be in several snapshots of a window.
     version = f"{level}.{number}" if level is Level.COMPUTE else level.value
     inside, end = [], start
@@ -158,7 +153,6 @@ def _place(
 
 
 def _align(end: int, header: dict[str, dict[str, object]]) -> int:
-    """Return the next aligned offset, declaring the gap before it."""
     aligned = round_up(end, ALIGNMENT_BYTES)
     if aligned > end:
         _declare_unused(header, end, aligned)

@@ -22,7 +22,7 @@ from moe_ft.format.packings import ALIGNMENT_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FetchedVersion:
-    """A unit version that a recovery puts back, and whether its bytes lie in this rank's pool."""
+    """A unit version that a recovery puts back."""
 
     entry: UnitEntry
     content: memoryview
@@ -74,11 +74,7 @@ class Pool(MappedFile):
         )
 
     def find_free(self, count: int, used: Collection[int]) -> list[int]:
-        """Return slots that are not used.
-
-        Raises:
-            SnapshotError: if there are not so many, which is a mistake in the pool's size.
-        """
+        """Return slots that are not used; raises SnapshotError if the pool is too small for so many."""
         free = [slot for slot in range(self.num_slots) if slot not in used][:count]
         if len(free) < count:
             raise SnapshotError(
@@ -88,7 +84,6 @@ class Pool(MappedFile):
 
 
 def _header(slot_bytes: int, num_slots: int) -> bytes:
-    """Return a safetensors header that declares the slots as plain bytes."""
     slots = {
         f"slot/{slot}": declare("U8", [slot_bytes], slot * slot_bytes, (slot + 1) * slot_bytes)
         for slot in range(num_slots)
@@ -130,11 +125,7 @@ class PoolVersions:
         return self._pool.find_free(count, used)
 
     def has_room(self, count: int, upcoming: Collection[str]) -> bool:
-        """Return whether `find_free` will find slots for a snapshot after the one under way.
-
-        Args:
-            upcoming: units of the one under way, whose slots are the newest versions' if it succeeds.
-        """
+        """Return whether `find_free` will find slots for the snapshot after that of the upcoming units."""
         if self._pool is None:
             return True
         persisting = self._slots(self._persisting.values())

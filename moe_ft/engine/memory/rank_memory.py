@@ -1,6 +1,6 @@
 """A rank's share of its node's memory: its regions, pool and boundary log, and the replicas that it keeps.
 
-This file opens, pins, cleans up and removes it; engine/snapshots/windows.py decides what goes in.
+engine/snapshots/windows.py decides what goes in.
 """
 
 import re
@@ -18,8 +18,8 @@ from moe_ft.engine.memory.job_directory import (
     replica_directory,
 )
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import FILE_NAME as BOUNDARY_FILE_NAME
 from moe_ft.engine.memory.regions import (
+    BOUNDARY_FILE_NAME,
     BoundarySlot,
     IndexedFile,
     MappedFile,
@@ -101,14 +101,11 @@ class RankMemory:
         return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
 
     def open(self, restored: tuple[Start, int] | None) -> None:
-        """Map everything.
+        """Map everything; raises OSError if the memory directory cannot be made or has no room.
 
         Args:
             restored: writer and iteration of the state that is to be kept: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
-
-        Raises:
-            OSError: if the memory directory cannot be made or has no room.
         """
         for file in self._files():
             file.open()
@@ -139,7 +136,8 @@ class RankMemory:
     def unpin(self) -> None:
         """Undo `pin`, before the memory is unmapped."""
         while self._pinned:  # fewer than all after a start that failed
-            _unpin(self._pinned.pop())
+            view = torch.frombuffer(self._pinned.pop().view, dtype=torch.uint8)
+            torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
 
     def close(self) -> None:
         """Unmap everything; the files stay."""
@@ -201,11 +199,6 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
         return False
     found = (index.identity.start, index.iteration)
     return found == (start, iteration) and index.is_whole
-
-
-def _unpin(file: MappedFile) -> None:
-    view = torch.frombuffer(file.view, dtype=torch.uint8)
-    torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
 
 
 def _pin(file: MappedFile) -> None:

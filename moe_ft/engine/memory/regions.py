@@ -2,7 +2,8 @@
 
 A region is a data file of fixed size, mapped once, and an index next to it. Without an index it holds
 nothing. engine/snapshots/writer.py fills it, format/ defines the index. Units that only some snapshots hold
-are in engine/memory/pool.py; where the files lie is engine/memory/job_directory.py.
+are in engine/memory/pool.py; where the files lie is engine/memory/job_directory.py. Slots of the boundary log
+(engine/boundary/log.py) are such files too.
 """
 
 import mmap
@@ -65,9 +66,7 @@ class MappedFile:
         return memoryview(self.mapping)
 
     def open(self) -> None:
-        """Map the file and touch all of it, creating it first if it is not there in this size.
-
-        Again does nothing. A file of this size keeps what it holds.
+        """Map the file and touch all of it; one of this size keeps what it holds. Again does nothing.
 
         Raises:
             UnsafePathError: if another user owns or could replace the file or its directory, or it is a link.
@@ -145,6 +144,11 @@ class Region(IndexedFile):
         self.directory, self.number = directory, number
         self.role = Role.FREE
 
+    def begin(self, header: bytes) -> None:
+        """Begin to fill it: it holds nothing but a header."""
+        self.invalidate()
+        self.mapping[: len(header)] = header
+
     def commit(self, content: bytes, iteration: int) -> None:
         """Make the region a snapshot by one rename of its index; raises OSError if that has no room."""
         write_atomically(self.index_path, content)
@@ -178,32 +182,24 @@ def _touch(mapping: mmap.mmap) -> None:
         pages |= 0
 
 
-INDEX_NAME = re.compile(r"boundary_\d+\.json")
-FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
+BOUNDARY_INDEX_NAME = re.compile(r"boundary_\d+\.json")
+BOUNDARY_FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 
 class BoundarySlot(IndexedFile):
-    """One slot of a rank. The training thread owns it, but for a commit, which belongs to the worker."""
+    """What a rank has sent in one iteration. Owned by the training thread, but for a commit: the worker's."""
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
 
     def commit(self, header: bytes, index: bytes) -> None:
-        """Write the header of the data file, then make the slot valid by one rename of its index.
-
-        Raises:
-            OSError: if the directory has vanished or is full.
-        """
+        """Make the slot valid by one rename of its index; raises OSError if that has no room."""
         self.mapping[: len(header)] = header
         write_atomically(self.index_path, index)
 
 
 def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) -> bytes:
-    """Return the safetensors header of a data file: the tensors, and the gaps between them.
-
-    Raises:
-        SnapshotError: if the tensors are too many for the header.
-    """
+    """Return the safetensors header of a data file; raises SnapshotError if tensors are too many for it."""
     declared: dict[str, object] = {}
     end = header_bytes
     for each in sent:

@@ -26,12 +26,7 @@ from moe_ft.planning.recovery import Family, family_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedWindow:
-    """A window as it was read from somewhere else.
-
-    Attributes:
-        index: of the window, all whose units lie in its region.
-        contents: by offset, the bytes of every unit version.
-    """
+    """A window as it was read from somewhere else: all its units lie in its region, here by offset."""
 
     index: Index
     contents: Mapping[int, memoryview]
@@ -109,8 +104,7 @@ def _fill(region: Region, window: FetchedWindow) -> bool:
         return False
     try:
         header = lay_out_again(index).header
-        region.invalidate()
-        region.mapping[: len(header)] = header
+        region.begin(header)
         for offset, content in window.contents.items():
             region.mapping[offset : offset + len(content)] = content
         named = msgspec.structs.replace(index, file=region.data_path.name)
@@ -121,7 +115,7 @@ def _fill(region: Region, window: FetchedWindow) -> bool:
 
 
 def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | None:
-    """Return what peers get that lack the restored state, None if none does, or no region holds all of it."""
+    """Return what peers get that lack the restored state; None if none does, or no region holds all of it."""
     if not restored.peers_without or not kept or _family_of(kept[0]) != restored.family:
         return None
     region = kept[0]

@@ -1,7 +1,6 @@
 """A rank's side of the storage tier: asks the node's writer process, watches it, starts it again if it dies.
 
-The writer itself is engine/persist/writer.py. The training thread calls everything here at the seams, except
-the supervision, which has a thread of its own on the lowest rank of each node.
+The writer itself is engine/persist/writer.py. It is watched by a thread of the lowest rank of each node.
 """
 
 import subprocess
@@ -145,8 +144,7 @@ class PersistClient:
             if result.warning:
                 self._reports.degraded(BackgroundPart.PERSIST, iteration, result.warning)
             if result.error:
-                self.has_failed = True
-                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.error)
+                self._fail(result.error)
             else:
                 self.last_seconds = result.seconds
                 self._reports.add(
@@ -160,9 +158,7 @@ class PersistClient:
         elif self._clock.monotonic() > self._deadline_s:
             self.has_failed = True
             if self._deadline_s:
-                self._reports.degraded(
-                    BackgroundPart.PERSIST, iteration, "the writer did not finish in time"
-                )
+                self._fail("the writer did not finish in time")
             with suppress(OSError):
                 request_path(self._directory, self._rank).unlink(missing_ok=True)
                 # The writer may still read this region, which is about to be overwritten: kill it.
@@ -176,12 +172,16 @@ class PersistClient:
         """Give up what is being written, because another rank could not write its part; return it."""
         if self.region is None:
             return None
-        region, self.region, self.has_failed = self.region, None, True
-        reason = "another rank could not write its part"
-        self._reports.degraded(BackgroundPart.PERSIST, region.iteration or 0, reason)
+        self._fail("another rank could not write its part")
         with suppress(OSError):
             request_path(self._directory, self._rank).unlink(missing_ok=True)
+        region, self.region = self.region, None
         return region
+
+    def _fail(self, reason: str) -> None:
+        assert self.region is not None
+        self.has_failed = True
+        self._reports.degraded(BackgroundPart.PERSIST, self.region.iteration or 0, reason)
 
     def _result(self) -> PersistResult | None:
         path = result_path(self._directory, self._rank)
@@ -262,7 +262,7 @@ class WriterSupervisor:
             self._process.stdin.write(self._settings)
 
     def _watch(self) -> str:
-        """Return when the writer has ended, and why."""
+        """Return why the writer has ended, when it has."""
         assert self._process is not None
         heartbeat = self._heartbeat()
         heard_s = self._clock.monotonic()

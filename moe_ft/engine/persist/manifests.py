@@ -35,12 +35,7 @@ def find_manifests(storage: Storage, iteration: int) -> list[str]:
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:
-    """Return a manifest, checked as far as it can be alone.
-
-    Raises:
-        CorruptStateError: if it is corrupt, contradicts itself or is in another iteration's directory.
-        OSError: if it cannot be read.
-    """
+    """Return a manifest; raises CorruptStateError if it is corrupt, contradicts itself or is misplaced."""
     where = f"{storage.url}/{path}"
     manifest = decode(storage.read(path), Manifest, where)
     check_manifest(manifest, path, where)
@@ -58,12 +53,7 @@ def manifests(storage: Storage) -> Iterator[Found]:
 
 
 def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) -> Manifest:
-    """Make the files of all ranks a checkpoint; every rank's index must be there.
-
-    Raises:
-        CorruptStateError: if the indexes do not belong together.
-        OSError: if storage fails.
-    """
+    """Make the files of all ranks a checkpoint; raises CorruptStateError if they are not of one state."""
     files: list[FileEntry] = []
     older: dict[str, FileEntry] = {}
     indexes: list[Index] = []
@@ -117,7 +107,6 @@ def _path_for(storage: Storage, iteration: int, lineage: str) -> str:
 def _sources(
     indexes: Sequence[Index], files: Sequence[FileEntry], older: Sequence[str]
 ) -> dict[str, UnitSource]:
-    """Return where a checkpoint finds its units, from the indexes of all ranks."""
     position_of = {file.data: position for position, file in enumerate(files)}
     position_of.update({path: len(files) + position for position, path in enumerate(older)})
     found: dict[str, tuple[int, str, list[int]]] = {}

@@ -55,9 +55,6 @@ class Retention:
         Args:
             newest: the checkpoint that was just written: its indexes were read for that, and each rank's
                 writer has read its data back before it wrote the index.
-
-        Raises:
-            OSError: if storage fails.
         """
         self._sound.add(checksum(encode(newest)))
         usable: list[tuple[int, str]] = []
@@ -127,15 +124,12 @@ def remove_unneeded(
     *,
     with_manifest: bool = True,
 ) -> None:
-    """Remove files of iterations up to one that no manifest names.
+    """Remove files of iterations up to one that no manifest names; raises OSError if storage fails.
 
     A manifest that cannot be read may name anything up to its own iteration: all that stays.
 
     Args:
         with_manifest: whether iterations that have one are looked through too.
-
-    Raises:
-        OSError: if storage fails.
     """
     needed: set[str] = set()
     have_manifest: set[int] = set()

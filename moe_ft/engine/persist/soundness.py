@@ -29,12 +29,7 @@ class Listings:
         self._sizes: dict[str, dict[str, int]] = {}
 
     def size(self, path: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            FileNotFoundError: if it is not there.
-            OSError: if storage fails.
-        """
+        """Return the size of a file in bytes; raises OSError if storage fails or it is not there."""
         directory, _, name = path.rpartition("/")
         if directory not in self._sizes:
             self._sizes[directory] = self._storage.sizes_in(directory)
@@ -74,13 +69,9 @@ def read_index(
     window: int | None,
     where: str,
 ) -> Index:
-    """Return an index on storage that is the one which a manifest names.
+    """Return an index on storage; raises CorruptStateError unless it is the one that a manifest names.
 
-    Args:
-        iteration: of the manifest; None for files of older checkpoints.
-
-    Raises:
-        CorruptStateError: if it is another one, or contradicts the manifest.
+    None stands for what is not known: of files of older checkpoints.
     """
     if checksum(content) != file.index_checksum:
         raise CorruptStateError(f"{where} is not the index that the manifest names")
@@ -104,11 +95,7 @@ def read_index(
 def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -> None:
     """Raise CorruptStateError unless a checkpoint is sound, as far as that shows without reading its data.
 
-    Holds the indexes of one rank at a time.
-
-    Raises:
-        CorruptStateError: if an index is not what the manifest names, or data is cut short.
-        OSError: if something is not there.
+    Holds the indexes of one rank at a time. Raises OSError if something is not there.
     """
     older = {file.data: file for file in manifest.older}
     unread = set(older)
@@ -125,16 +112,9 @@ def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -
 
 
 def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -> None:
-    """Read a rank's data and raise CorruptStateError unless it is what was to be written.
+    """Read a rank's data and raise CorruptStateError unless it has the checksums of its index.
 
     Holds one unit at a time. What this machine has cached of the rank's own file is read again.
-
-    Args:
-        with_older: whether to read what is in the files of older checkpoints too.
-
-    Raises:
-        CorruptStateError: if the header or a unit does not have the checksum of the index.
-        OSError: if something cannot be read.
     """
     storage.forget_cached(path)
     check_header(index, storage.read(path, 0, index.header_bytes), f"{storage.url}/{path}")
@@ -155,9 +135,6 @@ def read_file(
     storage: Storage, manifest: Manifest, file: FileEntry, sizes: Storage | Listings | None = None
 ) -> Index:
     """Return the index of one of a checkpoint's files, after checking all but the data's bytes.
-
-    Args:
-        sizes: of the files there; by default storage is asked.
 
     Raises:
         CorruptStateError: if the index is not what the manifest names, or data is cut short.
@@ -196,7 +173,6 @@ def _check_references(own: FileEntry, index: Index, indexes: Mapping[str, Index]
 
 
 def _check_size(sizes: Storage | Listings, file: FileEntry) -> None:
-    """Raise OSError unless a data file is there in the size that a manifest names."""
     num_bytes = sizes.size(file.data)
     if num_bytes != file.num_bytes:
         raise CorruptStateError(

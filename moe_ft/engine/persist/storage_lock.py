@@ -98,11 +98,7 @@ class StorageLock:
         self.is_taken = False
 
     def look(self) -> SeenLock | None:
-        """Return what is in the lock's place, None only if nothing is.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
+        """Return what is in the lock's place, None only if nothing is; raises OSError if that is unknown."""
         try:
             content = self._storage.read(LOCK_NAME)
         except FileNotFoundError:
@@ -114,9 +110,6 @@ class StorageLock:
 
         Args:
             seen: what is to be replaced, None if nothing was there.
-
-        Raises:
-            OSError: if storage fails.
         """
         lock = Lock(
             job_id=job_id,
@@ -137,12 +130,7 @@ class StorageLock:
         return self.is_taken
 
     def check(self) -> None:
-        """Return if this start still has the lock.
-
-        Raises:
-            LockLostError: if it has not, which it never will have again.
-            OSError: if storage fails.
-        """
+        """Raise LockLostError unless this start still has the lock; then it never will again."""
         try:
             content = self._storage.read(LOCK_NAME)
         except FileNotFoundError:
@@ -164,12 +152,7 @@ class StorageLock:
         )
 
     def renew(self) -> None:
-        """Show those who watch that this start is alive.
-
-        Raises:
-            LockLostError: if this start has lost the lock.
-            OSError: if storage fails.
-        """
+        """Show those who watch that this start is alive; raises as `check` does."""
         self.check()
         self._file.renew(self._advance)
 
@@ -229,11 +212,7 @@ class StorageLock:
 def watch_lock(lock: StorageLock, seen: SeenLock, watch_s: float) -> SeenLock | None:
     """Watch a lock until it changes; return what is in its place then, `seen` itself if it never did.
 
-    Args:
-        watch_s: how long. A job that is alive renews its lock every LOCK_RENEWAL_S.
-
-    Raises:
-        OSError: if it cannot be read.
+    A job that is alive renews its lock every LOCK_RENEWAL_S. Raises OSError if it cannot be read.
     """
     watched_s, looked_s = 0.0, time.monotonic()
     while watched_s < watch_s:

@@ -5,7 +5,6 @@ A unit that is not written is in the file of an older checkpoint, or has never b
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +23,11 @@ class PreviousCheckpoint:
     index: Index
     path: str
     checksum: str
+
+    @property
+    def data(self) -> str:
+        """The path of its data file."""
+        return posixpath.join(posixpath.dirname(self.path), self.index.file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,59 +71,44 @@ def assemble(
     written = {name: unit for name, unit in index.units.items() if not unit.file or name in chosen}
     from_file = {name: unit.file for name, unit in written.items()}
     in_pool = index.units.keys() - written.keys()
-    older_units = {} if previous is None else _found_in(previous, in_pool)
+    older_units: dict[str, UnitEntry] = {}
+    if previous is not None:  # it may hold others: parts that belong to another rank now
+        older_units = {
+            name: msgspec.structs.replace(unit, file=unit.file or previous.data)
+            for name, unit in previous.index.units.items()
+            if name in in_pool
+        }
     files = {unit.file for unit in older_units.values()}
     older = tuple(entry for entry in _files_of(previous) if entry.data in files)
-    if not any(from_file.values()):
-        units, header, num_bytes, layout = written, None, index.file_bytes, None
-    else:
+    layout = None
+    if any(from_file.values()):
         layout = lay_out(
             (parse_unit(name), Level(unit.level), unit.tensors) for name, unit in written.items()
         )
-        units = {
+        written = {
             str(place.unit): msgspec.structs.replace(
                 written[str(place.unit)], offset=place.offset, file=""
             )
             for place in layout.units
         }
-        header, num_bytes = layout.header, layout.num_bytes
-    return StoredFile(
-        index=msgspec.structs.replace(
+        index = msgspec.structs.replace(
             index,
-            file=file,
-            file_bytes=num_bytes,
-            header_bytes=index.header_bytes if header is None else len(header),
-            header_checksum=index.header_checksum if header is None else checksum(header),
-            units={**older_units, **units},
-            older=older,
-        ),
-        from_file=from_file,
-        layout=layout,
-    )
-
-
-def _found_in(previous: PreviousCheckpoint, in_pool: AbstractSet[str]) -> dict[str, UnitEntry]:
-    """Return the units that an older checkpoint has, of those in the pool that are not written again.
-
-    It may hold others: parts that belonged to this rank then, and to another one now.
-    """
-    own = posixpath.join(posixpath.dirname(previous.path), previous.index.file)
-    return {
-        name: msgspec.structs.replace(unit, file=unit.file or own)
-        for name, unit in previous.index.units.items()
-        if name in in_pool
-    }
+            file_bytes=layout.num_bytes,
+            header_bytes=len(layout.header),
+            header_checksum=checksum(layout.header),
+        )
+    index = msgspec.structs.replace(index, file=file, units={**older_units, **written}, older=older)
+    return StoredFile(index=index, from_file=from_file, layout=layout)
 
 
 def _files_of(previous: PreviousCheckpoint | None) -> Iterator[FileEntry]:
-    """Yield the files of an older checkpoint that may hold units."""
     if previous is None:
         return
     yield FileEntry(
         rank=previous.index.rank,
         index=previous.path,
         index_checksum=previous.checksum,
-        data=posixpath.join(posixpath.dirname(previous.path), previous.index.file),
+        data=previous.data,
         num_bytes=previous.index.file_bytes,
     )
     yield from previous.index.older

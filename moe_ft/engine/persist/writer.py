@@ -195,11 +195,10 @@ class PersistWorker:
     ) -> tuple[Index, str]:
         """Copy a region to storage: data, which is read back, then the index; rank 0 writes the manifest.
 
+        Returns the index on storage, and what went wrong afterwards.
+
         Args:
             is_wanted: returns False when the wait for other ranks is in vain.
-
-        Returns:
-            The index on storage, and what went wrong afterwards.
 
         Raises:
             CorruptStateError: if the region does not match its index, another one is in its place, its
@@ -258,7 +257,6 @@ class PersistWorker:
         return found if is_same else None
 
     def _previous(self, request: PersistRequest) -> PreviousCheckpoint | None:
-        """Return what this rank has in the checkpoint that holds the units that are not written now."""
         if not request.previous:
             return None
         try:
@@ -276,7 +274,6 @@ class PersistWorker:
         return previous
 
     def _write(self, index: Index, stored: StoredFile, data: Path, data_path: str) -> None:
-        """Verify what is to be written and write it."""
         files = {"", *stored.from_file.values()}
         contents = {file: self._mapped(data.parent / file if file else data) for file in files}
         for file, content in contents.items():
@@ -329,8 +326,7 @@ class PersistWorker:
     ) -> str:
         """Wait until every rank's index is there, write the manifest, delete what is too old.
 
-        Returns:
-            Why nothing could be deleted, if so: that makes the checkpoint no less complete.
+        Returns why nothing could be deleted, if so: that makes the checkpoint no less complete.
         """
         world_size = index.identity.world_size
         waiting, poll_s = set(range(world_size)), _POLL_S

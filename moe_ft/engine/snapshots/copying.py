@@ -114,10 +114,7 @@ class StateCopier:
         return absent
 
     def _copies_of(self, request: SnapshotRequest) -> list["_Copies"]:
-        """Return the copies of a snapshot: one group for its region, another for its slots.
-
-        The thousands of copies into a region are prepared once per layout.
-        """
+        """Return the copies into a region, which are prepared once per layout, and those into slots."""
         key = (request.region.number, request.position)
         known = self._known.get(key)
         if known is None or known[0] is not request.layout:
@@ -170,7 +167,6 @@ class _Copies:
 
 
 def _copy_all(copies: Sequence["_Copy"], *, non_blocking: bool) -> Absent:
-    """Copy tensors without packing; return those that do not exist yet."""
     absent: Absent = set()
     for start in range(0, len(copies), _BATCH):
         sources, targets = [], []
@@ -243,7 +239,7 @@ class _Copy:
         return own_slice(self.local, "weight", weights)
 
     def part(self, source: torch.Tensor, weights: torch.Tensor | None) -> PackedPart:
-        """Return the tensor to pack, with its target."""
+        """Return what to pack, with its target."""
         return PackedPart(
             name=f"{self.local.name}/{self.entry.key}",
             source=source,

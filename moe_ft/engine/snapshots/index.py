@@ -1,4 +1,7 @@
-"""The index of a window after each of its snapshots: where every unit version lies, with its checksum."""
+"""The index of a window after each of its snapshots: places of all unit versions, records of iterations.
+
+Taking a record is state/record.py.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +25,9 @@ from moe_ft.units import Level
 
 
 class RecordLog:
-    """Records by iteration.
+    """Records of the iterations of which a snapshot was begun.
 
-    The training thread appends and trims; the copy worker completes and reads. A lock guards the records.
+    The training thread appends and trims; the copy worker completes and reads.
     """
 
     def __init__(
@@ -32,11 +35,7 @@ class RecordLog:
         complete: Callable[[CapturedRecord], None],
         encode: Callable[[CapturedRecord], IterationRecord] = encode,
     ) -> None:
-        """Make an empty log.
-
-        Args:
-            complete: adds to a captured record what moves together with the weights.
-        """
+        """Take what adds to a captured record what moves together with the weights."""
         self._complete, self._encode = complete, encode
         self._lock = threading.Lock()
         self._records: dict[int, CapturedRecord | IterationRecord] = {}
@@ -73,12 +72,6 @@ class RecordLog:
             kept = {each: self._records[each] for each in self._records if first <= each <= last}
             self._records = kept
 
-    @property
-    def iterations(self) -> list[int]:
-        """The iterations that have a record, in ascending order."""
-        with self._lock:
-            return sorted(self._records)
-
 
 class SnapshotIndexer:
     """Describes the snapshots of one rank."""
@@ -100,11 +93,7 @@ class SnapshotIndexer:
         self._model = model or ModelPlaces()
 
     def describe(self, request: SnapshotRequest, absent: Absent, before: Index | None) -> Index:
-        """Describe the window up to a snapshot that was copied.
-
-        Raises:
-            SnapshotError: if the snapshot before is missing.
-        """
+        """Describe the window up to a snapshot; raises SnapshotError without the one before."""
         if request.position and (before is None or before.num_snapshots != request.position):
             raise SnapshotError("the snapshot before it in its window has failed")
         layout = request.layout
@@ -150,7 +139,6 @@ class SnapshotIndexer:
         absent: Absent,
         name: str = "",
     ) -> Iterator[tuple[str, UnitEntry]]:
-        """Yield the entries of units that were copied into a file."""
         with memoryview(file.mapping) as content:
             for place in places:
                 routed_tokens, gaps = request.plan.rotating.get(place.unit, (0, ()))

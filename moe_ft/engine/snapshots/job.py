@@ -51,7 +51,7 @@ class SnapshotRequest:
 
     @property
     def places(self) -> tuple[UnitPlace, ...]:
-        """The places of all units that are copied."""
+        """All that is copied."""
         return (*self.layout.snapshots[self.position], *self.slots)
 
     @property
@@ -68,7 +68,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicationResult:
-    """Outcome of sending a snapshot to peers: whether all of them have it."""
+    """Outcome of sending a snapshot: whether all peers have it."""
 
     is_protected: bool
     seconds: float

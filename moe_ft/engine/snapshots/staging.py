@@ -1,7 +1,8 @@
-"""Transfer of packed state from the device to a file in host memory, through two buffers of bounded size.
+"""Transfer of packed state from the device to files in host memory, through two small buffers, and back.
 
 While one buffer is packed, the other is copied. A chunk is packed at once. It holds images of stretches of
-the file, so that one copy transfers thousands of small tensors.
+the file, so that one copy transfers thousands of small tensors. The places of pieces are in
+moe_ft/format/packings.py.
 """
 
 import mmap
@@ -105,7 +106,7 @@ class PackedPart:
     offset: int
 
     def pieces(self, count: int) -> tuple[Piece, ...]:
-        """Return the pieces of this many of its numbers."""
+        """Return the pieces of so many of its numbers."""
         return pieces(self.dtype, count, self.packing)
 
     def buffer_bytes(self, count: int) -> int:
@@ -213,7 +214,7 @@ def cut_into_chunks(parts: Iterable[PackedPart], num_bytes: int) -> Iterator[Chu
 
 
 def _fitting(part: PackedPart, first: int, room: int, num_bytes: int) -> int:
-    """Return how many numbers fit into the rest of a chunk; 0 if that would be a small piece."""
+    """Return how many numbers go into the rest of a chunk; 0 if that would be a small piece."""
     left = len(part.source) - first
     if part.buffer_bytes(left) <= room:
         return left
@@ -263,7 +264,6 @@ class Staging:
             self._num_packed += 1
 
     def _copy_after_packing(self, chunk: Chunk, buffer: torch.Tensor) -> torch.cuda.Event:
-        """Copy a chunk once it is packed; return the event after which its buffer is free."""
         assert self._copy_stream is not None
         assert chunk.num_wrong is not None
         self._copy_stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""The windows of snapshots of one rank: the one being taken, the one that all ranks have, and free memory.
+"""The windows of snapshots of one rank: the one being taken, the one that all ranks have, their layouts.
 
 The ranks decide together when a window begins and whether it is complete (engine/engine.py,
 engine/decisions.py). Progress of one window on this rank is engine/snapshots/job.py, copying is
@@ -37,7 +37,7 @@ from moe_ft.units import Level, UnitId
 
 
 class UnitLayouts:
-    """Lays out the units of one rank."""
+    """Layouts of a rank's units in its regions and slots, for each plan of its strategy."""
 
     def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
         self._catalog, self._dp_rank = catalog, dp_rank
@@ -45,11 +45,7 @@ class UnitLayouts:
         self.region_bytes: int | None = None  # size of regions, once known
 
     def lay_out(self, plan: WindowPlan) -> FileLayout:
-        """Return the layout of a region; all have the size of regions.
-
-        Raises:
-            SnapshotError: if the plan needs more than that.
-        """
+        """Return the layout of a region; raises SnapshotError if the plan needs more than its size."""
         return lay_out_window(
             (self._contents(snapshot) for snapshot in plan.snapshots), self.region_bytes
         )
@@ -251,7 +247,6 @@ class Windows:
     def _take(
         self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
     ) -> None:
-        """Take the next snapshot; where that fails on one rank, the window fails on all of them."""
         self.last_iteration = iteration  # also where it fails: all ranks count the same
         with self._reports.catching(BackgroundPart.SNAPSHOT, iteration, window.break_off):
             request = self._prepare(window, iteration, capture)

@@ -1,8 +1,7 @@
 """Copies a rank's slices into a region while forward and backward run, then commits it.
 
 One snapshot at a time, on a worker. The device copy must be done before the next optimizer step, which waits
-for it (the fence, engine/engine.py); checksums and commit may take longer. Sending has a worker of its own
-(engine/links/peers.py). On a GPU the copy goes through a stream of its own into pinned memory.
+for it (the fence, engine/engine.py); checksums and commit may take longer.
 """
 
 import threading
@@ -91,12 +90,10 @@ class SnapshotWriter:
         copied: threading.Event,
         abandoned: threading.Event,
     ) -> SnapshotResult:
-        """Copy a snapshot, then commit it and have it sent."""
         start = self._clock.perf_counter()
         if request.position == 0:
-            request.region.invalidate()
+            request.region.begin(request.layout.header)
             self._window = None
-            request.region.mapping[: len(request.layout.header)] = request.layout.header
         absent = self._copier.copy(
             request,
             ready,
@@ -122,22 +119,21 @@ class SnapshotWriter:
             num_units=len(request.places),
             level=dict(Counter(place.level.value for place in request.places)),
         )
-        sender = self._sender if request.is_sent_to_peers else None
+        replication = None
+        if self._sender is not None and request.is_sent_to_peers:
+            start_byte, end_byte = request.stretch
+            replica = Replica(
+                region=request.region,
+                pool=self._pool,
+                index=index,
+                start_byte=start_byte,
+                end_byte=end_byte,
+                keep_iteration=request.keep_iteration,
+            )
+            replication = self._sender.submit(replica)
         return SnapshotResult(
             copy_s=copy_s,
             commit_s=commit_s,
             pooled={name: entry for name, entry in index.units.items() if entry.file},
-            replication=None if sender is None else sender.submit(self._replica(request, index)),
-        )
-
-    def _replica(self, request: SnapshotRequest, index: Index) -> Replica:
-        """Return what peers get of a snapshot."""
-        start_byte, end_byte = request.stretch
-        return Replica(
-            region=request.region,
-            pool=self._pool,
-            index=index,
-            start_byte=start_byte,
-            end_byte=end_byte,
-            keep_iteration=request.keep_iteration,
+            replication=replication,
         )

@@ -10,14 +10,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from moe_ft.engine.boundary.reading import LoggedIteration, open_slot
-from moe_ft.engine.memory.regions import INDEX_NAME
+from moe_ft.engine.memory.regions import BOUNDARY_INDEX_NAME
 
 
 def find_logs(directory: str) -> Iterator[tuple[Path, LoggedIteration | str]]:
     """Yield the indexes below a directory, each with what it describes, or why that cannot be read."""
     root = Path(directory)
     for path in sorted(root.rglob("boundary_*.json")) if root.is_dir() else ():
-        if not INDEX_NAME.fullmatch(path.name):
+        if not BOUNDARY_INDEX_NAME.fullmatch(path.name):
             continue
         try:
             yield path, open_slot(path)

@@ -24,13 +24,6 @@ def test_single_rank_agrees_with_itself(agreement: Agreement) -> None:
     assert not agreement.is_under_way
 
 
-def test_result_is_read_once(agreement: Agreement) -> None:
-    agreement.begin([3])
-    agreement.result()
-    with pytest.raises(AssertionError):
-        agreement.result()
-
-
 def test_single_rank_gathers_and_broadcasts_its_own_value(agreement: Agreement) -> None:
     assert agreement.gather("value") == ["value"]
     assert agreement.broadcast("value") == "value"

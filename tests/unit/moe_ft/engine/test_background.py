@@ -1,15 +1,24 @@
 """Reports from any thread, in order and with tracebacks, and what a user is told of them."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from moe_ft.engine.background import BackgroundPart, Messages, Report, Reports, describe
+from moe_ft.engine.background import (
+    BackgroundPart,
+    Messages,
+    Report,
+    Reports,
+    ThreadWorker,
+    describe,
+)
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 from tests.unit.moe_ft.engine.stand_ins import ManualClock
+from tests.waiting import wait_for
 
 
 def test_reports_are_handed_over_once_and_in_order() -> None:
@@ -33,12 +42,6 @@ def test_failure_keeps_the_traceback_of_what_was_raised() -> None:
     assert report.fields["part"] == "memory"
     assert report.fields["reason"] == "ValueError: two lines"
     assert 'raise ValueError("two\\nlines")' in report.fields["traceback"]
-
-
-def test_failure_without_an_exception_has_no_traceback() -> None:
-    reports = Reports()
-    reports.degraded(BackgroundPart.PERSIST, 5, "no room")
-    assert reports.drain()[0].fields == {"part": "persist", "reason": "no room"}
 
 
 def test_what_is_to_be_done_after_a_failure_is_done_only_then() -> None:
@@ -80,11 +83,6 @@ def test_nothing_is_lost_when_many_threads_report() -> None:
     for thread in range(4):
         own = [each.iteration for each in found if each.fields["thread"] == thread]
         assert own == list(range(200))
-
-
-def test_parts_are_named_as_in_the_event_log() -> None:
-    expected = "snapshot replicate persist writer memory boundary-log agreement peer-server"
-    assert [part.value for part in BackgroundPart] == expected.split()
 
 
 MIB = 2**20
@@ -165,18 +163,6 @@ def test_event_that_cannot_be_logged_costs_only_itself(capsys: pytest.CaptureFix
     )
 
 
-def test_failure_is_no_error_when_nobody_reads_standard_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def write(*_: object, **__: object) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("moe_ft.engine.background.print", write, raising=False)
-    told = of_rank()
-    told.reports.degraded(BackgroundPart.PERSIST, 1, "no room")
-    assert len(drained(told)) == 1
-
-
 def test_failure_ends_training_if_that_is_asked_for_and_is_logged_before() -> None:
     told, found = of_rank(raises=True), list[Report]()
     told.reports.add("snapshot", 1)
@@ -206,3 +192,74 @@ def test_stall_of_the_stages_largest_snapshot_is_printed_once_for_each_length(
     assert "about 2.000 s of 2.000 s" in first
     assert first.endswith(HINT)
     assert "windows of 3 snapshots" in second
+
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadWorker]:
+    worker = ThreadWorker("test")
+    worker.start()
+    yield worker
+    worker.close(DEADLINE_S)
+
+
+def test_work_is_done_in_the_order_of_its_submission(worker: ThreadWorker) -> None:
+    done: list[int] = []
+    futures = [worker.submit(lambda each=each: done.append(each)) for each in range(20)]
+    futures[-1].result(DEADLINE_S)
+    assert done == list(range(20))
+
+
+def test_result_and_exception_are_those_of_the_work(worker: ThreadWorker) -> None:
+    assert worker.submit(lambda: 7).result(DEADLINE_S) == 7
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(DEADLINE_S)
+    assert worker.submit(lambda: 8).result(DEADLINE_S) == 8
+
+
+def test_idle_work_is_done_when_nothing_else_comes(worker: ThreadWorker) -> None:
+    done = threading.Event()
+    worker.submit(lambda: worker.when_idle(0.01, done.set))
+    assert done.wait(DEADLINE_S)
+
+
+def test_idle_work_may_ask_for_more_of_it(worker: ThreadWorker) -> None:
+    done: list[None] = []
+
+    def again() -> None:
+        done.append(None)
+        worker.when_idle(0.01, again)
+
+    worker.submit(again)
+    wait_for(lambda: len(done) > 3, "idle work to be repeated")
+
+
+def test_idle_work_is_forgotten_when_something_else_comes(worker: ThreadWorker) -> None:
+    may_go_on, done = threading.Event(), list[str]()
+
+    def ask() -> None:
+        worker.when_idle(0.01, lambda: done.append("idle"))
+        may_go_on.wait(DEADLINE_S)
+
+    worker.submit(ask)
+    last = worker.submit(lambda: done.append("work"))
+    may_go_on.set()
+    last.result(DEADLINE_S)
+    worker.close(DEADLINE_S)
+    assert done == ["work"]
+
+
+def test_worker_that_hangs_is_left_after_the_timeout_and_its_work_stays_undone() -> None:
+    worker, may_end = ThreadWorker("test"), threading.Event()
+    worker.start()
+    stuck = worker.submit(lambda: may_end.wait(DEADLINE_S))
+    worker.close(0.01)
+    assert not stuck.done()
+    may_end.set()
+    assert stuck.result(DEADLINE_S)
+
+
+def test_worker_that_was_never_started_can_be_closed() -> None:
+    ThreadWorker("test").close(DEADLINE_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.breakpoints import TORN, Breakpoints, Written
+from moe_ft.engine.breakpoints import Breakpoints, Written
 from moe_ft.errors import SnapshotError
 from moe_ft.format.index import Index, check_units
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup, capture
@@ -65,13 +65,6 @@ def test_breakpoint_is_the_live_state_with_its_record(trained: Trained) -> None:
     assert written.num_bytes > 0
 
 
-def test_torn_state_of_a_step_that_has_failed_is_not_written(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.begin_update()
-    trained.breakpoints.break_off()
-    assert trained.breakpoints.write() == Written(problem=TORN)
-
-
 def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: Trained) -> None:
     trained.step(3)
     trained.breakpoints.begin_update()
@@ -83,20 +76,6 @@ def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: T
     writer.join(DEADLINE_S)
     assert [each.iteration for each in found] == [4]
     assert trained.index().iteration == 4
-
-
-def test_no_weight_changes_once_it_is_written(trained: Trained) -> None:
-    trained.step(3)
-    trained.breakpoints.write()
-    stepped = threading.Event()
-
-    def step() -> None:
-        trained.step(4)
-        stepped.set()
-
-    in_thread(step)
-    assert not stepped.wait(0.2)
-    trained.index()
 
 
 def test_rank_that_is_behind_steps_once_more_and_is_held_again(trained: Trained) -> None:

@@ -16,7 +16,6 @@ from moe_ft.engine.ending import LastState
 from moe_ft.engine.memory.regions import Role
 from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.windows import FENCE_DEADLINE_S
-from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import excused_until_s
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, Job, MakeJob, Rank, Setup
@@ -85,50 +84,7 @@ def test_fence_excuses_the_thread_that_waits_at_it(
     assert excused == [True]
 
 
-def test_snapshot_whose_copy_outlasts_the_fence_is_never_committed(make_job: MakeJob) -> None:
-    job = make_job(num_ranks=2)
-    job.run([1])
-    slow = job.ranks[0]
-    slow.workers["snapshot"].is_eager = False
-    job.run([2, 3])
-    assert slow.reasons("skipped")[-1] == ("snapshot", "the last one is not complete")
-    slow.workers["snapshot"].work()
-    assert [index.iteration for index in slow.indexes()] == [1]
-    slow.workers["snapshot"].is_eager = True
-    job.run([4, 5])
-    assert slow.reasons() == [
-        ("snapshot", "SnapshotError: the copy took longer than the fence waits")
-    ]
-    assert job.ranks[1].reasons() == [("snapshot", "another rank has none")]
-    for rank in job.ranks:
-        assert rank.indexes()[-1].iteration == 5
-
-
 # Snapshots that fail
-
-
-def test_failure_ends_training_if_the_user_wants_that(make_job: MakeJob) -> None:
-    job = make_job(raises=True)
-    job.ranks[0].hook = fail_at(Phase.SNAPSHOT, 1)
-    job.run([1])
-    with pytest.raises(DegradedError, match="iteration 1: snapshot: RuntimeError"):
-        job.ranks[0].engine.drain(lambda report: None)
-
-
-def test_ranks_that_cannot_agree_keep_the_last_complete_state_and_take_no_other(
-    make_job: MakeJob,
-) -> None:
-    job = make_job(num_ranks=2)
-    job.run([1, 2])
-    job.meeting.end()
-    job.run(range(3, 8))
-    for rank in job.ranks:
-        (part, reason), *_ = rank.reasons()
-        assert part == "agreement"
-        assert "checkpointing is off until the next start" in reason
-        assert [index.iteration for index in rank.indexes()] == [1, 2]
-        assert [region.role for region in rank.memory.regions].count(Role.RECOVERY) == 1
-    assert [ending.is_agreed for ending in job.finish()] == [False, False]
 
 
 # Windows of several snapshots

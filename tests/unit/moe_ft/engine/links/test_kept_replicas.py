@@ -4,7 +4,6 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +19,6 @@ from moe_ft.engine.links.peers import PeerReplicator, Replica
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
-from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
@@ -284,22 +282,6 @@ def test_stretch_that_is_corrupt_is_refused_and_the_complete_window_intact(
     assert not _send_perhaps_spoiled(sender, NEW, position, 4, 1, spoils=True)
     assert "does not match its checksum" in sender.reasons()[0]
     assert sender.peer.committed() == {4: kept}
-
-
-@pytest.mark.parametrize("level", ["units", "compute"])
-def test_stretch_whose_index_has_another_checksum_is_refused(sender: Sender, level: str) -> None:
-    sender.send(NEW, 0)
-    replica = sender.replica(NEW, 1, keep=None)
-    index = replica.index
-    if level == "units":
-        name = next(name for name, unit in index.units.items() if unit.iteration == 6)
-        unit = msgspec.structs.replace(index.units[name], checksum="0" * 16)
-        index = msgspec.structs.replace(index, units={**index.units, name: unit})
-    else:
-        unit = msgspec.structs.replace(index.compute[1][EMBEDDING], checksum="0" * 16)
-        index = msgspec.structs.replace(index, compute=(index.compute[0], {EMBEDDING: unit}))
-    with pytest.raises(CorruptStateError, match="does not match its checksum"):
-        sender.peer.connect().put(replace(replica, index=index), (), no_fault)
 
 
 @pytest.fixture

@@ -2,19 +2,21 @@
 
 import socket
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from moe_ft.engine.links.messages import (
     REPLY,
-    REQUEST,
     Deadline,
-    Get,
-    Put,
     Reply,
+    answer_challenge,
+    challenge_client,
     pass_over,
     receive,
+    receive_challenge,
     receive_header,
     send,
     send_all,
@@ -32,15 +34,6 @@ def pair() -> Iterator[Pair]:
 
 def far() -> Deadline:
     return Deadline(30.0)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [Put(3, 5, 10, 0, 100, ("layer.0.expert.1",), 7), Put(3, None, 0, 0, 0), Get("a/b", 4, -1)],
-)
-def test_request_arrives_as_it_was_sent(pair: Pair, request_: Put | Get) -> None:
-    send(pair[0], request_, far())
-    assert REQUEST.decode(receive_header(pair[1], far())) == request_
 
 
 def test_content_that_nobody_wants_is_passed_over(pair: Pair) -> None:
@@ -73,3 +66,139 @@ def test_deadline_that_is_over_raises() -> None:
     assert deadline.is_over
     with pytest.raises(TimeoutError, match=r"not done within 0\.0 s"):
         _ = deadline.rest_s
+
+
+TOKEN, OTHER = "0123456789abcdef", "0123456789abcdee"
+DEADLINE_S = 120.0
+CHALLENGE_BYTES, ANSWER_BYTES, PROOF_BYTES = 40, 64, 32
+
+
+class Sides:
+    """A server and a client, with a wire between them that is read along."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(4)
+        self.server, self._server_end = socket.socketpair()
+        self.client, self._client_end = socket.socketpair()
+        self.said: list[bytes] = []
+        ends = (self._server_end, self._client_end)
+        for one, other in (ends, ends[::-1]):
+            self._pool.submit(self._pass_on, one, other)
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        while content := one.recv(1 << 10):
+            self.said.append(content)
+            other.sendall(content)
+        other.shutdown(socket.SHUT_WR)
+
+    def run(self, side: socket.socket, act: Callable[[socket.socket], None]) -> Future[None]:
+        """Have one side act in a thread, and then close its connection."""
+
+        def closing() -> None:
+            with side:
+                act(side)
+
+        return self._pool.submit(closing)
+
+    def serve(self, token: str = TOKEN) -> Future[None]:
+        """Have the server let in whoever knows a token."""
+        return self.run(
+            self.server, lambda side: challenge_client(side, token, Deadline(DEADLINE_S))
+        )
+
+    def enter(self, token: str = TOKEN) -> Future[None]:
+        """Have the client prove a token."""
+
+        def act(side: socket.socket) -> None:
+            deadline = Deadline(DEADLINE_S)
+            answer_challenge(side, token, receive_challenge(side, deadline), deadline)
+
+        return self.run(self.client, act)
+
+    def close(self) -> None:
+        """End the threads."""
+        for side in (self.server, self.client, self._server_end, self._client_end):
+            side.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    sides = Sides()
+    yield sides
+    sides.close()
+
+
+def test_token_is_not_shown_on_the_wire(sides: Sides) -> None:
+    served, entered = sides.serve(), sides.enter()
+    served.result(), entered.result()
+    said = b"".join(sides.said)
+    assert len(said) == CHALLENGE_BYTES + ANSWER_BYTES + PROOF_BYTES
+    assert TOKEN.encode() not in said
+
+
+@pytest.mark.parametrize("token", ["", OTHER, TOKEN[:-1], TOKEN.upper(), "töken", "x" * 10_000])
+def test_client_with_a_wrong_token_is_refused_and_learns_it(sides: Sides, token: str) -> None:
+    served, entered = sides.serve(), sides.enter(token)
+    for side in (served, entered):
+        with pytest.raises(ConnectionError, match="the token is wrong: another job or an older"):
+            side.result()
+
+
+def test_server_that_does_not_know_the_token_is_refused(sides: Sides) -> None:
+    def pretend(side: socket.socket) -> None:
+        send_all(side, b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
+        receive(side, ANSWER_BYTES, Deadline(DEADLINE_S))
+        send_all(side, bytes(PROOF_BYTES), Deadline(DEADLINE_S))
+
+    sides.run(sides.server, pretend)
+    with pytest.raises(ConnectionError, match="the token is wrong"):
+        sides.enter().result()
+
+
+def test_server_that_sends_the_clients_own_proof_back_is_refused(sides: Sides) -> None:
+    def reflect(side: socket.socket) -> None:
+        send_all(side, b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
+        answer = receive(side, ANSWER_BYTES, Deadline(DEADLINE_S))
+        send_all(side, bytes(answer[-PROOF_BYTES:]), Deadline(DEADLINE_S))
+
+    sides.run(sides.server, reflect)
+    with pytest.raises(ConnectionError, match="the token is wrong"):
+        sides.enter().result()
+
+
+def test_answer_to_another_challenge_is_refused(sides: Sides) -> None:
+    first = Sides()
+    first_served, first_entered = first.serve(), first.enter()
+    first_served.result(), first_entered.result()
+    first.close()
+    (heard,) = [each for each in first.said if len(each) == ANSWER_BYTES]
+
+    def repeat(side: socket.socket) -> None:
+        receive(side, CHALLENGE_BYTES, Deadline(DEADLINE_S))
+        send_all(side, heard, Deadline(DEADLINE_S))
+
+    sides.run(sides.client, repeat)
+    with pytest.raises(ConnectionError, match="the token is wrong"):
+        sides.serve().result()
+
+
+def test_server_of_something_else_is_named_as_such(sides: Sides) -> None:
+    sides.run(sides.server, lambda side: side.sendall(b"SSH-2.0-OpenSSH_9.6".ljust(40)))
+    with pytest.raises(ConnectionError, match="what listens there is no server of moe_ft/1"):
+        sides.enter().result()
+
+
+def test_client_that_sends_a_byte_now_and_then_is_given_up_in_total(sides: Sides) -> None:
+    has_ended = threading.Event()
+
+    def trickle(side: socket.socket) -> None:
+        while not has_ended.wait(0.02):
+            side.send(b"x")
+
+    sides.run(sides.client, trickle)
+    try:
+        with pytest.raises(TimeoutError):
+            challenge_client(sides.server, TOKEN, Deadline(0.2))
+    finally:
+        has_ended.set()

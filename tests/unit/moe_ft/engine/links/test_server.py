@@ -42,12 +42,6 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 # Files
 
 
-def test_file_in_a_directory_of_the_node_is_served(peer: Peer) -> None:
-    directory = peer.regions[0].directory
-    (directory / "file").write_bytes(b"0123456789")
-    assert peer.connect().get(f"{directory.name}/file", 2, 3) == b"234"
-
-
 @pytest.mark.parametrize(
     ("offset", "num_bytes", "expected"),
     [(0, 3, b"012"), (7, -1, b"789"), (7, 100, b"789"), (10, -1, b""), (99, 1, b""), (2, 0, b"")],
@@ -145,25 +139,6 @@ def test_server_that_has_no_token_yet_answers_nobody(
         connection.get("file")
 
 
-@pytest.mark.parametrize("host", [HOST, "localhost", pytest.param("::1", marks=needs_ipv6)])
-def test_server_is_reached_by_its_address_and_its_name(tmp_path: Path, host: str) -> None:
-    node_dir = tmp_path / "node"
-    node_dir.mkdir(mode=0o700)
-    (node_dir / "file").write_bytes(b"data")
-    server = PeerServer(node_dir, host)
-    server.start()
-    server.admit(TOKEN)
-    assert server.address is not None
-    with closing(server), closing(PeerConnection(server.address, TOKEN)) as connection:
-        assert connection.get("file") == b"data"
-
-
-def test_server_that_was_closed_refuses_connections(peer: Peer) -> None:
-    peer.server.close()
-    with pytest.raises(ConnectionRefusedError):
-        peer.connect().get("file")
-
-
 # Failures of its own
 
 
@@ -223,12 +198,6 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 # Strangers
-
-
-def test_nobody_is_answered_before_there_is_a_token(listening: Listening) -> None:
-    address = (HOST, listening.listener.start())
-    with stranger(address) as connection:
-        assert connection.recv(1) == b""
 
 
 def test_strangers_beyond_the_most_are_closed_at_once(listening: Listening) -> None:

@@ -1,13 +1,15 @@
 """Values in a store of torch: those of a stranger are not there, and break nothing."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from moe_ft.engine.links.signed_store import MAX_VALUE_BYTES, SignedStore
+from moe_ft.engine.links.signed_store import MAX_VALUE_BYTES, SignedStore, StoreMeeting, poll_s
 from moe_ft.errors import RepairError
+from tests.unit.moe_ft.together import run_together
 
 VALUES: tuple[Any, ...] = (
     {"rank": 3, "facts": {"a": 1.5, "b": [None, True, "\n"]}},
@@ -124,3 +126,51 @@ def test_nothing_is_parsed_before_its_code_is_checked(
     monkeypatch.setattr(json, "loads", lambda body: pytest.fail("parsed"))
     store.set("key", store.get("key")[:-1] + b"!")
     assert signed.get("key") is None
+
+
+def meeting(store: SignedStore, rank: int, world_size: int) -> StoreMeeting:
+    return StoreMeeting(store, rank, world_size, least_poll_s=0.001)
+
+
+def never(seconds: float) -> bool:
+    return threading.Event().wait(seconds)
+
+
+def test_all_learn_what_all_have_said(signed: SignedStore) -> None:
+
+    def say(rank: int, gather: object) -> Any:
+        return meeting(signed, rank, 3).exchange("list", 10 * rank, 120.0, never)
+
+    assert run_together(3, say) == [{0: 0, 1: 10, 2: 20}] * 3
+
+
+def test_rank_that_nobody_joins_learns_what_there_is_in_time_and_nothing_if_it_gives_up(
+    signed: SignedStore,
+) -> None:
+    assert meeting(signed, 1, 3).exchange("list", "a", 0.0, never) == {1: "a"}
+    assert meeting(signed, 2, 3).exchange("list", "b", 120.0, lambda seconds: True) is None
+    assert meeting(signed, 0, 3).said("list") == {1: "a", 2: "b"}
+
+
+def test_counter_that_a_stranger_has_raised_ends_no_wait(signed: SignedStore) -> None:
+    signed._store.add("list/count", 100)
+    looks: list[float] = []
+
+    def look_twice(seconds: float) -> bool:
+        looks.append(seconds)
+        return len(looks) == 2
+
+    assert meeting(signed, 0, 2).exchange("list", 1, 120.0, look_twice) is None
+    assert looks == [0.001] * 2
+
+
+def test_many_ranks_ask_the_store_less_often() -> None:
+    assert (poll_s(8, 0.01), poll_s(10_000, 0.01)) == (0.01, 2.0)
+
+
+def test_store_that_does_not_answer_is_given_up_in_time(signed: SignedStore) -> None:
+    end = threading.Event()
+    slow = StoreMeeting(signed, 0, 1, least_poll_s=0.001, answer_s=0.01)
+    with pytest.raises(TimeoutError, match="the job's store did not return"):
+        slow.ask(lambda store: end.wait(120.0))
+    end.set()

@@ -1,12 +1,8 @@
 """Data files are valid safetensors files, and tensors lie where layouts say, also those of plans."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import pytest
 import safetensors
 import safetensors.numpy
@@ -74,36 +70,6 @@ def test_units_and_tensors_are_aligned(units: Units) -> None:
     for place in lay_out(units).units:
         assert place.offset % ALIGNMENT_BYTES == 0
         assert all(tensor.offset % ALIGNMENT_BYTES == 0 for tensor in place.tensors)
-
-
-def test_file_on_disk_is_opened_by_the_safetensors_library(tmp_path: Path) -> None:
-    unit = UnitId(kind=UnitKind.ROUTER, layer=1)
-    layout = lay_out(
-        [
-            (
-                unit,
-                Level.FULL,
-                [
-                    TensorEntry("router", "param", 0, 3, "F32", 0),
-                    TensorEntry("router", "exp_avg", 0, 3, "I16", 0),
-                ],
-            )
-        ]
-    )
-    weights, moments = np.array([1.5, -2, 3], np.float32), np.array([1, -2, 3], np.int16)
-    both: tuple[npt.NDArray[Any], ...] = (weights, moments)
-    content = bytearray(layout.header.ljust(layout.num_bytes, b"\0"))
-    for tensor, values in zip(layout.units[0].tensors, both, strict=True):
-        start = layout.units[0].offset + tensor.offset
-        content[start : start + values.nbytes] = values.tobytes()
-    path = tmp_path / "state.safetensors"
-    path.write_bytes(content)
-
-    loaded = safetensors.numpy.load_file(path)
-    np.testing.assert_array_equal(loaded["layer.1.router/full/router[0:3]/param"], weights)
-    with safetensors.safe_open(path, framework="numpy") as opened:
-        found = opened.get_tensor("layer.1.router/full/router[0:3]/exp_avg")
-    np.testing.assert_array_equal(found, moments)
 
 
 # Windows of several snapshots

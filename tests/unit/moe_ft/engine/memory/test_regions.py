@@ -82,11 +82,6 @@ def test_role_that_may_not_follow_is_refused_with_both_names(
         region.advance(after)
 
 
-def test_constructor_touches_no_files(tmp_path: Path) -> None:
-    Region(tmp_path / "rank", 0, NUM_BYTES)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Path) -> None:
     region = opened(tmp_path)
     contents = [bytes([letter]) * 300_000 for letter in b"abcdefgh"]
@@ -112,19 +107,6 @@ def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Pa
     is_done.set()
     reader.join()
     assert torn == []
-
-
-def test_content_written_by_a_process_that_was_killed_survives(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from moe_ft.engine.memory.regions import Region\n"
-        f"region = Region(Path(sys.argv[1]), 0, {NUM_BYTES}); region.open()\n"
-        "region.mapping[:5] = b'bytes'; region.commit(b'an index', 7)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)])
-    region = opened(tmp_path)
-    assert bytes(region.mapping[:5]) == b"bytes"
-    assert region.index_path.read_bytes() == b"an index"
 
 
 @pytest.mark.parametrize("num_bytes", [NUM_BYTES - 1, NUM_BYTES + 1])

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -121,66 +119,6 @@ def test_writer_that_falls_silent_is_killed_and_started_again(
     assert second.pid != first.pid
 
 
-def beating_command(tmp_path: Path) -> list[str]:
-    """Return the command of a process that gives signs of life and does nothing else."""
-    code = (
-        "import pathlib, sys, time\nwhile True: pathlib.Path(sys.argv[1]).touch(); time.sleep(0.02)"
-    )
-    return [sys.executable, "-S", "-c", code, str(tmp_path / "persist" / HEARTBEAT_NAME)]
-
-
-class WallClock:
-    """A wall clock that may be wrong, while the clock for deadlines is right."""
-
-    def __init__(self) -> None:
-        self.offset_s = 0.0
-
-
-@pytest.fixture
-def wall_clock(monkeypatch: pytest.MonkeyPatch) -> WallClock:
-    wall_clock, now = WallClock(), time.time
-    monkeypatch.setattr("time.time", lambda: now() + wall_clock.offset_s)
-    # The process in these tests is no writer and does not end by itself.
-    monkeypatch.setattr("moe_ft.engine.persist.client._END_S", 0.05)
-    return wall_clock
-
-
-def test_clock_that_jumps_ahead_harms_neither_the_writer_nor_a_request(
-    tmp_path: Path, wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, looks = Node(tmp_path, beating_command(tmp_path)), list[None]()
-    look = WriterSupervisor._heartbeat
-
-    def count_looks(supervisor: WriterSupervisor) -> int | None:
-        looks.append(None)
-        return look(supervisor)
-
-    monkeypatch.setattr(WriterSupervisor, "_heartbeat", count_looks)
-    node.supervisor.start()
-    region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region, [], "", TAG)
-    wall_clock.offset_s = 1e6
-    num_looks = len(looks)
-    wait_for(lambda: len(looks) > num_looks + 2, "looks at the writer")
-    assert node.client.poll() is None
-    assert node.reason("") is None
-    node.supervisor.close()
-
-
-def test_clock_that_jumps_back_does_not_hide_that_the_writer_is_silent(
-    tmp_path: Path, wall_clock: WallClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = Node(tmp_path, beating_command(tmp_path))
-    node.supervisor.start()
-    wait_for((node.directory / HEARTBEAT_NAME).exists, "a sign of life")
-    wall_clock.offset_s = -3600.0
-    assert node.supervisor._process is not None
-    node.supervisor._process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr("moe_ft.engine.persist.client._HEARTBEAT_STALE_S", 1.0)
-    wait_for(lambda: node.reason("no sign of life"), "the report")
-    node.supervisor.close()
-
-
 def test_writer_imports_nothing_from_the_working_directory(
     tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,17 +178,6 @@ def test_writer_that_cannot_start_is_tried_less_often_after_some_attempts(tmp_pa
     wait_for(lambda: node.reason("it is started again in 60 s"), "the last report")
     assert all("cannot start" in each.fields["reason"] for each in node.seen)
     node.supervisor.close()
-
-
-def test_region_of_a_writer_that_does_not_answer_comes_back_degraded(
-    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_ft.engine.persist.client._MIN_DEADLINE_S", -1e6)
-    region, _ = fill_region(tmp_path / "rank")
-    node.client.submit(region, [], "", TAG)
-    assert node.client.poll() is region
-    assert node.reason("the writer did not finish in time") is not None
-    assert not request_path(node.directory, 0).exists()
 
 
 def test_writer_that_may_still_read_a_region_that_was_given_up_is_replaced(

@@ -61,14 +61,6 @@ def test_request_that_fails_now_and_then_is_made_again(
     assert complete_iterations(stored) == [3, 2, 1]
 
 
-def test_manifest_whose_upload_is_cut_makes_no_checkpoint(stored: Storage, s3: ObjectStore) -> None:
-    with s3.failing(CUT, "PUT", part="manifest.json") as fault, pytest.raises(OSError):
-        persist_checkpoint(stored, 3, TWO_RANKS)
-    assert fault.struck
-    assert find_manifests(stored, 3) == []
-    assert complete_iterations(stored) == [2, 1]
-
-
 def test_large_file_goes_up_in_parts_and_comes_back(s3: ObjectStore) -> None:
     storage = Storage(f"{s3.bucket()}/persist")
     content = bytes(range(256)) * (60 << 12)  # 60 MiB: more than one part of an upload

@@ -45,23 +45,6 @@ def data_path(storage: Storage, iteration: int, identity: Identity) -> Path:
 
 
 @given(
-    keep=st.integers(1, 4),
-    iterations=st.lists(st.integers(1, 30), unique=True, min_size=1, max_size=8).map(sorted),
-)
-@settings(max_examples=30)
-def test_retention_of_a_run_keeps_the_newest_and_all_that_they_name(
-    keep: int, iterations: list[int]
-) -> None:
-    with install():
-        storage = Storage(faulty_urls(Path())["objects"])
-        for iteration in iterations:
-            save(storage, iteration, TWO_RANKS, keep)
-        kept = sorted(iterations, reverse=True)[:keep]
-        assert complete_iterations(storage) == kept
-        assert storage.iterations() == kept
-
-
-@given(
     keep=st.integers(1, 3),
     steps=st.lists(
         st.tuples(st.sampled_from(["run-a", "run-b"]), st.integers(1, 15)),

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tests.unit.moe_ft.engine.persist.writer_office import (
     opened,
     request_for,
 )
-from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls, install
+from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls
 from tests.waiting import wait_for
 
 
@@ -83,37 +83,6 @@ def test_region_that_is_damaged_becomes_an_error_and_no_checkpoint(
     assert complete_iterations(office.storage) == []
 
 
-@pytest.mark.parametrize("kind", ["local", "objects"])
-def test_data_that_storage_garbles_become_an_error_and_the_older_checkpoint_stays(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, garbled = Storage.write, [False]
-
-    def write_otherwise(storage: Storage, path: str, pieces: Iterable[memoryview]) -> None:
-        content = bytearray(b"".join(pieces))
-        content[max(place for place, byte in enumerate(content) if byte)] ^= 1  # of a unit
-        garbled[0] = True
-        write(storage, path, [memoryview(content)])
-
-    with install(), opened(tmp_path, faulty_urls(tmp_path)[kind], keep=1) as office:
-        office.ask(fill_region(tmp_path / "rank", iteration=3)[0])
-        assert office.result().error == ""
-        monkeypatch.setattr(Storage, "write", write_otherwise)
-        office.ask(fill_region(tmp_path / "rank", iteration=4)[0])
-        error = office.result().error
-        assert garbled[0]
-        assert (
-            "iteration 4 is not on storage as it was written, and older checkpoints stay" in error
-        )
-        assert "does not match its checksum" in error
-        assert complete_iterations(office.storage) == [3]
-        assert [name for name in office.storage.names_in("iter_0000004") if "rank" in name] == []
-        monkeypatch.undo()
-        office.ask(fill_region(tmp_path / "rank", iteration=5)[0])
-        assert office.result().error == ""
-        assert complete_iterations(office.storage) == [5]
-
-
 def test_state_that_is_not_finite_becomes_an_error_and_the_last_finite_ones_stay(
     tmp_path: Path, office: Office
 ) -> None:
@@ -145,22 +114,6 @@ def test_ranks_that_do_not_write_until_the_deadline_are_named(
     error = office.result().error
     assert "ranks [1, 2] did not write their part of iteration 5 in time" in error
     assert not find_manifests(office.storage, 5)
-
-
-@pytest.mark.parametrize("back_end", ["local", "objects"])
-def test_storage_that_fails_becomes_an_error_and_the_worker_goes_on(
-    tmp_path: Path, injector: Injector, back_end: str
-) -> None:
-    with opened(tmp_path, faulty_urls(tmp_path)[back_end]) as office:
-        injector.broken = (("open", "safetensors"),)
-        region, _ = fill_region(tmp_path / "rank", number=0, iteration=5)
-        office.ask(region)
-        assert "injected failure" in office.result().error
-        injector.forget()
-        region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
-        office.ask(region)
-        assert office.result().error == ""
-        assert complete_iterations(office.storage) == [6]
 
 
 @pytest.mark.parametrize("back_end", ["local", "objects"])
@@ -273,22 +226,6 @@ def test_request_becomes_a_complete_checkpoint(tmp_path: Path, office: Office) -
     office.ask(region)
     assert office.result().error == ""
     assert complete_iterations(office.storage) == [5]
-
-
-def test_result_says_what_was_written_where(tmp_path: Path, office: Office) -> None:
-    region, index = fill_region(tmp_path / "rank", iteration=5)
-    office.ask(region)
-    result = office.result()
-    assert (result.rank, result.iteration, result.num_units) == (0, 5, 3)
-    assert (result.num_bytes, result.path) == (index.file_bytes, office.storage.url)
-
-
-def test_request_from_before_the_worker_started_is_served(tmp_path: Path) -> None:
-    region, _ = fill_region(tmp_path / "rank", iteration=5)
-    with opened(tmp_path, str(tmp_path / "storage"), starts=False) as office:
-        office.ask(region)
-        office.start()
-        assert office.result().error == ""
 
 
 def test_request_without_the_manifest_writes_only_the_ranks_own_files(

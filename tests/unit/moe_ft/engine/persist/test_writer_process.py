@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from moe_ft.engine.persist.client import writer_command
-from moe_ft.engine.persist.manifests import find_manifests
 from moe_ft.engine.persist.writer import (
     HEARTBEAT_NAME,
     WriterSettings,
@@ -23,7 +22,7 @@ from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import fill_region
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
-from tests.unit.moe_ft.engine.persist.writer_office import TWO_RANKS, request_for
+from tests.unit.moe_ft.engine.persist.writer_office import request_for
 from tests.waiting import wait_for
 
 
@@ -136,16 +135,3 @@ def test_second_writer_of_a_node_waits_until_the_first_has_ended(
         heartbeat.unlink(missing_ok=True)
         wait_for(heartbeat.exists, "the second writer's heartbeat")
         second.kill()
-
-
-def test_writer_that_is_killed_while_it_waits_leaves_no_checkpoint(
-    tmp_path: Path, parent: Parent
-) -> None:
-    region, index = fill_region(tmp_path / "rank", identity=TWO_RANKS)
-    request = request_for(region)
-    write_atomically(request_path(parent.directory, 0), msgspec.json.encode(request))
-    own = tmp_path / "storage" / "iter_0000005"
-    wait_for(lambda: list(own.glob("rank_00000_*.json")), "the files of rank 0")
-    parent.writer.kill()
-    assert not find_manifests(Storage(str(tmp_path / "storage")), 5)
-    assert request_path(parent.directory, 0).exists()  # the next writer serves it

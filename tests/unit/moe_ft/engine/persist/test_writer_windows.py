@@ -8,11 +8,10 @@ import pytest
 
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import checksum, encode
-from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Version
 from moe_ft.recovery.readers import StorageReader, read_unit
@@ -24,38 +23,28 @@ from tests.unit.moe_ft.builders import (
     manifest_of,
 )
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
+from tests.unit.moe_ft.engine.persist.writer_office import request_for
 
-FAR_S = 120.0
 TWO_RANKS = make_identity(world_size=2)
 
 
 class Office:
     """A worker, and what it leaves on storage."""
 
-    def __init__(self, tmp_path: Path, keep: int = 2) -> None:
+    def __init__(self, tmp_path: Path) -> None:
         self.tmp_path, self.storage = tmp_path, Storage(str(tmp_path / "storage"))
-        self.worker = PersistWorker(tmp_path, self.storage, keep)
+        self.worker = PersistWorker(tmp_path, self.storage, 2)
 
-    def persist(self, region: Region, *, rank: int = 0, **changes: Any) -> Index:
-        """Write a region, and the manifest for rank 0."""
-        request = PersistRequest(
-            rank=rank,
-            iteration=region.iteration or 0,
-            index=str(region.index_path),
-            data=str(region.data_path),
-            rotating=(),
-            previous="",
-            tag=file_tag(make_identity()),
-            writes_manifest=rank == 0,
-            deadline_s=FAR_S,
-        )
-        index, warning = self.worker.persist(msgspec.structs.replace(request, **changes))
+    def persist(self, region: Region, **changes: Any) -> Index:
+        """Write a region, and the manifest."""
+        request = msgspec.structs.replace(request_for(region), **changes)
+        index, warning = self.worker.persist(request)
         assert warning == ""
         return index
 
-    def window(self, **which: Any) -> tuple[Region, WindowState]:
+    def window(self) -> tuple[Region, WindowState]:
         """Have a region that holds a window."""
-        return fill_window(self.tmp_path / "rank", **which)
+        return fill_window(self.tmp_path / "rank")
 
 
 @pytest.fixture
@@ -129,10 +118,6 @@ def write_window(storage: Storage, rank: int, length: int, num_snapshots: int) -
     storage.write_atomically(path, encode(window.up_to(num_snapshots)))
 
 
-def complete(storage: Storage, identity: Identity = TWO_RANKS) -> None:
-    write_manifest(storage, 7, file_tag(identity), identity.world_size)
-
-
 @pytest.mark.parametrize("odd_rank", [0, 1])
 @pytest.mark.parametrize(("length", "num_snapshots"), [(2, 2), (1, 1), (4, 3), (3, 2)])
 def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused(
@@ -141,5 +126,5 @@ def test_manifest_over_windows_of_different_lengths_or_without_an_end_is_refused
     write_window(office.storage, 1 - odd_rank, 3, 3)
     write_window(office.storage, odd_rank, length, num_snapshots)
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
-        complete(office.storage)
+        write_manifest(office.storage, 7, file_tag(TWO_RANKS), 2)
     assert find_manifests(office.storage, 7) == []

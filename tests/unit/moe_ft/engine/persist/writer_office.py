@@ -37,18 +37,19 @@ def tag_of(region: Region) -> str:
     return file_tag(index.identity)
 
 
-def request_for(region: Region) -> PersistRequest:
-    """Return the request to write a region of the only rank, at iteration 5."""
+def request_for(region: Region, *, rank: int = 0, deadline_s: float = FAR_S) -> PersistRequest:
+    """Return the request to write a region, and the manifest for rank 0."""
+    assert region.iteration is not None
     return PersistRequest(
-        rank=0,
-        iteration=5,
+        rank=rank,
+        iteration=region.iteration,
         index=str(region.index_path),
         data=str(region.data_path),
         rotating=(),
         previous="",
         tag=tag_of(region),
-        writes_manifest=True,
-        deadline_s=FAR_S,
+        writes_manifest=rank == 0,
+        deadline_s=deadline_s,
     )
 
 
@@ -68,23 +69,9 @@ class Office:
         """Let the worker serve."""
         self._thread.start()
 
-    def ask(
-        self, region: Region, *, rank: int = 0, waits_s: float = FAR_S, iteration: int | None = None
-    ) -> None:
+    def ask(self, region: Region, *, rank: int = 0, waits_s: float = FAR_S) -> None:
         """Ask for a region of a rank to be written."""
-        asked = region.iteration if iteration is None else iteration
-        assert asked is not None
-        request = PersistRequest(
-            rank=rank,
-            iteration=asked,
-            index=str(region.index_path),
-            data=str(region.data_path),
-            rotating=(),
-            previous="",
-            tag=tag_of(region),
-            writes_manifest=rank == 0,
-            deadline_s=waits_s,
-        )
+        request = request_for(region, rank=rank, deadline_s=waits_s)
         write_atomically(request_path(self.directory, rank), msgspec.json.encode(request))
 
     def result(self, rank: int = 0) -> PersistResult:

@@ -131,16 +131,6 @@ def test_tensor_goes_into_a_part_of_a_larger_one_and_nowhere_else(packing: Packi
     assert set(whole[:3].tolist() + whole[132:].tolist()) == {7.0}
 
 
-@given(count=COUNTS, seed=SEEDS)
-def test_split_masters_come_back_bit_for_bit(count: int, seed: int) -> None:
-    masters = torch.randn(count, generator=torch.Generator().manual_seed(seed))
-    entry = TensorEntry("w", "param", 0, count, "F32", 64, packing=Packing.SPLIT.value)
-    image = image_of(Packing.SPLIT, masters, masters.to(torch.bfloat16))
-    target = torch.zeros(count)
-    unpack_into(target, entry, content_with(image, entry, seed, behind=0))
-    assert same_bits(target, masters)
-
-
 @given(packing=st.sampled_from(Packing), count=COUNTS, line=st.integers(0, 40))
 def test_segments_cover_the_pieces_of_a_tensor_and_nothing_else(
     packing: Packing, count: int, line: int

@@ -29,11 +29,6 @@ def profile_of(
 ONE = [(1000, 0.1, 0.2, 0.4)]
 
 
-def test_bytes_are_unknown_before_anything_was_measured() -> None:
-    profile = SnapshotProfile()
-    assert (profile.copied_bytes, profile.flow_bytes) == (None, None)
-
-
 @pytest.mark.parametrize("count", range(NUM_QUIET_ITERATIONS))
 def test_bytes_are_unknown_until_enough_iterations_were_measured(count: int) -> None:
     profile = profile_of(ONE, (0.6,) * count, (1.0,) * count)
@@ -42,10 +37,6 @@ def test_bytes_are_unknown_until_enough_iterations_were_measured(count: int) -> 
 
 def test_copied_bytes_are_what_fits_into_forward_and_backward() -> None:
     assert profile_of(ONE).copied_bytes == pytest.approx(1000 / 0.1 * 0.6)
-
-
-def test_flow_bytes_are_what_the_slowest_part_manages_in_an_iteration() -> None:
-    assert profile_of(ONE).flow_bytes == pytest.approx(1000 / 0.4 * 1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +80,6 @@ def test_time_of_blocks_and_of_functions_is_added_up_until_it_is_taken() -> None
     assert stall.seconds == 2.5
     assert stall.take() == 2.5
     assert stall.take() == 0.0
-
-
-def test_function_returns_its_answer() -> None:
-    assert Stall(ManualClock()).count(lambda: 7) == 7
 
 
 def test_time_until_an_exception_counts() -> None:

@@ -4,7 +4,6 @@ import mmap
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 import torch
@@ -170,35 +169,6 @@ def test_tensors_that_changed_arrive_with_the_same_tables(
 
 
 # How tensors are cut
-
-
-@settings(max_examples=40)
-@given(wishes=WISHES, num_bytes=STAGINGS)
-def test_images_in_a_buffer_never_overlap(wishes: list[Wish], num_bytes: int) -> None:
-    for chunk in cut(place(wishes, 0).parts, Staging(num_bytes, CPU)):
-        used = []
-        for segment in chunk.segments:
-            used.append((segment.offset, segment.offset + whole_lines(segment.num_bytes)))
-            if segment.side_bytes:
-                side = segment.side_offset
-                used.append((side, side + whole_lines(segment.side_bytes)))
-        assert all(before[1] <= behind[0] for before, behind in pairwise(sorted(used)))
-
-
-@settings(max_examples=40)
-@given(wishes=WISHES, num_bytes=STAGINGS)
-def test_tensors_are_cut_at_multiples_of_a_fixed_number(wishes: list[Wish], num_bytes: int) -> None:
-    state = place(wishes, 0)
-    for chunk in cut(state.parts, Staging(num_bytes, CPU)):
-        for name, segment in zip(chunk.names, chunk.segments, strict=True):
-            part = state.named[name]
-            is_weight = part.weights is not None and segment.weights is None
-            whole = part.weights if is_weight else part.source
-            assert whole is not None
-            first = segment.tensor.storage_offset() - whole.storage_offset()
-            end = first + len(segment.tensor)
-            assert first % CUT == 0
-            assert end % CUT == 0 or end == len(part.source)
 
 
 def test_large_tensor_is_cut_into_chunks_as_worked_by_hand() -> None:

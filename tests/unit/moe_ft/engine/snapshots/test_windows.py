@@ -54,21 +54,6 @@ def test_window_whose_iterations_have_a_gap_is_given_up(only: Only) -> None:
     assert "iteration 4 does not follow 2" in reason
 
 
-def test_region_that_is_being_written_leaves_room_for_one_window(tmp_path: Path) -> None:
-    job = Job(tmp_path, Setup(persist_interval=1))
-    only = Only(job.ranks[0])
-    for iteration in (1, 2):
-        only.take(range(iteration, iteration + 1))
-        only.windows.settle(COMPLETE)
-        if iteration == 1:
-            assert only.windows.complete is not None
-            only.windows.complete.advance(Role.PERSIST)
-    assert only.windows.has_room
-    only.windows.begin(3, lambda: only.rank.capture(3))
-    assert sorted(role.name for role in only.roles()) == ["PERSIST", "RECOVERY", "SNAPSHOT"]
-    job.close()
-
-
 def test_record_that_cannot_be_taken_breaks_the_window_off(only: Only) -> None:
     only.windows.begin(1, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     assert only.windows.state is FAILED

@@ -3,17 +3,24 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors
 import torch
 
 from moe_ft.engine.memory.layout import FileLayout
+from moe_ft.engine.snapshots.copying import StateCopier
+from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import SnapshotJob
 from moe_ft.engine.snapshots.windows import UnitLayouts
+from moe_ft.errors import SnapshotError
+from tests.unit.moe_ft.builders import make_record
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     DEADLINE_S,
     EMBEDDING,
+    EXPERTS,
     FAILED,
     FIRST_ITERATION,
     LENGTH,
@@ -108,17 +115,138 @@ def test_snapshot_that_took_too_long_is_not_committed(trainer: Trainer, position
     assert trainer.take(position + 1) is FAILED
 
 
-def test_tensor_of_another_type_than_at_start_fails(trainer: Trainer) -> None:
-    request = trainer.request(0)
-    local = trainer.state.parameters[0]
-    local.optimizer.optimizer.state[local.master]["exp_avg"] = torch.zeros(
-        NUM_ELEMENTS, dtype=torch.float16
-    )
-    assert trainer.run(request).state is FAILED
-    (reason,) = trainer.reasons()
-    assert f"{local.name}/exp_avg is torch.float16, expected torch.float32" in reason
-
-
 def test_copy_that_fails_lets_the_optimizer_step(trainer: Trainer) -> None:
     trainer.hook = fail_at(FIRST_ITERATION)
     assert trainer.run(trainer.request(0)).copied.is_set()
+
+
+@pytest.fixture
+def copier(trainer: Trainer) -> StateCopier:
+    copier = StateCopier(trainer.state.parameters, None, 0)
+    copier.start()
+    return copier
+
+
+def copied(trainer: Trainer, copier: StateCopier, **which: int) -> list[torch.Tensor]:
+    """Copy a snapshot and return all tensors of its places."""
+    request = trainer.request(0, **which)
+    copier.copy(request, None, lambda: None, lambda: None)
+    return [
+        torch.frombuffer(
+            request.region.mapping,
+            dtype=torch.bfloat16 if tensor.dtype == "BF16" else torch.float32,
+            count=NUM_ELEMENTS,
+            offset=place.offset + tensor.offset,
+        )
+        for place in request.places
+        for tensor in place.tensors
+    ]
+
+
+def expected(trainer: Trainer, iteration: int) -> list[float]:
+    return [
+        trainer.state.value(str(place.unit), tensor.key, iteration)
+        for place in trainer.layout(3).snapshots[0]
+        for tensor in place.tensors
+    ]
+
+
+def test_moment_that_was_replaced_is_followed(trainer: Trainer, copier: StateCopier) -> None:
+    copied(trainer, copier)
+    found = copied(trainer, copier, first=FIRST_ITERATION + 3)  # `train` makes other moments
+    assert [each[0].item() for each in found] == expected(trainer, FIRST_ITERATION + 3)
+
+
+def test_others_are_called_in_the_middle_and_at_the_end(
+    trainer: Trainer, copier: StateCopier
+) -> None:
+    request = trainer.request(0)
+    tensors = [(place, each) for place in request.places for each in place.tensors]
+    copied_then: list[list[bool]] = []
+
+    def look() -> None:
+        content = request.region.mapping
+        zero = bytes(4)
+        starts = [place.offset + each.offset for place, each in tensors]
+        copied_then.append([content[start : start + 4] != zero for start in starts])
+
+    copier.copy(request, None, look, look)
+    half, whole = copied_then
+    assert half.count(True) == len(tensors) // 2
+    assert all(whole)
+
+
+def test_copy_that_outlives_the_memory_of_its_start_writes_where_nobody_reads(
+    trainer: Trainer, copier: StateCopier
+) -> None:
+    request = trainer.request(0)
+    copier.copy(request, None, lambda: None, lambda: None)
+    request.region.close()
+    assert str(request.region.data_path) in Path("/proc/self/maps").read_text()
+    copier.copy(request, None, lambda: None, lambda: None)
+
+
+def test_tensor_of_another_type_is_an_error_with_both_types(
+    trainer: Trainer, copier: StateCopier
+) -> None:
+    request = trainer.request(0)
+    local = trainer.state.parameters[0]
+    state = local.optimizer.optimizer.state[local.master]
+    state["exp_avg"] = torch.zeros(NUM_ELEMENTS, dtype=torch.float16)
+    with pytest.raises(SnapshotError, match=r"is torch\.float16, expected torch\.float32"):
+        copier.copy(request, None, lambda: None, lambda: None)
+
+
+def test_index_names_by_snapshot_the_weights_of_units_that_come_later(trainer: Trainer) -> None:
+    for position in range(LENGTH):
+        trainer.take(position)
+        compute = trainer.index().compute
+        names = [[EXPERTS[2], EMBEDDING], [EMBEDDING], []][: position + 1]
+        assert [sorted(units) for units in compute] == [sorted(each) for each in names]
+        for number, units in enumerate(compute):
+            assert {unit.level for unit in units.values()} <= {"compute"}
+            assert {unit.iteration for unit in units.values()} <= {FIRST_ITERATION + number}
+
+
+def test_moments_that_come_up_in_a_window_are_absent_only_before(trainer: Trainer) -> None:
+    request = trainer.request(0)
+    for local in trainer.state.parameters:
+        local.optimizer.optimizer.state.clear()
+    trainer.run(request)
+    trainer.take(1)
+    units = trainer.index().units
+    assert any(each.is_absent for each in units[EXPERTS[0]].tensors)
+    assert not any(each.is_absent for each in units[EXPERTS[2]].tensors)
+
+
+def captured(iteration: int) -> Any:
+    return SimpleNamespace(iteration=iteration, is_complete=False)
+
+
+class Log(RecordLog):
+    """A log that notes what it encodes."""
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []
+        super().__init__(self._mark, self._note)
+
+    def _mark(self, record: Any) -> None:
+        record.is_complete = True
+
+    def _note(self, record: Any) -> Any:
+        assert record.is_complete
+        self.encoded.append(record.iteration)
+        return make_record(record.iteration)
+
+    def add(self, iteration: int) -> None:
+        """Add a record and complete it."""
+        self.append(iteration, captured(iteration))
+        self.complete(iteration)
+
+
+def test_record_is_encoded_once_however_often_it_is_read() -> None:
+    log = Log()
+    for iteration in (4, 5, 6):
+        log.add(iteration)
+        log.read(4, iteration)
+    assert log.encoded == [4, 5, 6]
