@@ -24,31 +24,14 @@ Key = tuple[int, Direction, int]  # receiver, direction, ordinal
 
 
 class LoggedIteration:
-    """Everything that one rank has sent in one iteration."""
+    """Everything that one rank has sent in one iteration, or what it has sent to one other."""
 
-    def __init__(self, index: BoundaryIndex, content: memoryview) -> None:
-        """Take an index and the bytes of its data file, whose tensors are checked when they are read.
-
-        Raises CorruptStateError if the file has another size or header.
-        """
-        self._take(index)
-        self._content = content
-        if len(content) != index.file_bytes:
-            raise CorruptStateError(
-                f"{self._where} has {len(content)} bytes, not {index.file_bytes}"
-            )
-        if checksum(content[: index.header_bytes]) != index.header_checksum:
-            raise CorruptStateError(f"{self._where}: its header does not match its checksum")
-
-    def _take(self, index: BoundaryIndex) -> None:
-        self.index = index
+    def __init__(self, index: BoundaryIndex, bytes_of: Callable[[SentTensor], memoryview]) -> None:
+        """Take an index, and what returns the bytes of a tensor, which are checked when they are read."""
+        self.index, self._bytes_of = index, bytes_of
         self._sent: dict[Key, SentTensor] = {
             (each.neighbour, each.direction, each.ordinal): each for each in index.sent
         }
-
-    @property
-    def _where(self) -> str:
-        return f"{self.index.file} of rank {self.index.rank}, iteration {self.index.iteration}"
 
     def find(self, receiver: int, direction: Direction, ordinal: int) -> SentTensor | None:
         """Return what was sent, None if that was less."""
@@ -60,13 +43,11 @@ class LoggedIteration:
 
     def read(self, sent: SentTensor) -> memoryview:
         """Return the bytes of a tensor; raises CorruptStateError if they do not have its checksum."""
-        data = self._read_bytes(sent)
+        data = self._bytes_of(sent)
         if checksum(data) != sent.checksum:
-            raise CorruptStateError(f"{self._where}: {sent.name} does not match its checksum")
+            where = _describe(self.index)
+            raise CorruptStateError(f"{where}: {sent.name} does not match its checksum")
         return data
-
-    def _read_bytes(self, sent: SentTensor) -> memoryview:
-        return self._content[sent.offset : sent.offset + sent.num_bytes]
 
     def check(self, receiver: int | None = None) -> None:
         """Read everything, or what one rank received; raises as `read` does."""
@@ -76,6 +57,10 @@ class LoggedIteration:
 
 
 NeighbourLog = Mapping[int, LoggedIteration]  # by iteration
+
+
+def _describe(index: BoundaryIndex) -> str:
+    return f"{index.file} of rank {index.rank}, iteration {index.iteration}"
 
 
 def open_slot(index_path: Path) -> LoggedIteration:
@@ -90,7 +75,13 @@ def open_slot(index_path: Path) -> LoggedIteration:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except ValueError as error:  # an empty file
             raise CorruptStateError(f"{index_path.parent / index.file}: {error}") from error
-    return LoggedIteration(index, content)
+    if len(content) != index.file_bytes:
+        raise CorruptStateError(
+            f"{_describe(index)} has {len(content)} bytes, not {index.file_bytes}"
+        )
+    if checksum(content[: index.header_bytes]) != index.header_checksum:
+        raise CorruptStateError(f"{_describe(index)}: its header does not match its checksum")
+    return LoggedIteration(index, lambda sent: content[sent.offset : sent.offset + sent.num_bytes])
 
 
 def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
@@ -115,17 +106,6 @@ def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
 
 # Returns the bytes of a file: its number of the index, the offset and the number of bytes.
 FetchRange = Callable[[BoundaryIndex, int, int], memoryview]
-
-
-class _FetchedIteration(LoggedIteration):
-    """Tensors that one rank has sent to another in one iteration."""
-
-    def __init__(self, index: BoundaryIndex, contents: Mapping[int, memoryview]) -> None:
-        self._take(index)
-        self._contents = contents  # by offset
-
-    def _read_bytes(self, sent: SentTensor) -> memoryview:
-        return self._contents[sent.offset]
 
 
 class FetchedLog(Mapping[int, LoggedIteration]):
@@ -161,7 +141,7 @@ class FetchedLog(Mapping[int, LoggedIteration]):
     def _fetch_iteration(self, index: BoundaryIndex) -> LoggedIteration:
         wanted = [each for each in index.sent if each.neighbour == self._receiver]
         contents = {each.offset: self._fetch(index, each.offset, each.num_bytes) for each in wanted}
-        return _FetchedIteration(index, contents)
+        return LoggedIteration(index, lambda sent: contents[sent.offset])
 
     def __getitem__(self, iteration: int) -> LoggedIteration:
         """Return what was sent in an iteration; waits until it is here, and fetches the next one.

@@ -11,11 +11,9 @@ from safetensors import safe_open
 from moe_ft.engine.boundary.reading import (
     BoundaryPlayer,
     FetchedLog,
-    LoggedIteration,
     open_log,
-    open_slot,
 )
-from moe_ft.engine.memory.regions import BoundarySlot, make_header
+from moe_ft.engine.memory.regions import make_header
 from moe_ft.errors import CorruptStateError, SnapshotError, UnrecoverableError
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import decode, encode
@@ -44,17 +42,6 @@ def test_truncated_or_empty_file_is_refused(tmp_path: Path) -> None:
     assert "boundary_1.safetensors: cannot mmap an empty file" in problems[1]
 
 
-def test_header_of_another_iteration_is_refused(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(0)
-    path = tmp_path / "boundary_0.safetensors"
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CorruptStateError, match="its header does not match"):
-        open_slot(tmp_path / "boundary_0.json")
-
-
 def test_log_of_the_later_start_is_taken_where_two_have_an_iteration(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         log.take(0)
@@ -75,16 +62,6 @@ def test_log_of_the_later_start_is_taken_where_two_have_an_iteration(tmp_path: P
 
 def test_directory_that_is_missing_holds_no_log(tmp_path: Path) -> None:
     assert open_log(tmp_path / "nothing") == ({}, [])
-
-
-def test_content_of_another_size_is_refused(tmp_path: Path) -> None:
-    with small_log(tmp_path) as log:
-        log.take(0)
-    index = open_slot(tmp_path / "boundary_0.json").index
-    with pytest.raises(
-        CorruptStateError, match=r"boundary_0.safetensors of rank 1, iteration 0 has 3"
-    ):
-        LoggedIteration(index, memoryview(b"abc"))
 
 
 class Node:
@@ -219,21 +196,6 @@ def test_header_of_too_many_tensors_is_refused() -> None:
         make_header([sent(number, HEADER + 64 * number) for number in range(100)], HEADER, SIZE * 9)
 
 
-def test_slot_without_an_index_holds_nothing_and_one_of_another_size_is_emptied(
-    tmp_path: Path,
-) -> None:
-    slot = BoundarySlot(tmp_path, 0, SIZE)
-    slot.open()
-    slot.commit(b"header", b"index")
-    assert slot.index_path.read_bytes() == b"index"
-    assert bytes(slot.mapping[:6]) == b"header"
-    slot.close()
-    larger = BoundarySlot(tmp_path, 0, SIZE + 4096)
-    larger.open()
-    assert not larger.index_path.exists()
-    larger.close()
-
-
 BF16 = torch.bfloat16
 
 
@@ -303,15 +265,3 @@ def test_send_that_is_never_received_is_named(player: BoundaryPlayer) -> None:
     player.receive(RANK, Direction.FORWARD, BF16, TRAFFIC.shape)
     with pytest.raises(UnrecoverableError, match="tensor 1 .* was not received"):
         player.end()
-
-
-def test_damaged_tensor_is_not_played(tmp_path: Path, sends: list[Send]) -> None:
-    path = tmp_path / "boundary_0.safetensors"
-    offset = open_log(tmp_path)[0][4].index.sent[0].offset
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-    player = BoundaryPlayer(NEXT, {RANK: open_log(tmp_path)[0]})
-    player.begin(4)
-    with pytest.raises(CorruptStateError, match="forward/to_00002/0 does not match its checksum"):
-        player.receive(RANK, Direction.FORWARD, BF16, TRAFFIC.shape)

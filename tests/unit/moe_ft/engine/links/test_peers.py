@@ -4,9 +4,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from moe_ft.engine.background import Report, Reports
@@ -23,7 +23,6 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.index import Index
-from moe_ft.topology import RankInfo
 from tests.unit.moe_ft.builders import (
     fill_region,
     make_window,
@@ -104,16 +103,12 @@ def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
     assert peer.committed() == {}
 
 
-def test_replica_of_a_rank_that_is_not_served_is_refused(tmp_path: Path, peer: Peer) -> None:
-    region, index = fill_region(tmp_path / "own", rank=SOURCE + 1)
+@pytest.mark.parametrize("which", [{"rank": SOURCE + 1}, {"rank": SOURCE, "num_elements": 99}])
+def test_replica_of_another_rank_or_size_is_refused(
+    tmp_path: Path, peer: Peer, which: dict[str, int]
+) -> None:
+    region, index = fill_region(tmp_path / "own", **which)  # type: ignore[arg-type]
     with pytest.raises(OSError):  # noqa: B017, PT011 - whatever the network says
-        peer.connect().put(replica_of(region, index, 4), (), no_fault)
-    assert peer.committed() == {}
-
-
-def test_replica_of_another_size_is_refused(tmp_path: Path, peer: Peer) -> None:
-    region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=99)
-    with pytest.raises(OSError):  # noqa: B017, PT011
         peer.connect().put(replica_of(region, index, 4), (), no_fault)
     assert peer.committed() == {}
 
@@ -193,7 +188,7 @@ def test_peer_that_does_not_say_a_word_is_given_up(
     region, index = own_state(tmp_path, 5)
     with socket.create_server((HOST, 0)) as listener:
         address = (HOST, listener.getsockname()[1])
-        silent = msgspec.convert({**info_fields(peer.info), "address": address}, RankInfo)
+        silent = replace(peer.info, address=address)
         replicator = PeerReplicator([silent], TOKEN, reports, no_fault, Clock())
         replicator.replicate(replica_of(region, index, 4))
         replicator.close()
@@ -247,10 +242,6 @@ def test_peer_that_sends_a_trickle_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(TimeoutError):
             connection.get("file")
         is_over.set()
-
-
-def info_fields(info: RankInfo) -> dict[str, object]:
-    return {name: getattr(info, name) for name in RankInfo.__dataclass_fields__}
 
 
 def test_corrupt_replica_raises_what_the_peer_found(tmp_path: Path, peer: Peer) -> None:

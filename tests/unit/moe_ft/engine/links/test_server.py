@@ -70,15 +70,11 @@ def test_connection_serves_many_requests_also_after_an_error(peer: Peer) -> None
     assert connection.get("file", 4, 2) == b"45"
 
 
-def test_directory_is_refused_as_an_error(peer: Peer) -> None:
-    with pytest.raises(OSError, match="is not a regular file"):
-        peer.connect().get(peer.regions[0].directory.name)
-
-
-def test_pipe_is_refused_at_once(peer: Peer) -> None:
+def test_directory_and_pipe_are_refused_at_once(peer: Peer) -> None:
     os.mkfifo(peer.node_dir / "pipe")
-    with pytest.raises(OSError, match="is not a regular file"):
-        peer.connect().get("pipe")
+    for path in ("pipe", peer.regions[0].directory.name):
+        with pytest.raises(OSError, match="is not a regular file"):
+            peer.connect().get(path)
 
 
 @pytest.mark.parametrize(

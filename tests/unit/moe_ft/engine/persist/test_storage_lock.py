@@ -147,14 +147,6 @@ def test_lock_that_cannot_be_understood_is_there(storage: Storage, content: byte
     assert seen.holder == "an unknown job (its content is not that of a lock)"
 
 
-@FAULTY
-def test_lock_that_may_not_be_read_is_an_error(storage: Storage, injector: Injector) -> None:
-    taken(storage)
-    injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
-    with pytest.raises(OSError, match="injected failure"):
-        StorageLock(storage).look()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -224,9 +216,10 @@ def test_lock_that_another_start_holds_in_its_hands_for_a_moment_is_not_lost(
 def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Injector) -> None:
     lock = taken(storage)
     injector.broken = (("open", LOCK_NAME), ("cat_file", LOCK_NAME))
-    with pytest.raises(OSError, match="injected failure") as caught:
-        lock.check()
-    assert not isinstance(caught.value, LockLostError)
+    for act in (lock.check, lock.look):
+        with pytest.raises(OSError, match="injected failure") as caught:
+            act()
+        assert not isinstance(caught.value, LockLostError)
 
 
 @pytest.fixture
