@@ -1,7 +1,7 @@
-"""A job of several ranks in one process, each with a real engine: real regions, records, formats, storage.
+"""A job of one rank with a real engine: real regions, records, formats, storage.
 
-Only the surroundings are made for tests: time passes when a test says so, workers have no threads, the least
-of all votes is found in memory, and the writer serves when somebody sleeps.
+Only the surroundings are made for tests: time passes when a test says so, workers have no threads, and the
+writer serves when somebody sleeps.
 """
 
 import random
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.ending import Ending
@@ -34,11 +35,10 @@ from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import WindowPlan
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
-from tests.unit.moe_ft.engine.stand_ins import LocalAgreement, ManualClock, ManualWorker, Meeting
+from tests.unit.moe_ft.engine.stand_ins import ManualClock, ManualWorker
 from tests.unit.moe_ft.small_rank import SmallRank, window_plan
-from tests.unit.moe_ft.together import run_together
 
-RECORD_S = 0.25
+RECORD_S, DEADLINE_S = 0.25, 120.0
 
 
 class WindowStrategy(DenseStrategy):
@@ -104,7 +104,6 @@ class Setup:
         has_breakpoints: whether the ranks have memory for breakpoints.
     """
 
-    num_ranks: int = 1
     interval: int | None = 1
     persist_interval: int = 0
     raises: bool = False
@@ -163,7 +162,7 @@ class Rank:
         self.context = EngineContext(
             rank=self.rank,
             topology=topology,
-            identity=make_identity(world_size=self.setup.num_ranks),
+            identity=make_identity(),
             parameters=self.state.parameters,
             model_places=ModelPlaces(),
             memory=self.memory,
@@ -192,7 +191,7 @@ class Rank:
             settings,
             self.context,
             self.strategy,
-            LocalAgreement(self.job.meeting, self.rank),
+            Agreement(DEADLINE_S),
             self.layouts,
             lambda captured: None,
             **own,
@@ -232,7 +231,7 @@ class Rank:
 
 @dataclass
 class Job:
-    """Ranks that train together.
+    """A rank that trains alone.
 
     Attributes:
         iteration: of the state now.
@@ -248,9 +247,8 @@ class Job:
     replicator: Replicator | None = None
 
     def __post_init__(self) -> None:
-        self.meeting = Meeting(self.setup.num_ranks)
         self.storage = Storage(str(self.folder / "storage"))
-        self.ranks = [Rank(self, rank) for rank in range(self.setup.num_ranks)]
+        self.ranks = [Rank(self, 0)]
         topology = Topology(ranks=tuple(rank.info for rank in self.ranks))
         for rank in self.ranks:
             rank.give(topology)
@@ -280,21 +278,11 @@ class Job:
             for rank in self.ranks
         ]
 
-    def serve(self) -> None:
-        """Have all writers serve; that of rank 0 last, which waits for the others."""
-        for rank in reversed(self.ranks):
-            rank.clock.serve()
-
-    def finish(self, *, is_complete: bool = True) -> list[Ending]:
-        """End training on all ranks at once, after its last iteration or before; return how."""
-
-        def end(number: int, gather: Any) -> Ending:
-            rank = self.ranks[number]
-            capture = lambda: rank.capture(self.iteration)  # noqa: E731
-            report = rank.reports.append
-            return rank.engine.finish(self.iteration, capture, report, is_complete=is_complete)
-
-        return run_together(self.setup.num_ranks, end)
+    def finish(self) -> Ending:
+        """End training after its last iteration; return how."""
+        (rank,) = self.ranks
+        capture = partial(rank.capture, self.iteration)
+        return rank.engine.finish(self.iteration, capture, rank.reports.append, is_complete=True)
 
     def close(self) -> None:
         """End all engines."""

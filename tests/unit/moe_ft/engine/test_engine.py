@@ -1,8 +1,8 @@
-"""The engine of one rank and of several: its parts, its seams, storage, and the end of training."""
+"""The engine of one rank: its parts, its seams, windows, storage, and the end of training."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,6 @@ from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import Recorder
 
 
-def fail_at(phase: Phase, iteration: int) -> Callable[[Phase, int], None]:
-    def hook(at: Phase, current: int) -> None:
-        if (at, current) == (phase, iteration):
-            raise RuntimeError("it breaks here")
-
-    return hook
-
-
 def take_a_while(rank: Rank, phase: Phase, iteration: int) -> None:
     rank.clock.now += 0.5 + rank.rank
 
@@ -53,15 +45,12 @@ def test_time_of_the_record_and_of_the_fence_is_the_stall(make_job: MakeJob) -> 
 
 
 def test_automatic_interval_begins_with_iterations_without_snapshots(make_job: MakeJob) -> None:
-    job = make_job(num_ranks=2, interval=None)
-    for rank in job.ranks:
-        rank.hook = partial(take_a_while, rank)
+    job = make_job(interval=None)
+    (rank,) = job.ranks
+    rank.hook = partial(take_a_while, rank)
     job.run(range(1, 12))
-    for rank in job.ranks:
-        assert rank.events("snapshot")[0].iteration == 5
-    intervals = [[each.fields for each in rank.events("interval")] for rank in job.ranks]
-    assert intervals[0]
-    assert intervals[0] == intervals[1]
+    assert rank.events("snapshot")[0].iteration == 5
+    assert rank.events("interval")
 
 
 # The fence and snapshots that are late
@@ -86,30 +75,6 @@ def test_fence_excuses_the_thread_that_waits_at_it(
     assert excused == [True]
 
 
-# Snapshots that fail
-
-
-# Windows of several snapshots
-
-
-# Peers
-
-
-# Storage
-
-
-def test_checkpoint_that_one_rank_cannot_write_fails_on_all(make_job: MakeJob) -> None:
-    job = make_job(num_ranks=2, persist_interval=1)
-    job.run([1, 2])
-    (region,) = [each for each in job.ranks[1].memory.regions if each.role is Role.PERSIST]
-    region.index_path.unlink()
-    job.ranks[1].clock.serve()
-    job.run([3, 4])
-    assert [part for part, _ in job.ranks[1].reasons()] == ["persist"]
-    assert job.ranks[0].reasons() == [("persist", "another rank could not write its part")]
-    assert complete_iterations(job.storage) == []
-
-
 # The end of training
 
 
@@ -118,7 +83,7 @@ def test_storage_that_never_answers_leaves_the_last_state_in_memory(make_job: Ma
     (rank,) = job.ranks
     job.run(range(1, 4))
     rank.clock.serve = lambda: None
-    (ending,) = job.finish()
+    ending = job.finish()
     assert (ending.outcome, ending.newest_in_memory) == (LastState.UNSAVED, 3)
     assert not ending.may_lose_memory(is_complete=True)
     reasons = [each.fields["reason"] for each in rank.reports if each.event == "degraded"]
@@ -140,7 +105,7 @@ def test_end_of_training_tries_again_until_storage_answers(make_job: MakeJob) ->
         serve()
 
     rank.clock.serve = serve_later
-    (ending,) = job.finish()
+    ending = job.finish()
     assert ending.outcome is LastState.SAVED
     assert rank.clock.now > 10.0
     failed = [each for each in rank.reports if each.event == "degraded"]
@@ -163,7 +128,7 @@ def test_engine_that_was_closed_leaves_its_memory_until_it_is_removed(make_job: 
 @pytest.fixture
 def rank(tmp_path: Path) -> Rank:
     """Return a rank whose engine is built with workers without threads, but never started."""
-    return Job(tmp_path, Setup(num_ranks=2), is_started=False).ranks[0]
+    return Job(tmp_path, Setup(), is_started=False).ranks[0]
 
 
 def test_engine_that_is_only_built_has_no_thread_and_no_file(tmp_path: Path) -> None:
@@ -188,9 +153,9 @@ def test_default_clock_and_workers_are_those_of_the_system(
 
 def test_replicator_that_comes_in_takes_the_place_of_connections(tmp_path: Path) -> None:
     recorder = Recorder()
-    job = Job(tmp_path, Setup(num_ranks=2), replicator=recorder)
+    job = Job(tmp_path, Setup(), replicator=recorder)
     job.run([1, 2])
-    assert [each.index.iteration for each in recorder.replicas] == [1, 1, 2, 2]
+    assert [each.index.iteration for each in recorder.replicas] == [1, 2]
     job.close()
     assert recorder.is_closed
 

@@ -21,7 +21,6 @@ from moe_ft.engine.links.messages import (
 from moe_ft.engine.links.peers import PeerConnection, PeerReplicator, Replica
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
-from moe_ft.faults import Phase
 from moe_ft.format.index import Index
 from tests.unit.moe_ft.builders import (
     fill_region,
@@ -79,14 +78,6 @@ def only(reports: Reports) -> Report:
 # Keeping replicas
 
 
-def test_replica_arrives_bit_for_bit(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator
-) -> None:
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    assert peer.committed() == {5: bytes(region.mapping)}
-
-
 def spoil_data(region: Region, index: Index) -> Index:
     region.mapping[index.units["embedding"].offset] ^= 0x20
     return index
@@ -111,26 +102,6 @@ def test_replica_of_another_rank_or_size_is_refused(
     with pytest.raises(OSError):  # noqa: B017, PT011 - whatever the network says
         peer.connect().put(replica_of(region, index, 4), (), no_fault)
     assert peer.committed() == {}
-
-
-def test_replica_whose_sender_dies_in_the_middle_is_no_replica(
-    tmp_path: Path, peer: Peer, reports: Reports
-) -> None:
-    def die(phase: Phase, iteration: int) -> None:
-        if iteration == 6:
-            raise RuntimeError("the sender dies here")
-
-    replicator = PeerReplicator([peer.info], TOKEN, reports, die, Clock())
-    region, index = own_state(tmp_path, 5)
-    replicator.replicate(replica_of(region, index, 4))
-    before = peer.committed()
-    assert list(before) == [5]
-    region, index = own_state(tmp_path, 6, number=1)
-    replicator.replicate(replica_of(region, index, 5))
-    # A new connection is served when the old one has been given up: both lock the same replicas.
-    region, index = own_state(tmp_path, 7, number=1)
-    peer.connect().put(replica_of(region, index, 5), (), no_fault)
-    assert peer.committed() == {**before, 7: bytes(region.mapping)}
 
 
 def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(

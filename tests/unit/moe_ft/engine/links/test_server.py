@@ -29,8 +29,6 @@ from tests.unit.moe_ft.peer import (
 )
 from tests.waiting import wait_for
 
-needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
-
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:

@@ -3,7 +3,6 @@
 import threading
 from pathlib import Path
 
-import filelock
 import msgspec
 import pytest
 
@@ -130,16 +129,6 @@ def test_start_waits_while_its_job_is_removed_and_creates_it_again(tmp_path: Pat
     starter.join(WAIT_S)
     assert read_marker(tmp_path / "job") is not None
     assert (tmp_path / "job" / "node1").exists()
-
-
-def test_start_gives_up_on_a_job_that_stays_locked(tmp_path: Path) -> None:
-    enter(tmp_path / "job")
-    with (
-        job_lock(tmp_path / "job").acquire(),
-        pytest.raises(filelock.Timeout),
-        entered_job(tmp_path / "job", timeout_s=0.0),
-    ):
-        pass
 
 
 def test_removal_that_fails_keeps_the_marker(

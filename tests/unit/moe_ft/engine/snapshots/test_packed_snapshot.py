@@ -66,20 +66,6 @@ def test_region_is_a_valid_file_with_the_pieces_of_packed_tensors(rank: Rank) ->
     }
 
 
-def test_index_says_how_each_tensor_is_kept_and_of_which_type_it_is(rank: Rank) -> None:
-    rank.take()
-    units = rank.index().units
-    kept = {
-        unit: {each.key: (each.dtype, each.packing) for each in units[str(unit)].tensors}
-        for unit in (EXPERTS[0], ROUTER)
-    }
-    moments = {"exp_avg": ("F32", "bf16"), "exp_avg_sq": ("F32", "fp8-e4m3-block")}
-    assert kept == {
-        EXPERTS[0]: {"param": ("F32", "split"), **moments},
-        ROUTER: {"param": ("F32", "exact"), **moments},
-    }
-
-
 @pytest.mark.parametrize("region", [0, 1])
 def test_exact_state_is_byte_for_byte_what_it_is_without_staging(
     make_rank: MakeRank, region: int

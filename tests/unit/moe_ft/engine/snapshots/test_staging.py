@@ -37,11 +37,6 @@ class State:
     parts: list[PackedPart] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
-    def named(self) -> dict[str, PackedPart]:
-        """The tensors by name."""
-        return {part.name: part for part in self.parts}
-
 
 def whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
