@@ -121,11 +121,8 @@ class Messages:
     def drain(self, log: Callable[[Report], None], *, is_ending: bool = False) -> None:
         """Hand over the events since the last call, and print those that say that something failed.
 
-        Args:
-            is_ending: whether training has ended: each failure is printed, and none raises.
-
-        Raises:
-            DegradedError: with --moe-ft-on-error=raise, if a part has failed.
+        With --moe-ft-on-error=raise, such a failure raises DegradedError. At the end of training each of them
+        is printed, and none raises.
         """
         failure = ""
         for report in self.reports.drain():

@@ -43,8 +43,6 @@ def build_engine(
 
     Args:
         complete_record: adds to a captured record what moves together with the weights.
-        make_worker: takes a name; makes what copies snapshots, what sends them, and what commits the
-            boundary log.
         replicator: sends snapshots to the peers of the context, by default over TCP.
     """
     clock = clock or Clock()

@@ -90,11 +90,7 @@ class Votes:
 
 
 class Decisions:
-    """Owned by the training thread. Nothing here raises: without an answer, checkpointing is off.
-
-    Attributes:
-        is_off: whether this rank has left.
-    """
+    """Owned by the training thread. Nothing here raises: without an answer, checkpointing is off."""
 
     def __init__(
         self, agreement: Minimum, stage_load: Sum | None, reports: Reports, clock: Clock

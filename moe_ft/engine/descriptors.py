@@ -15,14 +15,7 @@ def allow_descriptors(world_size: int, stage_size: int) -> None:
     """Raise the soft limit of this process to what its rank needs; call before groups are made.
 
     A group of gloo connects every rank to every other one. There are two, one of all ranks and one of the
-    stage; what Megatron has opened before counts as well.
-
-    Args:
-        world_size: ranks of the job.
-        stage_size: of them, those with this one's pipeline rank.
-
-    Raises:
-        ConfigError: if the hard limit is lower.
+    stage; what Megatron has opened before counts as well. Raises ConfigError if the hard limit is lower.
     """
     num_open = len(os.listdir(_OPEN_FILES))
     needed = num_open + world_size + stage_size + _NUM_OWN

@@ -132,7 +132,6 @@ class LastSteps:
         Args:
             act_on: settles windows and storage by what all ranks voted; returns whether what was written is
                 a checkpoint, None if that is not known yet.
-            is_for_memory: whether the state is kept in memory rather than on storage.
         """
         self._iteration, self._capture, self._is_for_memory = iteration, capture, is_for_memory
         self._strategy, self._decisions = strategy, decisions

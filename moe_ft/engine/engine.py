@@ -80,11 +80,9 @@ class EngineContext:
 
     Attributes:
         origins: checksums, by unit name, of the rotating units' weights in the run's first state.
-        traffic: what the pipeline sends, if that is logged.
         record_settings: for the boundary log, see `BoundaryIndex`.
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
-        breakpoint: layout of the rank's breakpoint; None without one.
         storage_trouble: why the persist directory cannot be used when the start begins; empty if it can be.
     """
 
@@ -118,12 +116,7 @@ class EngineContext:
 
 
 class CheckpointEngine:
-    """Takes snapshots of one rank. Owned by the training thread.
-
-    Attributes:
-        breakpoints: the rank's breakpoint; None without one.
-        boundary: logs the sends of the pipeline, None without that.
-    """
+    """Takes snapshots of one rank. Owned by the training thread."""
 
     def __init__(
         self,
@@ -236,12 +229,8 @@ class CheckpointEngine:
     ) -> float:
         """Read what was agreed, then start what is due. Called when the optimizer has stepped.
 
-        Args:
-            capture: takes the record of the state; called at once if a snapshot starts.
-
-        Returns:
-            The seconds for which training stood still in this iteration: to copy its counts to the CPU, at
-            the fence, and to copy the record of its state.
+        Returns the seconds for which training stood still in this iteration: to copy its counts to the CPU,
+        at the fence, and to copy the record of its state, which `capture` takes if a snapshot starts.
         """
         if not self._decisions.is_under_way:  # a skipped step has no fence
             self.before_step()

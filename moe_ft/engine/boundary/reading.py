@@ -64,10 +64,9 @@ def _describe(index: BoundaryIndex) -> str:
 
 
 def open_slot(index_path: Path) -> LoggedIteration:
-    """Return what a slot holds. The file stays mapped as long as something of it is used.
+    """Return what a slot holds, mapped as long as something of it is used.
 
-    Raises:
-        OSError: if it cannot be read, belongs to another user, or is damaged.
+    Raises OSError if it cannot be read, belongs to another user, or is damaged.
     """
     index = decode(read_private(index_path), BoundaryIndex, str(index_path))
     with open_private(index_path.parent / index.file) as file:
@@ -119,13 +118,9 @@ class FetchedLog(Mapping[int, LoggedIteration]):
         close: Callable[[], None] = lambda: None,
         here: Mapping[int, LoggedIteration] | None = None,
     ) -> None:
-        """Take what there is; nothing is fetched yet.
+        """Take what there is for the rank that replays; `fetch` is called by one thread, `close` at the end.
 
-        Args:
-            receiver: the rank that replays.
-            fetch: called by one thread.
-            close: called at the end, when nothing is fetched any more.
-            here: further iterations, on the own node: the neighbour has moved.
+        Further iterations may be on the own node, where the neighbour has moved.
         """
         self._indexes, self._here = dict(indexes), here or {}
         self._receiver, self._fetch, self._close = receiver, fetch, close

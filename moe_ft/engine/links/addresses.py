@@ -31,12 +31,8 @@ def listen(host: str, port: int = 0, *, is_alone: bool = False) -> list[socket.s
     A name of this host that leads to no interface but the loopback is known to the others by an address that
     cannot be found out here: for such a name alone, on all interfaces.
 
-    Args:
-        port: 0 for one that is free.
-        is_alone: whether nobody comes from another host.
-
-    Raises:
-        OSError: if the address is not one of this host, or the port is not free.
+    Port 0 is one that is free; `is_alone` says that nobody comes from another host. Raises OSError if the
+    address is not one of this host, or the port is not free.
     """
     if _is_address(host):
         family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6

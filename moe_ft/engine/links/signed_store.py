@@ -149,11 +149,7 @@ class StoreMeeting:
         self.poll_s, self._answer_s = poll_s(world_size, least_poll_s), answer_s
 
     def ask[Answer](self, ask: Callable[[SignedStore], Answer]) -> Answer:
-        """Return what the store answers.
-
-        Raises:
-            OSError, RuntimeError: if it does not, or not in time.
-        """
+        """Return what the store answers; raises OSError or RuntimeError if it does not, or not in time."""
         if self._answer_s is None:
             return ask(self._store)
         return call_within(lambda: ask(self._store), self._answer_s, "the job's store")
@@ -163,12 +159,11 @@ class StoreMeeting:
     ) -> dict[int, Any] | None:
         """Say something in a list, and return what has been said there, by rank: by all, or by then.
 
+        Returns None if it gave up; raises as `ask` does.
+
         Args:
             seconds: after which this waits for nobody any more.
             gives_up: waits for so many seconds; returns whether there is nothing more to wait for.
-
-        Returns:
-            None if it gave up. Raises as `ask` does.
         """
         end_s = time.monotonic() + seconds
         num_said = self.ask(lambda store: store.append(key, [self._rank, value]))

@@ -102,11 +102,7 @@ def lay_out_window(snapshots: Iterable[Contents], num_bytes: int | None = None) 
 
 
 def lay_out_again(index: Index) -> FileLayout:
-    """Return the layout of the region that an index describes.
-
-    Raises:
-        SnapshotError: if this version would lay the region out differently.
-    """
+    """Return the layout of an index's region; raises SnapshotError if this version has another one."""
     first = index.iteration - index.num_snapshots + 1
     snapshots = [
         sorted(
@@ -169,11 +165,7 @@ def declare(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str,
 
 
 def encode_header(declared: Mapping[str, object], num_bytes: int | None = None) -> bytes:
-    """Return the header of a safetensors file, padded with blanks.
-
-    Args:
-        num_bytes: size of the header; by default the next multiple of HEADER_ALIGNMENT_BYTES.
-    """
+    """Return the header of a safetensors file, padded with blanks, by default to whole pages."""
     encoded = json.dumps(declared, separators=(",", ":")).encode()
     if num_bytes is None:
         num_bytes = round_up(len(encoded) + _LENGTH_BYTES, HEADER_ALIGNMENT_BYTES)

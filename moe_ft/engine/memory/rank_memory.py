@@ -54,8 +54,6 @@ class RankMemory:
 
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
-        breakpoint: region of its breakpoint; None without --moe-ft-breakpoints.
-        boundary: slots of this rank's boundary log, none without one.
         replicas: by the rank whose state they hold.
     """
 

@@ -135,7 +135,6 @@ class Region(IndexedFile):
 
     Attributes:
         number: of the region in its directory; less than 0 for that of the breakpoint.
-        iteration: of the committed snapshot that it holds, None if there is none.
     """
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:

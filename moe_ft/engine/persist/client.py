@@ -48,11 +48,7 @@ _START = (
 
 
 def persist_deadline_s(num_bytes: int, num_ranks: int = 0) -> float:
-    """Return how long writing, and reading it back, may take before it counts as failed.
-
-    Args:
-        num_ranks: of the manifest that is written too, 0 for none.
-    """
+    """Return how long writing, reading back, and a manifest of ranks may take before it counts as failed."""
     return _MIN_DEADLINE_S + 2 * num_bytes / SLOWEST_BYTES_PER_S + num_ranks * _RANK_DEADLINE_S
 
 

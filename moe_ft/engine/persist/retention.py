@@ -127,9 +127,6 @@ def remove_unneeded(
     """Remove files of iterations up to one that no manifest names; raises OSError if storage fails.
 
     A manifest that cannot be read may name anything up to its own iteration: all that stays.
-
-    Args:
-        with_manifest: whether iterations that have one are looked through too.
     """
     needed: set[str] = set()
     have_manifest: set[int] = set()

@@ -121,10 +121,9 @@ class StorageSchedule:
         return newest > self._whole_iteration and not self.needs_whole(iteration)
 
     def submit(self, region: Region, *, is_whole: bool = False) -> None:
-        """Have the newest complete snapshot written. Called by all ranks when all writers are idle.
+        """Have the newest complete snapshot written, all of it at the end of training.
 
-        Args:
-            is_whole: whether everything goes to storage, because training has ended.
+        Called by all ranks when all writers are idle.
         """
         assert region.iteration is not None
         is_whole |= self._is_whole(region.iteration)

@@ -136,9 +136,7 @@ def read_file(
 ) -> Index:
     """Return the index of one of a checkpoint's files, after checking all but the data's bytes.
 
-    Raises:
-        CorruptStateError: if the index is not what the manifest names, or data is cut short.
-        OSError: if something is not there.
+    Raises OSError if the index is not what the manifest names, data is cut short, or something is not there.
     """
     is_own = file.rank < len(manifest.files) and file == manifest.files[file.rank]
     where = f"{storage.url}/{file.index}"

@@ -81,11 +81,7 @@ class SeenLock:
 
 
 class StorageLock:
-    """The lock as one start has it, or wants it. Any thread may use it.
-
-    Attributes:
-        is_taken: whether this start is known to have had it.
-    """
+    """The lock as one start has it, or wants it. Any thread may use it."""
 
     def __init__(self, storage: Storage, owner: str = "") -> None:
         """Take the owner of the lock; one that is about to take it gets a new one."""
@@ -95,7 +91,7 @@ class StorageLock:
         self._file = _StoredLock(storage) if path is None else _LocalLock(storage, path)
         self._should_end = threading.Event()
         self._thread: threading.Thread | None = None
-        self.is_taken = False
+        self.is_taken = False  # until this start is known to have had it
 
     def look(self) -> SeenLock | None:
         """Return what is in the lock's place, None only if nothing is; raises OSError if that is unknown."""

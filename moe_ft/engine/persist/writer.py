@@ -86,11 +86,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of a request; it succeeded if the error is empty.
-
-    Attributes:
-        has_lost_previous: whether it failed because the checkpoint of `previous` is not there any more.
-    """
+    """Result of a request; it succeeded if the error is empty."""
 
     rank: int
     iteration: int

@@ -139,7 +139,6 @@ class Chunk:
     """Segments that are packed at once.
 
     Attributes:
-        used: bytes of the buffer.
         num_wrong: ``[segment]`` weights that were not rounded from their masters, after packing.
     """
 

@@ -206,12 +206,7 @@ class Windows:
         is_whole: bool = False,
         is_last: bool = False,
     ) -> None:
-        """Begin a window. Called by all ranks, which have agreed that there is room.
-
-        Args:
-            capture: takes the record of the state.
-            is_whole: whether it is to hold every unit at this iteration.
-        """
+        """Begin a window. Called by all ranks, which have agreed that there is room."""
         region = self._free_region()
         assert region is not None
         region.advance(Role.SNAPSHOT)
@@ -226,11 +221,7 @@ class Windows:
     ) -> None:
         """Take the next snapshot of the window, or give the window up: a replay needs every iteration.
 
-        Called by all ranks.
-
-        Args:
-            capture: takes the record of the state.
-            can_grow: whether no snapshot of the window has failed on any rank.
+        Called by all ranks, which know whether a snapshot of the window has failed on any of them.
         """
         window = self.open
         assert window is not None
