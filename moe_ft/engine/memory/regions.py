@@ -186,7 +186,7 @@ BOUNDARY_FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 
 class BoundarySlot(IndexedFile):
-    """What a rank has sent in one iteration. Owned by the training thread, but for a commit: the worker's."""
+    """Slot for what a rank sends in one iteration. Owned by the training thread, but for a commit: the worker's."""
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)

@@ -1,6 +1,6 @@
 """File of a rank in a checkpoint: the region, some units of the pool, and references to the rest.
 
-A unit that is not written is in the file of an older checkpoint, or has never been written. No torch, no I/O.
+A unit that is not written is in the file of an older checkpoint, or has never been written. No torch.
 """
 
 import posixpath
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_ft.engine.memory.layout import FileLayout, lay_out
-from moe_ft.format.encoding import checksum
+from moe_ft.files.storage import Storage
+from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import FileEntry, UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.units import Level, parse_unit
@@ -28,6 +29,28 @@ class PreviousCheckpoint:
     def data(self) -> str:
         """The path of its data file."""
         return posixpath.join(posixpath.dirname(self.path), self.index.file)
+
+
+class PreviousCheckpointError(OSError):
+    """The older checkpoint that a request builds on cannot be read."""
+
+
+def read_previous(storage: Storage, path: str) -> PreviousCheckpoint | None:
+    """Return what a rank has in an older checkpoint; None without a path.
+
+    Raises PreviousCheckpointError if it, or a file that it names, is not there.
+    """
+    if not path:
+        return None
+    try:
+        content = storage.read(path)
+        index = decode(content, Index, path)
+        for file in index.older:
+            if not storage.exists(file.data):
+                raise FileNotFoundError(file.data)
+    except OSError as error:
+        raise PreviousCheckpointError(f"{path}: {error}") from error
+    return PreviousCheckpoint(index=index, path=path, checksum=checksum(content))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

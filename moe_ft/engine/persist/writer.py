@@ -23,11 +23,16 @@ from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.soundness import check_data, check_is_finite
 from moe_ft.engine.persist.storage_lock import StorageLock
-from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, assemble
+from moe_ft.engine.persist.stored_file import (
+    PreviousCheckpointError,
+    StoredFile,
+    assemble,
+    read_previous,
+)
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, rank_path
-from moe_ft.format.encoding import checksum, decode, encode
+from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index, check_units
 from moe_ft.processes import die_with_parent
 
@@ -103,10 +108,6 @@ class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 REQUEST = msgspec.json.Decoder(PersistRequest)
 RESULT = msgspec.json.Decoder(PersistResult)
 _SETTINGS = msgspec.json.Decoder(WriterSettings)
-
-
-class PreviousCheckpointError(OSError):
-    """The older checkpoint that a request builds on cannot be read."""
 
 
 def request_path(directory: Path, rank: int) -> Path:
@@ -216,7 +217,8 @@ class PersistWorker:
         written = self._written(index_path, index)
         if written is None:
             name = data_path.rpartition("/")[2]
-            stored = assemble(index, request.rotating, self._previous(request), name)
+            previous = read_previous(self._storage, request.previous)
+            stored = assemble(index, request.rotating, previous, name)
             written = stored.index
             try:
                 self._write(index, stored, Path(request.data), data_path)
@@ -251,23 +253,6 @@ class PersistWorker:
             index.compute,
         )
         return found if is_same else None
-
-    def _previous(self, request: PersistRequest) -> PreviousCheckpoint | None:
-        if not request.previous:
-            return None
-        try:
-            content = self._storage.read(request.previous)
-            previous = PreviousCheckpoint(
-                index=decode(content, Index, request.previous),
-                path=request.previous,
-                checksum=checksum(content),
-            )
-            for file in previous.index.older:
-                if not self._storage.exists(file.data):
-                    raise FileNotFoundError(file.data)
-        except OSError as error:
-            raise PreviousCheckpointError(f"{request.previous}: {error}") from error
-        return previous
 
     def _write(self, index: Index, stored: StoredFile, data: Path, data_path: str) -> None:
         files = {"", *stored.from_file.values()}
