@@ -186,7 +186,7 @@ BOUNDARY_FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 
 class BoundarySlot(IndexedFile):
-    """Slot for what a rank sends in one iteration. Owned by the training thread, but for a commit: the worker's."""
+    """Slot for the sends of one iteration. The training thread owns it, the worker commits it."""
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
