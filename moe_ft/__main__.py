@@ -2,10 +2,11 @@
 
 import sys
 
-from moe_ft.commands.keep import keep_rank, keeps_rank
+from moe_ft.commands.run import is_given
+from moe_ft.keeper import worker
 
-if keeps_rank(sys.argv[1:]):  # every restart waits for it: the other commands import half a second
-    keep_rank(sys.argv[2:])
+if is_given("keep", sys.argv[1:]):  # every restart waits for it: the other commands import half a second
+    worker.main(sys.argv[2:])
 
 from moe_ft.cli import main  # noqa: E402
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
-from moe_ft.commands.keep import add_keep_command, keep_rank, keeps_rank
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
-from moe_ft.commands.run import add_run_command, run_script, runs_script
+from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.errors import MoeFtError
+from moe_ft.keeper import worker
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -27,9 +27,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     still there; 2 for bad input.
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
-    if keeps_rank(words):
-        keep_rank(words[1:])
-    if runs_script(words):
+    if is_given("keep", words):
+        worker.main(words[1:])
+    if is_given("run", words):
         run_script(words[1:])
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -51,8 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m moe_ft", description="Commands of moe_ft.")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
-        add_run_command,
-        add_keep_command,
+        add_run_commands,
         add_reading_commands,
         add_convert_command,
         add_removing_commands,

@@ -54,18 +54,15 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         ConfigError: if a flag is unknown, cannot be read, or changes sizes in a way that is not counted.
     """
     launcher, flags = _split(words)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse  # type: ignore[method-assign]
+    parser = _parser()
     parser.add_argument("--text-dir")
     add_megatron_flags(parser)
-    option_types = registry.option_types()
-    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
     read, notes = select_flags(flags, parser, has_script=_runs_script(launcher))
     args = parser.parse_args(read)
     return TrainingCommand(
         launch=read_launch(launcher),
         args=args,
-        config=config_from(args, option_types),
+        config=config_from(args, registry.option_types()),
         notes=tuple(notes),
     )
 
@@ -77,15 +74,20 @@ def read_settings(words: Sequence[str]) -> tuple[Launch, MoeFtConfig]:
         ConfigError: if a flag of moe_ft cannot be read.
     """
     launcher, flags = _split(words)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse  # type: ignore[method-assign]
-    option_types = registry.option_types()
-    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
-    args, others = parser.parse_known_args(flags)
+    args, others = _parser().parse_known_args(flags)
     unknown = [word for word in others if word.startswith("--moe-ft-")]
     if unknown:
         refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    return read_launch(launcher), config_from(args, option_types)
+    return read_launch(launcher), config_from(args, registry.option_types())
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser of the flags of moe_ft."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    types = part_types(registry.option_types()).values()
+    add_flags(parser, types, {"strategy": registry.names()})
+    return parser
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,6 @@
-"""`moe_ft run`: train with a pretraining script of one's own, which stays as it is.
+"""`moe_ft run` and `keep`: train with a pretraining script of one's own, which stays as it is.
+
+torchrun starts `keep`, so that a restart of a rank imports nothing again: keeper/worker.py.
 
 Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
 megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megatron's training loop, which
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from moe_ft.keeper.target import USAGE as USAGE_OF_KEEP
 from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
@@ -22,19 +25,25 @@ PROGRAM = "moe_ft run"
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
-def add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the help; `run_script` runs it, since its arguments are the script's."""
+def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add both to the help; `run_script` and keeper/worker.py run them: the arguments are the script's."""
     commands.add_parser(
         "run",
         help="train with a Megatron pretraining script, which stays as it is",
         usage=USAGE,
         epilog=f"The flags of moe_ft join those of the script, whose --help lists both. Example: {EXAMPLE}",
     )
+    commands.add_parser(
+        "keep",
+        help="start ranks under torchrun from a process that has imported Megatron already",
+        usage=USAGE_OF_KEEP,
+        epilog="Example: torchrun --nproc-per-node 8 -m moe_ft keep -- pretrain_gpt_moe.py ...",
+    )
 
 
-def runs_script(words: Sequence[str]) -> bool:
-    """Return whether a command line runs a script, and not only asks for help."""
-    return words[:1] == ["run"] and words[1:2] not in (["-h"], ["--help"])
+def is_given(command: str, words: Sequence[str]) -> bool:
+    """Return whether a command line starts with a command, and does not only ask for its help."""
+    return words[:1] == [command] and words[1:2] not in (["-h"], ["--help"])
 
 
 def run_script(words: Sequence[str]) -> None:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from tabulate import tabulate
 
-from moe_ft.convert.assembly import read_tensor
 from moe_ft.convert.source import Source
-from moe_ft.convert.tensors import GlobalTensor, find_tensors
+from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.units import UnitId
 
 

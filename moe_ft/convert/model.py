@@ -6,6 +6,7 @@ conversion.py finds out what a source is; run_model.py, megatron_checkpoint.py a
 the kinds of sources.
 """
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 
+from moe_ft.config.flag_table import PATHS
 from moe_ft.config.stock_defects import SHIFTED_MASTERS, SHIFTED_REMEDY
 from moe_ft.convert.tensors import KINDS, GlobalTensor
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.packings import DTYPE_BYTES
+from moe_ft.state.global_places import CONTENT_METADATA
 from moe_ft.state.slices import DTYPES
 
 
@@ -36,6 +39,29 @@ class MegatronState:
     rng: Sequence[tuple[tuple[int, int], tuple[int, int], Any]] = ()
     modules: Sequence[str] = ()
     master: str = "param"
+
+
+def shared_state(
+    settings: Mapping[str, Any], *, with_optimizer: bool, **arguments: Any
+) -> dict[str, Any]:
+    """Return the dictionary that all ranks load, with settings and further values as Megatron's arguments."""
+    named = {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in settings.items()
+        if flag.startswith("--")
+    }
+    # Megatron would take half a path in the place of the one that is given: --use-checkpoint-args.
+    named = {name: value for name, value in named.items() if name not in PATHS}
+    samples = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+    named |= {**dict.fromkeys(("iteration", *samples), 0), **arguments}
+    named |= {"no_save_optim": not with_optimizer, "no_save_rng": not with_optimizer}
+    return {
+        "args": Namespace(**{**named, "ckpt_format": "torch_dist"}),
+        "checkpoint_version": 3.0,  # the order of rows in linear_qkv, and that arguments are there
+        "iteration": named["iteration"],
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": dict(CONTENT_METADATA),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,27 +5,22 @@ ranks; random numbers are one object for each tensor- and pipeline-parallel rank
 ignores.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
 import torch
 
-from moe_ft.config.flag_table import PATHS
-from moe_ft.convert.assembly import read_tensor
-from moe_ft.convert.model import MegatronState, Model
+from moe_ft.convert.model import MegatronState, Model, shared_state
 from moe_ft.convert.source import Source
-from moe_ft.convert.tensors import GlobalTensor, find_tensors
+from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.records import IterationRecord, OptimizerRecord
 from moe_ft.recovery.inspect.experts import summarize_experts
-from moe_ft.state.global_places import CONTENT_METADATA
 from moe_ft.state.packed_values import from_json
 from moe_ft.state.random_states import rng_values
 
-_CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _FULLY_RESHARDABLE = "fully_reshardable"
 
 
@@ -104,15 +99,20 @@ def common_state(
         with_optimizer: whether training continues; without, the checkpoint is a release of weights.
         for_ep: --expert-model-parallel-size of the job that will load it; None for that of the run.
     """
-    record = _record(source, 0)
-    metadata: dict[str, Any] = dict(CONTENT_METADATA)
-    state: dict[str, Any] = {
-        "args": _arguments(source, record, with_optimizer=with_optimizer),
-        "checkpoint_version": _CHECKPOINT_VERSION,
-        "iteration": record.iteration,
-        "num_floating_point_operations_so_far": record.num_floating_point_operations,
-        "content_metadata": metadata,
-    }
+    record, sizes = _record(source, 0), _sizes(source)
+    inner = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
+    state = shared_state(
+        _settings(source),
+        with_optimizer=with_optimizer,
+        world_size=len(source.ranks),
+        data_parallel_size=len(source.ranks) // inner,
+        iteration=record.iteration,
+        consumed_train_samples=record.consumed_train_samples,
+        consumed_valid_samples=record.consumed_valid_samples,
+        skipped_train_samples=record.skipped_train_samples,
+    )
+    state["num_floating_point_operations_so_far"] = record.num_floating_point_operations
+    metadata = state["content_metadata"]
     if uses_distributed_optimizer(source):
         metadata["distrib_optim_sharding_type"] = _FULLY_RESHARDABLE
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -152,36 +152,6 @@ def _pipeline_rank(source: Source, rank: int, sizes: Mapping[str, int]) -> int:
     if not source.identity.fingerprint.get("--use-tp-pp-dp-mapping"):
         inner = len(source.ranks) // sizes["pipeline"]
     return rank // inner % sizes["pipeline"]
-
-
-def _arguments(
-    source: Source, record: IterationRecord, *, with_optimizer: bool
-) -> argparse.Namespace:
-    """Return the settings of the run as Megatron's arguments."""
-    named = {
-        flag.removeprefix("--").replace("-", "_"): value
-        for flag, value in _settings(source).items()
-        if flag.startswith("--")
-    }
-    # Megatron would take half a path in the place of the one that is given: --use-checkpoint-args.
-    named = {name: value for name, value in named.items() if name not in PATHS}
-    sizes = _sizes(source)
-    world_size = len(source.ranks)
-    inner = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
-    return argparse.Namespace(
-        **{
-            **named,
-            "world_size": world_size,
-            "data_parallel_size": world_size // inner,
-            "iteration": record.iteration,
-            "consumed_train_samples": record.consumed_train_samples,
-            "consumed_valid_samples": record.consumed_valid_samples,
-            "skipped_train_samples": record.skipped_train_samples,
-            "ckpt_format": "torch_dist",
-            "no_save_optim": not with_optimizer,
-            "no_save_rng": not with_optimizer,
-        }
-    )
 
 
 def _optimizers(source: Source, for_ep: int | None) -> dict[Any, Any]:

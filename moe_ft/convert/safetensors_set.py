@@ -1,23 +1,163 @@
 """A set of safetensors files with the units' names: model-00001-of-00003.safetensors, ... and an index.
 
 A tensor is called UNIT/NAME, and UNIT/NAME/KIND if it is not the weight. The index, as Hugging Face has it
-(model.safetensors.index.json), also says which iteration each unit is from and what was lost.
+(model.safetensors.index.json), also says which iteration each unit is from and what was lost. Files are
+written without a second copy of their tensors in memory: the library's own writer makes bytes of all first.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from moe_ft.convert.foreign_files import AnyPath, read_range, size_of
 from moe_ft.convert.model import Item, Model, read_ahead
-from moe_ft.convert.safetensors_file import Description, write_tensors
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.convert.verifying import WrittenFile
-from moe_ft.errors import ConfigError
+from moe_ft.convert.verifying import Part, WrittenFile, write_all
+from moe_ft.engine.memory.layout import encode_header
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.format.encoding import checksum
+from moe_ft.format.packings import DTYPE_BYTES
+from moe_ft.state.slices import DTYPES
 
 INDEX_NAME = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # as the library has it
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A tensor before it is there; its type has safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def write_tensors(
+    path: Path,
+    described: Mapping[str, Description],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str],
+) -> list[Part]:
+    """Write a file with the tensors that are described, in any order; return its parts.
+
+    Each tensor is written before the next one is asked for.
+    """
+    # As the library does: what needs the largest alignment comes first.
+    names = sorted(described, key=lambda name: (-DTYPE_BYTES[described[name].dtype], name))
+    declared: dict[str, object] = {"__metadata__": dict(metadata)}
+    offsets, end = {}, 0
+    for name in names:
+        each = described[name]
+        offsets[name], end = end, end + each.num_bytes
+        declared[name] = {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "data_offsets": [offsets[name], end],
+        }
+    header = encode_header(declared)
+    parts = {"": Part("the header", len(header), checksum(header))}
+    with path.open("wb", buffering=0) as file:
+        write_all(file, memoryview(header))
+        for name, tensor in tensors:
+            content = content_of(tensor)
+            assert len(content) == described[name].num_bytes
+            parts[name] = Part(name, len(content), checksum(content))
+            file.seek(len(header) + offsets[name])
+            write_all(file, content)
+    return [parts[name] for name in ["", *names]]
+
+
+def content_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, in place if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DESCRIBED = msgspec.json.Decoder(_Described)
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Description):
+    """A tensor in a file, and where its bytes begin there."""
+
+    path: AnyPath
+    start: int
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except CorruptStateError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptStateError(f"{what} cannot be read: {error}") from error
+
+
+def list_tensors(path: AnyPath) -> dict[str, Place]:
+    """Return the tensors of a file by name."""
+    with _reading(str(path)):
+        size = size_of(path)
+        num_bytes = int.from_bytes(read_range(path, 0, _LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + num_bytes
+        if num_bytes > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {num_bytes} bytes")
+        tensors = _HEADER.decode(read_range(path, _LENGTH_BYTES, num_bytes))
+        tensors.pop("__metadata__", None)
+        found, end = {}, 0
+        for name, raw in tensors.items():
+            place, last = _place(path, name, _DESCRIBED.decode(raw), start)
+            found[name], end = place, max(end, last)
+        if start + end != size:
+            raise ValueError(f"it has {size} bytes, and its header says {start + end}")
+    return found
+
+
+def _place(path: AnyPath, name: str, each: _Described, start: int) -> tuple[Place, int]:
+    """Return the place of a tensor, and where it ends after the header."""
+    first, last = each.data_offsets
+    if each.dtype not in DTYPES:
+        raise ValueError(f"{name} has the type {each.dtype}, which is not known")
+    place = Place(each.dtype, each.shape, path, start + first)
+    if min(first, *each.shape, 0) < 0 or last - first != place.num_bytes:
+        raise ValueError(f"{name} has {last - first} bytes, and its shape {list(each.shape)}")
+    return place, last
+
+
+def read_tensor(name: str, place: Place) -> torch.Tensor:
+    """Return a tensor."""
+    with _reading(f"{place.path}: {name}"):
+        content = read_range(place.path, place.start, place.num_bytes)
+        if len(content) != place.num_bytes:
+            raise ValueError("it is cut short")
+        if not content:
+            return torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        return torch.frombuffer(content, dtype=DTYPES[place.dtype]).view(place.shape)
 
 
 class SafetensorsSet:

@@ -1,6 +1,6 @@
 """Sources of conversions: the state of one iteration, of all ranks, on storage or in memory.
 
-Decides what can be converted and refuses the rest. Naming tensors is tensors.py, reading them assembly.py.
+Decides what can be converted and refuses the rest. tensors.py names and reads tensors.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Tensors of the whole model in a source: names, shapes, ages, and the slices of ranks that make them up.
+"""Tensors of the whole model in a source: names, shapes, ages, and what the slices of ranks make of them.
 
 A `GlobalTensor` has the name that Megatron's checkpoints give it, with global numbers of layers and, unlike
 there, of experts: Megatron stacks the experts of a layer in one tensor. The weights of a layer of a GPT are
@@ -24,7 +24,7 @@ and outside of layers
     mtp.layers.D.{enorm,hnorm,final_layernorm}.weight, mtp.layers.D.eh_proj.weight
     mtp.layers.D.transformer_layer.*                             as a layer of the decoder
 
-Each has some of the kinds of `KINDS`. assembly.py reads them.
+Each has some of the kinds of `KINDS`. They are read one at a time: besides it, one block of it is in memory.
 """
 
 import re
@@ -33,9 +33,15 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
+import msgspec
+import torch
+
 from moe_ft.convert.source import RankState, Source
+from moe_ft.engine.snapshots.packed import unpack_into
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.format.entries import GlobalPlace, TensorEntry
+from moe_ft.format.entries import GlobalPlace, TensorEntry, tensor_bytes
+from moe_ft.state.packed_values import unpack
+from moe_ft.state.slices import DTYPES
 from moe_ft.units import Part, UnitId, UnitKind, parse_unit
 
 # Kinds of a tensor, and the keys that they have in an index. The fp32 master weights are the state; weights
@@ -337,3 +343,64 @@ def _unit_named(key: str) -> UnitId:
         expert=int(expert["expert"]) if expert else -1,
         part=Part.WHOLE,
     )
+
+
+def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> torch.Tensor:
+    """Return a tensor of the model on the CPU, in one of its kinds; its weights in their own type."""
+    if kind not in tensor.iterations:
+        raise ConfigError(
+            f"{source.place} has no {kind} of {tensor.name}: the optimizer had not made a step yet, or keeps "
+            "none. Convert a later checkpoint, or give --what weights."
+        )
+    if tensor.buffer:
+        rank, _, name = tensor.buffer.partition("/")
+        return unpack(source.ranks[int(rank)].index.records[-1].buffers[name])
+    # Weights follow from masters, unless the optimizer that holds the masters keeps few bits of them.
+    saved = kind if all(kind in block.slices for block in tensor.blocks) else "master"
+    own = tensor.dtype if kind == "weight" else tensor.blocks[0].slices[saved][0].entry.dtype
+    dtype = DTYPES[own]
+    if _is_all_of(tensor):
+        return _read_block(source, tensor.blocks[0], saved).to(dtype)
+    found = torch.empty(tensor.shape, dtype=dtype)
+    for block in tensor.blocks:
+        local = _read_block(source, block, saved)
+        for place in block.places:
+            into = found
+            for dim, offset in enumerate(place.offset[len(tensor.index) :]):
+                into = into.narrow(dim, offset, place.extent[dim])
+            part = local
+            for dim, start in enumerate(place.start):
+                part = part.narrow(dim, start, place.extent[dim])
+            into.copy_(part)
+    return found
+
+
+def _is_all_of(tensor: GlobalTensor) -> bool:
+    """Return whether some ranks have the tensor as it is."""
+    first, *others = tensor.blocks
+    extents = {place.extent for place in first.places}
+    return not others and first.local_shape == tensor.shape and extents == {tensor.shape}
+
+
+def _read_block(source: Source, block: Block, kind: str) -> torch.Tensor:
+    """Return the tensor that some ranks have, put together from the slices that each of them saved."""
+    slices = block.slices[kind]
+    numel, end = prod(block.local_shape), 0
+    local = torch.empty(numel, dtype=DTYPES[slices[0].entry.dtype])
+    for each in slices:
+        if each.entry.end > end:
+            _read_slice(source, each, local[each.entry.start : each.entry.end])
+            end = each.entry.end
+    return local.view(block.local_shape)
+
+
+def _read_slice(source: Source, each: Slice, target: torch.Tensor) -> None:
+    entry, state = each.entry, source.ranks[each.rank]
+    scales = (scale for inner in state.index.records[-1].optimizers for scale in inner.scales)
+    if entry.dtype == "I16" or f"{entry.parameter}/{entry.key}" in scales:
+        raise ConfigError(
+            f"{state.place}: {entry.key} of {entry.parameter} is kept in few bits by the optimizer "
+            "(--use-precision-aware-optimizer), in a form that only it can read. Give --what weights."
+        )
+    content = state.read(each.unit, entry.offset, tensor_bytes(entry))
+    unpack_into(target, msgspec.structs.replace(entry, offset=0), content)

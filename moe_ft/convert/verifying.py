@@ -85,7 +85,8 @@ def write_and_verify(
 def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False) -> str:
     """Compare all parts of a file with it, reading it once; return its SHA-256 if asked for."""
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "moe_ft-sha") as hasher:
-        whole = _Whole(hasher) if with_sha256 else None
+        whole, pending = hashlib.sha256(), Future[None]()
+        pending.set_result(None)
         for part in parts:
             found, left = xxhash.xxh3_64(), part.num_bytes
             while left:
@@ -94,32 +95,14 @@ def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False
                     break
                 found.update(buffer[:count])
                 left -= count
-                if whole is not None:
-                    whole.update(buffer[:count])
+                if with_sha256:
+                    pending.result()  # at most one piece is hashed while the next one is read
+                    pending = hasher.submit(whole.update, buffer[:count])
             if left or found.hexdigest() != part.checksum:
                 raise CorruptStateError(
                     f"{path}: {part.name} is not what was written. Is the disk sound?"
                 )
         if file.read(1):
             raise CorruptStateError(f"{path} is longer than what was written. Is the disk sound?")
-        return whole.digest() if whole is not None else ""
-
-
-class _Whole:
-    """SHA-256 of pieces, computed on another thread; at most one piece waits."""
-
-    def __init__(self, hasher: ThreadPoolExecutor) -> None:
-        self._hasher, self._sha = hasher, hashlib.sha256()
-        self._last: Future[None] | None = None
-
-    def update(self, piece: memoryview) -> None:
-        """Add a piece, which must not change any more."""
-        before, self._last = self._last, self._hasher.submit(self._sha.update, piece)
-        if before is not None:
-            before.result()
-
-    def digest(self) -> str:
-        """Return it, when all pieces are in it."""
-        if self._last is not None:
-            self._last.result()
-        return self._sha.hexdigest()
+        pending.result()
+    return whole.hexdigest() if with_sha256 else ""

@@ -79,9 +79,9 @@ LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.keeper.target", LAUNCHER),
-    ("moe_ft.convert.huggingface.families.mla", "megatron.fault_tolerance.program.deepseek_layers"),
+    ("moe_ft.convert.huggingface.deepseek", "megatron.fault_tolerance.program.deepseek_layers"),
     (
-        "moe_ft.convert.huggingface.families.query_groups",
+        "moe_ft.convert.huggingface.query_groups",
         "megatron.fault_tolerance.program.projection_norm",
     ),
 }

@@ -35,7 +35,6 @@ TESTED_ELSEWHERE = {
 LONELY = {
     "pretrain_gpt_moe.py": "a program",
     "moe_ft/cli.py": "a program: __main__.py looks at `keep` first, which imports less",
-    "moe_ft/commands/run.py": "a command: cli.py has a line for each",
     "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",

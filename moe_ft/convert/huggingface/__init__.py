@@ -1,5 +1,5 @@
 """Checkpoints of Hugging Face: families of models, and the tensors of Megatron that theirs are.
 
-mapping.py has the interface. A family is a file in families/. Only `config.json` and safetensors are read and
-written here: `transformers` is not needed.
+mapping.py has the interface of a family, deepseek.py and query_groups.py the families. Only `config.json` and
+safetensors are read and written here: `transformers` is not needed.
 """

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
-from moe_ft.convert.huggingface.families.deepseek import DeepseekV2, DeepseekV3
-from moe_ft.convert.huggingface.families.query_groups import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
+from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3
 from moe_ft.convert.huggingface.mapping import Config, Family
-from moe_ft.convert.safetensors_file import Place
+from moe_ft.convert.huggingface.query_groups import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
+from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 
 _FAMILIES = (Mixtral(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), DeepseekV3(), Olmoe())

@@ -1,7 +1,6 @@
 """A model of Hugging Face in a folder or at a URL: its safetensors, read as tensors of Megatron."""
 
 import re
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,14 +18,11 @@ from moe_ft.convert.huggingface.config_file import (
     read_config,
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.model import MegatronState, Model
-from moe_ft.convert.safetensors_file import Place, content_of, list_tensors, read_tensor
-from moe_ft.convert.safetensors_set import INDEX_NAME
+from moe_ft.convert.model import MegatronState, Model, shared_state
+from moe_ft.convert.safetensors_set import INDEX_NAME, Place, content_of, list_tensors, read_tensor
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.state.global_places import CONTENT_METADATA
 
-_CHECKPOINT_VERSION = 3.0  # the order of rows in linear_qkv, and that arguments are there
 _REMEDY_OF_PREDICTION = " If it predicts one token only, set num_nextn_predict_layers to 0 there."
 _REMEDY_OF_TIES = " If both are trained, set tie_word_embeddings to false in its config.json."
 _SINGLE_FILE = "model.safetensors"
@@ -90,27 +86,7 @@ class Release(Model):
 
     @override
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
-        arguments = {
-            flag.removeprefix("--").replace("-", "_"): value
-            for flag, value in self.settings.items()
-        }
-        args = Namespace(
-            **arguments,
-            iteration=0,
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
-            ckpt_format="torch_dist",
-            no_save_optim=True,
-            no_save_rng=True,
-        )
-        common = {
-            "args": args,
-            "checkpoint_version": _CHECKPOINT_VERSION,
-            "iteration": 0,
-            "num_floating_point_operations_so_far": 0,
-            "content_metadata": dict(CONTENT_METADATA),
-        }
+        common = shared_state(self.settings, with_optimizer=False)
         experts = int(self.settings.get("--num-experts") or 0)
         return MegatronState(common=common, modules=sorted(_module_states(self.mapped, experts)))
 

@@ -15,8 +15,7 @@ from moe_ft.convert.huggingface.config_file import (
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import Item, Model, read_ahead
-from moe_ft.convert.safetensors_file import Description
-from moe_ft.convert.safetensors_set import facts_of, write_file, write_index
+from moe_ft.convert.safetensors_set import Description, facts_of, write_file, write_index
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError

@@ -30,7 +30,7 @@ from tests.unit.examples.model_files import (
     plan_of,
     read_model,
 )
-from tests.unit.moe_ft.convert.huggingface.families.models import PUBLISHED_V3
+from tests.unit.moe_ft.convert.huggingface.models import PUBLISHED_V3
 
 GPU_BYTES = 80e9
 TMPFS_BYTES = 1e12  # half of a node's 2 TB, as Linux makes /dev/shm

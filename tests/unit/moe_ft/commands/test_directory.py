@@ -9,8 +9,6 @@ from moe_ft.cli import main
 from moe_ft.commands.directory import reading
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
-from tests.unit.moe_ft.builders import make_identity, persist_checkpoint
-from tests.unit.moe_ft.commands.damaged import flip
 from tests.unit.moe_ft.convert.models import persist_model
 
 
@@ -57,18 +55,3 @@ def test_place_without_a_state_is_refused(
     persist_model(Storage(str(tmp_path / "a")))
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / name) if name else ""]) == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_state_that_does_not_say_how_tensors_fit_together_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    persist_checkpoint(Storage(str(tmp_path)), 3, make_identity())
-    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
-    assert "error: " in capsys.readouterr().err
-
-
-def test_damaged_state_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    persist_model(Storage(str(tmp_path)))
-    flip(max(tmp_path.glob("iter_*/rank_00001_*.safetensors")), -1)
-    assert main(["diff", str(tmp_path), str(tmp_path), "--what", "all"]) == 2
-    assert "does not match its checksum" in capsys.readouterr().err

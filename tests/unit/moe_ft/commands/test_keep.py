@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moe_ft import cli
-from moe_ft.commands.keep import keeps_rank
+from moe_ft.commands.run import is_given
 
 
 def test_all_words_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_all_words_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch)
         seen.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr("moe_ft.commands.keep.main", run)
+    monkeypatch.setattr("moe_ft.keeper.worker.main", run)
     words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
         cli.main(["keep", *words])
@@ -24,7 +24,7 @@ def test_all_words_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not keeps_rank(["keep", "--help"])
+    assert not is_given("keep", ["keep", "--help"])
     with pytest.raises(SystemExit) as end:
         cli.main(["keep", "--help"])
     assert not end.value.code

@@ -17,7 +17,8 @@ def test_summary_of_a_finished_run_leaves_the_warming_up_out(tmp_path: Path) -> 
     assert (summary.num_iterations, summary.first_loss, summary.last_loss) == (3, 5.0, 3.0)
     assert (summary.iteration_s, summary.tokens_per_s) == (0.5, 200.0)
     assert [rank.ending for rank in summary.ranks] == ["finished"]
-    assert "how it ended" not in render(summary, tmp_path)
+    text = render(summary, tmp_path)
+    assert "how it ended" not in text and "left out" not in text
 
 
 def test_every_ending_is_told_apart(tmp_path: Path) -> None:
@@ -124,17 +125,6 @@ def test_rank_file_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> 
     summary = summarize(tmp_path)
     assert [rank.rank for rank in summary.ranks] == [0]
     assert "left out: rank_00001.jsonl: not a regular file" in render(summary, tmp_path)
-
-
-def test_command_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, 0, [5.0, 4.0]).write("end", 2, reason="finished")
-    assert main(["report", str(tmp_path)]) == 0
-    assert "loss at end" in capsys.readouterr().out
-
-
-def test_report_on_a_whole_log_leaves_nothing_out(tmp_path: Path) -> None:
-    write_run(tmp_path, 0, [5.0, 4.0]).write("end", 2, reason="finished")
-    assert "left out" not in render(summarize(tmp_path), tmp_path)
 
 
 def test_loss_that_is_no_number_is_reported_as_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands import run
-from moe_ft.commands.run import runs_script
+from moe_ft.commands.run import is_given
 from moe_ft.loop.refusing import EXIT_REFUSED
 
 ROOT = Path(__file__).parents[4]
@@ -47,7 +47,7 @@ def test_error_of_a_script_is_not_one_of_the_commands(
 
 
 def test_help_of_run_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not runs_script(["run", "--help"])
+    assert not is_given("run", ["run", "--help"])
     with pytest.raises(SystemExit) as end:
         main(["run", "--help"])
     assert not end.value.code

@@ -46,8 +46,6 @@ FILES: list[tuple[str, Any, str]] = [
         "config.json has num_hidden_layers=100000000, and it must be at most 4",
     ),
     ("config.json", b"[" * 200_000, "config.json is no JSON: maximum recursion"),
-    ("config.json", b"\xff", "config.json is no JSON"),
-    ("config.json", b"[]", "config.json must hold a JSON object, and holds a list"),
     ("model.safetensors.index.json", os.mkfifo, PIPE),
     ("generation_config.json", os.mkfifo, PIPE),
     ("model.safetensors", os.mkfifo, PIPE),

@@ -1,6 +1,5 @@
 """A conversion as a whole, and telling sources apart; formats have tests of their own."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,6 @@ def test_checkpoints_are_told_apart(checkpoints: Path, tmp_path: Path) -> None:
     assert open_model(str(megatron)).kind == "torch_dist"
     assert open_model(str(megatron / "iter_0000003")).kind == "torch_dist"
     assert open_model(str(checkpoints)).kind == "moe_ft"
-
-
-def test_model_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ConfigError, match="has model_type=bert"):
-        open_model(str(tmp_path))
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:

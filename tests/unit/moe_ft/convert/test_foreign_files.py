@@ -18,10 +18,10 @@ from moe_ft.convert.foreign_files import (
     read_whole,
     signature_of,
 )
-from moe_ft.convert.safetensors_file import content_of
+from moe_ft.convert.safetensors_set import content_of
 from moe_ft.errors import ConfigError, CorruptStateError
 from tests.object_store import ObjectStore
-from tests.unit.moe_ft.convert.huggingface.round_trip import SMALL, random_model, tensors_of
+from tests.unit.moe_ft.convert.huggingface.round_trip import tensors_of
 from tests.unit.moe_ft.convert.huggingface.test_release import change_tensors
 
 
@@ -107,18 +107,6 @@ def test_json_that_is_no_object_within_limits_is_refused(
 SOURCES = {"run": "safetensors", "hf": "torch_dist", "torch_dist": "hf"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model of Hugging Face; nobody may change it."""
-    from transformers import MixtralConfig
-
-    folder = tmp_path_factory.mktemp("model") / "saved"
-    random_model(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(
-        folder, max_shard_size="100KB"
-    )
-    return folder
-
-
 def upload(folder: Path, s3: ObjectStore) -> str:
     """Copy a folder to the store; return its URL."""
     url = f"{s3.bucket()}/here"
@@ -127,16 +115,16 @@ def upload(folder: Path, s3: ObjectStore) -> str:
 
 
 @pytest.fixture
-def folder_of(model: Path, checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
+def folder_of(saved_once: Path, checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Return what makes a source of a kind in a folder."""
 
     def make(kind: str) -> Path:
         if kind == "run":
             return checkpoints
         if kind == "hf":
-            return model
+            return saved_once
         folder = tmp_path / "torch_dist"
-        convert(Request(source=str(model), destination=str(folder), to="torch_dist"))
+        convert(Request(source=str(saved_once), destination=str(folder), to="torch_dist"))
         return folder
 
     return make
@@ -169,17 +157,11 @@ def test_source_at_a_url_is_converted_like_a_folder(
     assert found
 
 
-def test_single_file_of_a_model_is_found_by_its_name(
-    model: Path, s3: ObjectStore, tmp_path: Path
-) -> None:
-    folder = tmp_path / "single"
-    folder.mkdir()
-    for path in model.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    change_tensors(folder, lambda tensors: None)
-    url = upload(folder, s3)
+def test_single_file_of_a_model_is_found_by_its_name(saved: Path, s3: ObjectStore) -> None:
+    change_tensors(saved, lambda tensors: None)
+    url = upload(saved, s3)
     with s3.listing_late("here"):
-        assert len(open_model(url).tensors()) == len(open_model(str(folder)).tensors())
+        assert len(open_model(url).tensors()) == len(open_model(str(saved)).tensors())
 
 
 def test_nothing_at_a_url_is_refused(s3: ObjectStore) -> None:

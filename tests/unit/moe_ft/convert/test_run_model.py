@@ -67,13 +67,6 @@ def test_plain_optimizer_of_fp32_has_no_masters_around_it(tmp_path: Path) -> Non
     assert set(state["optimizer"]) == {"param_groups", "state"}
 
 
-def test_release_has_no_optimizer(source: Source) -> None:
-    state = common_state(source, with_optimizer=False)
-    assert "optimizer" not in state
-    assert state["args"].no_save_optim
-    assert state["args"].no_save_rng
-
-
 def group(is_expert: bool, wd_mult: float = 1.0) -> dict[str, Any]:
     return {"is_expert_parallel": is_expert, "wd_mult": wd_mult}
 

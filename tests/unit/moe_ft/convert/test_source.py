@@ -92,6 +92,10 @@ def test_window_is_refused_with_the_reason(tmp_path: Path) -> None:
         ConfigError, match="window of 3 snapshots: its units are of iterations 4 to 6"
     ):
         open_source(str(tmp_path))
+    region, _ = fill_window(tmp_path / "memory/job/node/rank_00000")
+    region.close()
+    with pytest.raises(ConfigError, match="window of 3 snapshots"):
+        open_source(str(tmp_path / "memory"))
 
 
 def test_directory_that_a_job_writes_to_is_refused(
@@ -135,11 +139,4 @@ def test_memory_of_a_job_that_runs_is_refused(tmp_path: Path) -> None:
     region, _ = fill_region(node / "rank_00000")
     region.close()
     with alive_lock(node, 0), pytest.raises(ConfigError, match="a process of job job runs"):
-        open_source(str(tmp_path))
-
-
-def test_window_in_memory_is_refused(tmp_path: Path) -> None:
-    region, _ = fill_window(tmp_path / "job/node/rank_00000")
-    region.close()
-    with pytest.raises(ConfigError, match="window of 3 snapshots"):
         open_source(str(tmp_path))

@@ -1,18 +1,19 @@
-"""Names, shapes and ages of the tensors of the model, and what is refused."""
+"""Names, shapes, ages and content of the tensors of the model, and what is refused."""
 
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from moe_ft.convert.source import Source, open_source
-from moe_ft.convert.tensors import GlobalTensor, find_tensors
+from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.index import Index
-from tests.unit.moe_ft.convert.models import ITERATION, LAYER, Change, persist_model
+from tests.unit.moe_ft.convert.models import BIAS, ITERATION, LAYER, Change, persist_model
 
 FC1 = f"{LAYER}.mlp.experts.experts.1.linear_fc1.weight"
 PROJECTION = f"{LAYER}.self_attention.linear_proj.weight"
@@ -135,3 +136,25 @@ def test_moments_that_did_not_exist_are_no_kind(tmp_path: Path) -> None:
 
     found = tensors_of(tmp_path, edit_units(edit))
     assert set(found[FC1].iterations) == {"weight", "master"}
+
+
+def test_buffer_comes_from_the_record(source: Source) -> None:
+    (bias,) = (each for each in find_tensors(source) if each.buffer)
+    assert torch.equal(read_tensor(source, bias), BIAS)
+
+
+def test_kind_that_a_tensor_lacks_is_refused(source: Source) -> None:
+    tensor = find_tensors(source)[0]
+    with pytest.raises(ConfigError, match=f"has no momentum_buffer of {tensor.name}"):
+        read_tensor(source, tensor, "momentum_buffer")
+
+
+def test_byte_that_was_changed_is_found_before_it_is_used(checkpoints: Path) -> None:
+    (path,) = checkpoints.glob("iter_*/rank_00001_*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+    source = open_source(str(checkpoints))
+    with pytest.raises(CorruptStateError, match="layer.0.expert.1 does not match its checksum"):
+        for tensor in find_tensors(source):
+            read_tensor(source, tensor)

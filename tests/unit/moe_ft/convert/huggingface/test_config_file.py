@@ -13,7 +13,7 @@ from moe_ft.convert.huggingface.config_file import (
     tokens_of,
     write_generation,
 )
-from moe_ft.convert.safetensors_file import Place
+from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import converted
 from tests.unit.moe_ft.convert.huggingface.test_release import change_config

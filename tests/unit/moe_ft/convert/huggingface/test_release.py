@@ -151,14 +151,6 @@ def test_tensors_of_two_types_are_not_joined(saved: Path) -> None:
         open_release(saved).tensors()
 
 
-@pytest.mark.parametrize("num_lost", [1, 100_000])
-def test_file_that_is_cut_short_is_refused(num_lost: int, saved: Path) -> None:
-    path = max(saved.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-num_lost])
-    with pytest.raises(CorruptStateError, match=f"{path.name} cannot be read"):
-        open_release(saved)
-
-
 def test_index_decides_which_files_are_read(saved: Path) -> None:
     save_file({"other": torch.ones(2)}, saved / "other.safetensors")
     assert "other" not in open_release(saved).places
@@ -173,15 +165,6 @@ def test_folder_without_safetensors_is_refused(saved: Path) -> None:
     for path in saved.glob("model*"):
         path.unlink()
     with pytest.raises(ConfigError, match="must hold safetensors, and has no file of them"):
-        open_release(saved)
-
-
-def test_damaged_config_is_refused(saved: Path) -> None:
-    (saved / "config.json").write_text("{")
-    with pytest.raises(CorruptStateError, match=r"config.json is no JSON"):
-        open_release(saved)
-    (saved / "config.json").write_text("[]")
-    with pytest.raises(CorruptStateError, match=r"config.json must hold a JSON object"):
         open_release(saved)
 
 

@@ -116,9 +116,3 @@ def test_type_of_the_weights_is_in_the_config(checkpoint: Path, tmp_path: Path) 
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert str(loaded(folder).dtype) == "torch.bfloat16"
     assert {each.dtype for each in open_release(folder).places.values()} == {"BF16"}
-
-
-def test_state_of_an_optimizer_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
-    request = Request(source=str(checkpoint), destination=str(tmp_path), to="hf", what="all")
-    with pytest.raises(ConfigError, match="--what=all: only weights are read from or written to"):
-        convert(request)

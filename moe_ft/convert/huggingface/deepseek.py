@@ -1,20 +1,16 @@
 """DeepSeek-V2 and V3: dense first layers, then experts with shared ones; V3 also predicts further tokens.
 
-mla.py has the attention.
+Queries of the multi-latent attention need not be compressed (`q_lora_rank`): then one projection makes them,
+as in V2-Lite. Both sides rotate pairs of neighbouring elements, so weights are the same. They differ in how
+`mscale` and `mscale_all_dim` become two numbers: a factor of sine and cosine, and one of the softmax. Only
+settings that give the same numbers are translated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import log
 from typing import Any, override
 
-from moe_ft.convert.huggingface.families import decoder
-from moe_ft.convert.huggingface.families.mla import (
-    SPEC,
-    attention,
-    attention_config,
-    attention_settings,
-    rope_config,
-    rope_settings,
-)
+from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Family,
@@ -23,18 +19,28 @@ from moe_ft.convert.huggingface.mapping import (
     expect,
     expect_config,
     same,
-    vocabulary_size,
 )
 from moe_ft.errors import ConfigError
 
+# transformers takes this for the norms of compressed queries, keys and values, whatever rms_norm_eps is.
+_EPSILON = 1e-6
+# The layers that stock Megatron needs for what it would compute otherwise.
+SPEC = ["megatron.fault_tolerance.program.deepseek_layers", "layer_spec"]
+_ATTENTION_SIZES = {
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_nope_head_dim": "--qk-head-dim",
+    "qk_rope_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+}
+# Megatron 0.19.2 has no flags for these with multi-latent attention.
+_FIXED = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_THETA = 10000
+_PLAIN = "default"
 _SIZES = {
-    "hidden_size": "--hidden-size",
     "intermediate_size": "--ffn-hidden-size",
     "moe_intermediate_size": "--moe-ffn-hidden-size",
-    "num_hidden_layers": "--num-layers",
-    "num_attention_heads": "--num-attention-heads",
     "n_routed_experts": "--num-experts",
-    "num_experts_per_tok": "--moe-router-topk",
 }
 _FEATURES = {
     **decoder.without(
@@ -47,8 +53,6 @@ _FEATURES = {
     "--spec": (None, SPEC),
     "--mtp-use-repeated-layer": None,
 }
-
-
 _V2_ROUTER = {
     "--moe-router-score-function": "softmax",
     "--moe-router-pre-softmax": True,
@@ -151,22 +155,16 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
     balancing = settings.get("--moe-router-load-balancing-type")
     loss: dict[str, Any] = {}
     if balancing in ("aux_loss", "seq_aux_loss"):
-        loss = {"seq_aux": balancing == "seq_aux_loss"}
-        loss["aux_loss_alpha"] = settings.get("--moe-aux-loss-coeff")
+        coefficient = settings.get("--moe-aux-loss-coeff")
+        loss = {"seq_aux": balancing == "seq_aux_loss", "aux_loss_alpha": coefficient}
     return {
+        **decoder.shared_config(settings),
         **{key: settings[flag] for key, flag in _SIZES.items()},
-        "vocab_size": vocabulary_size(settings),
         "moe_intermediate_size": decoder.expert_size(settings),
-        "max_position_embeddings": settings["--max-position-embeddings"],
         "n_shared_experts": _num_shared_experts(settings, family),
         "first_k_dense_replace": _num_dense_layers(settings, family),
         "moe_layer_freq": 1,
         "routed_scaling_factor": settings.get("--moe-router-topk-scaling-factor") or 1.0,
-        "hidden_act": "silu",
-        "attention_dropout": settings.get("--attention-dropout") or 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": not settings["--untie-embeddings-and-output-weights"],
         **attention_and_rope,
         **loss,
     }
@@ -185,16 +183,8 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
     has_experts = [layer >= num_dense for layer in range(num_layers)]
     balancing = {None: "none", False: "aux_loss", True: "seq_aux_loss"}[config.get("seq_aux")]
     return {
-        **{
-            flag: None for flag, value in _FEATURES.items() if not value or isinstance(value, tuple)
-        },
-        "--normalization": "RMSNorm",
-        "--swiglu": True,
-        "--add-bias-linear": False,
-        "--attention-dropout": config.get("attention_dropout", 0.0),
-        "--hidden-dropout": 0.0,
+        **decoder.shared_settings(config, _FEATURES),
         **{flag: config[key] for key, flag in _SIZES.items()},
-        **decoder.vocabulary_settings(config),
         "--moe-layer-freq": decoder.layer_frequency(has_experts),
         "--moe-shared-expert-intermediate-size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
@@ -202,7 +192,6 @@ def common_settings(config: Config, family: str) -> dict[str, Any]:
         "--moe-router-load-balancing-type": balancing,
         "--moe-aux-loss-coeff": config.get("aux_loss_alpha", 0.0),
         "--moe-router-dtype": "fp32",
-        "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings"),
         **attention_settings(config, family),
         **rope_settings(config, family),
     }
@@ -256,7 +245,7 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
     hidden = (settings["--hidden-size"],)
     norm = f"{megatron}.input_layernorm.weight"
     yield same(norm, f"{hub}.input_layernorm.weight", hidden)
-    yield from attention(settings, f"{megatron}.self_attention", f"{hub}.self_attn")
+    yield from decoder.latent_attention(settings, f"{megatron}.self_attention", f"{hub}.self_attn")
     # Transformer Engine has the norm before a dense MLP in its first projection.
     fused = (f"{megatron}.mlp.linear_fc1.layer_norm_weight",) if is_dense else ()
     norm = f"{megatron}.pre_mlp_layernorm.weight"
@@ -302,3 +291,141 @@ def _num_shared_experts(settings: Settings, family: str) -> int:
             f"{of_one} for a model of {family}. Convert to torch_dist or safetensors."
         )
     return int(size // of_one)
+
+
+def attention_config(settings: Settings, family: str) -> dict[str, Any]:
+    """Return the keys of `config.json`."""
+    features = {"--multi-latent-attention": True, "--qk-layernorm": True}
+    expect(settings, family, {**features, "--experimental-attention-variant": None})
+    if settings["--layernorm-epsilon"] != _EPSILON:
+        raise ConfigError(
+            f"--norm-epsilon={settings['--layernorm-epsilon']} must be {_EPSILON} for a model of {family}: "
+            "transformers has this number for the norms of compressed queries, keys and values. Convert "
+            "to torch_dist or safetensors."
+        )
+    if not settings.get("--q-lora-rank") and not _leaves_queries_alone(settings):
+        raise ConfigError(
+            f"--q-lora-rank={settings.get('--q-lora-rank')} must be a number with --transformer-impl="
+            f"{settings.get('--transformer-impl')}, --spec={settings.get('--spec')}, --mtp-num-layers="
+            f"{settings.get('--mtp-num-layers')} and --mla-down-proj-fusion="
+            f"{bool(settings.get('--mla-down-proj-fusion'))}: Megatron 0.19.2 then normalizes the input of "
+            f"the queries a second time, and a model of {family} does not. Convert to torch_dist or "
+            "safetensors."
+        )
+    return {
+        "num_key_value_heads": settings["--num-attention-heads"],
+        **{key: settings.get(flag) or None for key, flag in _ATTENTION_SIZES.items()},
+        "attention_bias": False,
+        "rms_norm_eps": _EPSILON,
+    }
+
+
+def attention_settings(config: Config, family: str) -> dict[str, Any]:
+    """Return Megatron's settings."""
+    heads = config["num_attention_heads"]
+    expected = {"num_key_value_heads": (heads, None), "rms_norm_eps": _EPSILON}
+    expect_config(config, family, {**expected, "rope_interleave": True})
+    # --spec does not reach layers of multi-token prediction.
+    has_further = bool(config.get("num_nextn_predict_layers"))
+    queries = {"--transformer-impl": "local"} if has_further else {"--spec": SPEC}
+    return {
+        "--multi-latent-attention": True,
+        "--num-attention-heads": heads,
+        "--group-query-attention": False,
+        "--qk-layernorm": True,
+        "--layernorm-epsilon": _EPSILON,
+        **{flag: config[key] for key, flag in _ATTENTION_SIZES.items()},
+        **({} if config["q_lora_rank"] else queries),
+    }
+
+
+def _leaves_queries_alone(settings: Settings) -> bool:
+    if settings.get("--transformer-impl") == "local":
+        return True
+    others = settings.get("--mtp-num-layers") or settings.get("--mla-down-proj-fusion")
+    return settings.get("--spec") == SPEC and not others
+
+
+def rope_config(settings: Settings, family: str) -> dict[str, Any]:
+    """Return the keys of `config.json`, as DeepSeek writes them."""
+    expect(settings, family, {"--rope-type": (None, "rope", "yarn")})
+    rope: dict[str, Any] = {}
+    if settings.get("--rope-type") != "rope":  # Megatron's default is YaRN
+        rope = {
+            "type": "yarn",
+            "factor": settings["--rotary-scaling-factor"],
+            **_FIXED,
+            "mscale": settings["--mscale"],
+            "mscale_all_dim": settings["--mscale-all-dim"],
+        }
+    if _factors_of_transformers(rope) != _factors_of_megatron(settings):
+        raise ConfigError(
+            f"--mscale={settings['--mscale']} and --mscale-all-dim={settings['--mscale-all-dim']} must "
+            "both be given with --rope-type=yarn, or left at 1 and 0, and --mscale-all-dim must be 0 with "
+            f"--rope-type=rope: else a model of {family} computes another softmax. Convert to torch_dist "
+            "or safetensors."
+        )
+    return {"rope_theta": settings["--rotary-base"], "rope_scaling": rope or None}
+
+
+def rope_settings(config: Config, family: str) -> dict[str, Any]:
+    """Return Megatron's settings."""
+    rope = config.get("rope_parameters") or {
+        **(config.get("rope_scaling") or {}),
+        "rope_theta": config.get("rope_theta", _THETA),
+    }
+    kind = rope.get("rope_type", rope.get("type", _PLAIN))
+    is_yarn = kind == "yarn"
+    theta = rope.get("rope_theta", _THETA)
+    length = config["max_position_embeddings"]
+    given = {"original_max_position_embeddings": length, **rope, "rope_type": kind}
+    fixed = {"partial_rotary_factor": (1.0, None), "truncate": True}
+    expect_config(
+        given, family, {"rope_type": (_PLAIN, "yarn"), **fixed, **(_FIXED if is_yarn else {})}
+    )
+    expect_config(rope, family, {"rope_theta": int(theta)})  # --rotary-base is a whole number
+    has_both = is_yarn and rope.get("mscale") and rope.get("mscale_all_dim")
+    settings = {
+        "--position-embedding-type": "rope",
+        "--max-position-embeddings": length,
+        "--rope-type": "yarn" if is_yarn else "rope",
+        "--rotary-base": int(theta),
+        "--rotary-percent": 1.0,
+        "--rotary-interleaved": False,
+        "--rotary-scaling-factor": rope["factor"] if is_yarn else 1.0,
+        "--mscale": rope["mscale"] if has_both else 1.0,
+        "--mscale-all-dim": (is_yarn and rope.get("mscale_all_dim")) or 0.0,
+    }
+    if _factors_of_transformers(rope if is_yarn else {}) != _factors_of_megatron(settings):
+        keys = ("mscale", "mscale_all_dim", "attention_factor")
+        raise ConfigError(
+            f"config.json has {', '.join(f'{key}={rope.get(key)}' for key in keys)}, and with "
+            "multi-latent attention Megatron cannot express these: either mscale and mscale_all_dim, or "
+            "none of them. There is no conversion of this model."
+        )
+    return settings
+
+
+def _growth(factor: float, mscale: Any) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
+
+
+def _factors_of_megatron(settings: Settings) -> tuple[float, float]:
+    """Return the factor of sine and cosine, and that of the softmax."""
+    factor, of_all = settings["--rotary-scaling-factor"], settings["--mscale-all-dim"]
+    of_softmax = _growth(factor, of_all)  # also without YaRN
+    of_rotation = _growth(factor, settings["--mscale"]) / of_softmax
+    return (1.0 if settings.get("--rope-type") == "rope" else of_rotation), of_softmax
+
+
+def _factors_of_transformers(rope: Mapping[str, Any]) -> tuple[float, float]:
+    if not rope:
+        return 1.0, 1.0
+    factor, mscale, of_all = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+    of_rotation = rope.get("attention_factor")
+    if of_rotation is None:
+        has_both = mscale and of_all
+        of_rotation = (
+            _growth(factor, mscale) / _growth(factor, of_all) if has_both else _growth(factor, 1.0)
+        )
+    return of_rotation, _growth(factor, of_all) if of_all else 1.0

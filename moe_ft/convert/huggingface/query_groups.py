@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, override
 
-from moe_ft.convert.huggingface.families import decoder
+from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Family,
@@ -46,6 +46,23 @@ class _QueryGroups(Family):
     def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
         return decoder.experts(settings, ours, f"{theirs}.mlp")
 
+    def _settings(
+        self,
+        config: Config,
+        *,
+        is_normalized: bool,
+        expected: Mapping[str, Any] = decoder.PLAIN_CONFIG,
+    ) -> dict[str, Any]:
+        """Return the settings of experts in all layers, of the size of a dense MLP."""
+        return {
+            **decoder.decoder_settings(config, self.model_type, expected),
+            **decoder.router_settings(is_normalized, config["num_experts_per_tok"]),
+            "--ffn-hidden-size": config["intermediate_size"],
+            "--moe-ffn-hidden-size": config["intermediate_size"],
+            "--num-experts": decoder.num_experts(config),
+            "--moe-layer-freq": 1,
+        }
+
     def _check_has_experts_everywhere(self, settings: Settings, features: Settings) -> None:
         pattern = decoder.layer_frequency(decoder.moe_layers(settings))
         features = {**decoder.PLAIN, **features, "--moe-layer-freq": 1}
@@ -73,14 +90,7 @@ class Mixtral(_QueryGroups):
 
     @override
     def settings(self, config: Config) -> dict[str, Any]:
-        return {
-            **decoder.decoder_settings(config, self.model_type),
-            **decoder.router_settings(True, config["num_experts_per_tok"]),
-            "--ffn-hidden-size": config["intermediate_size"],
-            "--moe-ffn-hidden-size": config["intermediate_size"],
-            "--num-experts": config["num_local_experts"],
-            "--moe-layer-freq": 1,
-        }
+        return self._settings(config, is_normalized=True)
 
     @override
     def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
@@ -129,6 +139,7 @@ class Qwen3Moe(_QueryGroups):
     def settings(self, config: Config) -> dict[str, Any]:
         expect_config(config, self.model_type, {"use_sliding_window": False})
         plain = decoder.without(decoder.PLAIN_CONFIG, "sliding_window")  # not used
+        is_normalized = config.get("norm_topk_prob", False)
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         layers = range(config["num_hidden_layers"])
         has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
@@ -140,14 +151,9 @@ class Qwen3Moe(_QueryGroups):
                 _SHARED_GATE: True,
             }
         return {
-            **decoder.decoder_settings(config, self.model_type, plain),
-            **decoder.router_settings(
-                config.get("norm_topk_prob", False), config["num_experts_per_tok"]
-            ),
+            **self._settings(config, is_normalized=is_normalized, expected=plain),
             **own,
-            "--ffn-hidden-size": config["intermediate_size"],
             "--moe-ffn-hidden-size": config["moe_intermediate_size"],
-            "--num-experts": decoder.num_experts(config),
             "--moe-layer-freq": decoder.layer_frequency(has_experts),
         }
 
@@ -204,16 +210,9 @@ class Olmoe(_QueryGroups):
         size = config["hidden_size"] // config["num_attention_heads"]
         expect_config(config, self.model_type, {"head_dim": (size, None)})
         return {
-            **decoder.decoder_settings(config, self.model_type),
-            **decoder.router_settings(
-                config.get("norm_topk_prob", False), config["num_experts_per_tok"]
-            ),
+            **self._settings(config, is_normalized=config.get("norm_topk_prob", False)),
             "--qk-layernorm": True,
             "--spec": SPEC,
-            "--ffn-hidden-size": config["intermediate_size"],
-            "--moe-ffn-hidden-size": config["intermediate_size"],
-            "--num-experts": decoder.num_experts(config),
-            "--moe-layer-freq": 1,
         }
 
     @override

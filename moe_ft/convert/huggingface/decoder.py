@@ -1,7 +1,7 @@
 """Decoders with experts, as far as all families are the same: settings, and the tensors of their parts.
 
-Attention is with query groups and rotary embeddings; norms are RMSNorm; MLPs are SwiGLU without biases. The
-files of the families say what differs.
+Attention is with query groups or multi-latent, with rotary embeddings; norms are RMSNorm; MLPs are SwiGLU
+without biases. The files of the families say what differs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,18 +135,25 @@ def check_number(settings: Settings, family: str, flag: str) -> None:
 
 
 def decoder_config(settings: Settings) -> dict[str, Any]:
-    """Return the part of `config.json` that most families share."""
+    """Return the part of `config.json` that families with query groups share."""
+    return {
+        **shared_config(settings),
+        "num_key_value_heads": query_groups(settings),
+        "head_dim": head_size(settings),
+        "rms_norm_eps": settings["--layernorm-epsilon"],
+        "rope_theta": float(settings["--rotary-base"]),
+    }
+
+
+def shared_config(settings: Settings) -> dict[str, Any]:
+    """Return the part of `config.json` that all families share."""
     return {
         "vocab_size": vocabulary_size(settings),
         "hidden_size": settings["--hidden-size"],
         "num_hidden_layers": settings["--num-layers"],
         "num_attention_heads": settings["--num-attention-heads"],
-        "num_key_value_heads": query_groups(settings),
-        "head_dim": head_size(settings),
         "hidden_act": "silu",
         "max_position_embeddings": settings["--max-position-embeddings"],
-        "rms_norm_eps": settings["--layernorm-epsilon"],
-        "rope_theta": float(settings["--rotary-base"]),
         "tie_word_embeddings": not settings["--untie-embeddings-and-output-weights"],
         "attention_dropout": settings.get("--attention-dropout") or 0.0,
         "num_experts_per_tok": settings["--moe-router-topk"],
@@ -158,16 +165,12 @@ def decoder_config(settings: Settings) -> dict[str, Any]:
 def decoder_settings(
     config: Config, family: str, expected: Mapping[str, Any] = PLAIN_CONFIG
 ) -> dict[str, Any]:
-    """Return the settings that follow from the part of `config.json` that most families share."""
+    """Return the settings that families with query groups share."""
     expect_config(config, family, expected)
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
-    off = {flag: None for flag, value in PLAIN.items() if not value or isinstance(value, tuple)}
     return {
-        **off,
-        "--num-layers": config["num_hidden_layers"],
-        "--hidden-size": config["hidden_size"],
-        "--num-attention-heads": heads,
+        **shared_settings(config, PLAIN),
         "--group-query-attention": groups != heads,
         "--num-query-groups": groups,
         "--kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
@@ -175,22 +178,30 @@ def decoder_settings(
         "--position-embedding-type": "rope",
         "--rotary-base": rope_base(config, family),
         "--rotary-percent": 1.0,
-        "--normalization": "RMSNorm",
         "--layernorm-epsilon": config["rms_norm_eps"],
+        "--moe-router-score-function": "softmax",
+    }
+
+
+def shared_settings(config: Config, features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that all families share, with the features that are off."""
+    off = {flag: None for flag, value in features.items() if not value or isinstance(value, tuple)}
+    return {
+        **off,
+        "--num-layers": config["num_hidden_layers"],
+        "--hidden-size": config["hidden_size"],
+        "--num-attention-heads": config["num_attention_heads"],
+        "--normalization": "RMSNorm",
         "--swiglu": True,
         "--add-bias-linear": False,
         "--untie-embeddings-and-output-weights": not config.get("tie_word_embeddings", False),
-        **vocabulary_settings(config),
-        "--moe-router-score-function": "softmax",
+        "--vocab-size": config["vocab_size"],
+        # Without padding, whose logits of 0 Megatron's loss would count.
+        "--padded-vocab-size": config["vocab_size"],
         "--moe-router-topk": config["num_experts_per_tok"],
         "--attention-dropout": config.get("attention_dropout", 0.0),
         "--hidden-dropout": 0.0,
     }
-
-
-def vocabulary_settings(config: Config) -> dict[str, Any]:
-    """Return the settings without padding, whose logits of 0 Megatron's loss would count."""
-    return {"--vocab-size": config["vocab_size"], "--padded-vocab-size": config["vocab_size"]}
 
 
 def rope_base(config: Config, family: str) -> int:
@@ -287,6 +298,33 @@ def attention(
         name = f"{theirs}.{each}_norm.weight"
         yield same(f"{ours}.{each}_layernorm.weight", name, (norm_size,))
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size))
+
+
+def latent_attention(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:
+    """Yield the tensors of a layer's multi-latent attention; `megatron` and `hub` are its names there."""
+    hidden, heads = settings["--hidden-size"], settings["--num-attention-heads"]
+    queries, latent = settings.get("--q-lora-rank"), settings["--kv-lora-rank"]
+    plain, rotary = settings["--qk-head-dim"], settings["--qk-pos-emb-head-dim"]
+    values = settings["--v-head-dim"]
+
+    def weight(ours: str, theirs: str, *shape: int) -> Mapped:
+        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", shape)
+
+    def norm(ours: str, fused: str, theirs: str, size: int) -> Mapped:
+        others = (f"{megatron}.{fused}.layer_norm_weight",)  # with Transformer Engine
+        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", (size,), others=others)
+
+    query_rows = heads * (plain + rotary)
+    if queries:
+        yield weight("linear_q_down_proj", "q_a_proj", queries, hidden)
+        yield norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", queries)
+        yield weight("linear_q_up_proj", "q_b_proj", query_rows, queries)
+    else:
+        yield weight("linear_q_proj", "q_proj", query_rows, hidden)
+    yield weight("linear_kv_down_proj", "kv_a_proj_with_mqa", latent + rotary, hidden)
+    yield norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", latent)
+    yield weight("linear_kv_up_proj", "kv_b_proj", heads * (plain + values), latent)
+    yield weight("linear_proj", "o_proj", hidden, heads * values)
 
 
 def norm_before_mlp(settings: Settings, ours: str, theirs: str, *, has_experts: bool) -> Mapped:

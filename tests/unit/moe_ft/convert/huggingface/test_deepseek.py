@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from moe_ft.convert.huggingface.families import deepseek
-from moe_ft.convert.huggingface.families.deepseek import DeepseekV2, DeepseekV3
-from moe_ft.convert.huggingface.families.mla import SPEC
+from moe_ft.convert.huggingface import deepseek
+from moe_ft.convert.huggingface.deepseek import SPEC, DeepseekV2, DeepseekV3
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.convert.huggingface.families.models import PUBLISHED_V3, V2, V3
+from tests.unit.moe_ft.convert.huggingface.models import PUBLISHED_V3, V2, V3
 
 FAMILY = "deepseek_v3"
 

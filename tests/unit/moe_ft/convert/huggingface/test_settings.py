@@ -3,7 +3,6 @@
 That the numbers are the same is test_families.py.
 """
 
-import importlib
 from math import prod
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 from transformers import AutoConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.config_file import FAMILIES
-from moe_ft.convert.huggingface.families import decoder
-from moe_ft.convert.huggingface.families.mla import SPEC as DEEPSEEK_SPEC
-from moe_ft.convert.huggingface.families.query_groups import SPEC as OLMOE_SPEC
+from moe_ft.convert.huggingface.deepseek import SPEC as DEEPSEEK_SPEC
+from moe_ft.convert.huggingface.query_groups import SPEC as OLMOE_SPEC
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.convert.huggingface.families.models import (
+from tests.unit.moe_ft.convert.huggingface.models import (
     PUBLISHED_V2,
     PUBLISHED_V2_LITE,
     PUBLISHED_V3,
@@ -180,23 +179,6 @@ def test_published_config_is_the_same_after_both_directions(published: dict[str,
     assert settings.get("--spec") == (None if published is PUBLISHED_V3 else DEEPSEEK_SPEC)
 
 
-def test_published_settings_of_v3_are_those_of_the_paper() -> None:
-    settings = FAMILIES["deepseek_v3"].settings(PUBLISHED_V3)
-    expected = {
-        "--moe-layer-freq": [0] * 3 + [1] * 58,
-        "--moe-router-score-function": "sigmoid",
-        "--moe-router-enable-expert-bias": True,
-        "--moe-router-num-groups": 8,
-        "--moe-router-group-topk": 4,
-        "--moe-router-topk": 8,
-        "--moe-router-topk-scaling-factor": 2.5,
-        "--moe-shared-expert-intermediate-size": 2048,
-        "--mtp-num-layers": 1,
-        "--rotary-scaling-factor": 40,
-    }
-    assert {flag: settings[flag] for flag in expected} == expected
-
-
 REFUSED: list[tuple[str, str, Any, str]] = [
     ("mixtral", "--num-experts", None, "must be a number"),
     ("mixtral", "--swiglu", False, "must be True for a model of mixtral"),
@@ -329,23 +311,6 @@ def test_sizes_that_are_not_given_follow_from_others() -> None:
     assert decoder.query_groups({**settings, "--group-query-attention": False}) == 6
     assert decoder.head_size(settings) == 2
     assert decoder.expert_size(settings) == 20
-
-
-@pytest.mark.parametrize("is_normalized", [True, False])
-def test_weights_of_chosen_experts_decide_where_the_softmax_is(is_normalized: bool) -> None:
-    config = CONFIGS["qwen3_moe"] | {"norm_topk_prob": is_normalized}
-    settings = FAMILIES["qwen3_moe"].settings(config)
-    assert settings["--moe-router-pre-softmax"] is not is_normalized
-
-
-def test_window_that_is_not_used_is_no_obstacle() -> None:
-    FAMILIES["qwen3_moe"].settings(CONFIGS["qwen3_moe"] | {"sliding_window": 4096})
-
-
-@pytest.mark.parametrize("spec", [OLMOE_SPEC, DEEPSEEK_SPEC])
-def test_layers_that_a_family_needs_exist(spec: list[str]) -> None:
-    module, name = spec
-    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_rotary_base_is_read_from_old_and_new_configs() -> None:

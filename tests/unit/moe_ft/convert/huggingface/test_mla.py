@@ -14,16 +14,16 @@ from transformers import DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from moe_ft.convert.huggingface.families.mla import (
+from moe_ft.convert.huggingface import decoder
+from moe_ft.convert.huggingface.deepseek import (
     SPEC,
-    attention,
     attention_config,
     attention_settings,
     rope_config,
     rope_settings,
 )
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.convert.huggingface.families.models import (
+from tests.unit.moe_ft.convert.huggingface.models import (
     PUBLISHED_V2_LITE,
     PUBLISHED_V3,
     V3,
@@ -35,7 +35,7 @@ FAMILY = "deepseek_v3"
 def test_norms_have_other_names_with_transformer_engine() -> None:
     others = [
         other
-        for mapped in attention(V3, "attention", "self_attn")
+        for mapped in decoder.latent_attention(V3, "attention", "self_attn")
         for other in mapped.other_tensors
     ]
     assert others == [

@@ -1,1 +1,0 @@
-"""Families of models on the Hugging Face hub; registry.py lists them."""

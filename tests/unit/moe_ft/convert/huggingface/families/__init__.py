@@ -1,1 +1,0 @@
-"""Tests of conversions from and to Hugging Face."""
