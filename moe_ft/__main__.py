@@ -5,7 +5,8 @@ import sys
 from moe_ft.commands.run import is_given
 from moe_ft.keeper import worker
 
-if is_given("keep", sys.argv[1:]):  # every restart waits for it: the other commands import half a second
+# First, since every restart waits for it: the other commands import half a second.
+if is_given("keep", sys.argv[1:]):
     worker.main(sys.argv[2:])
 
 from moe_ft.cli import main  # noqa: E402

@@ -19,7 +19,7 @@ import torch
 from moe_ft.convert.foreign_files import AnyPath, read_range, size_of
 from moe_ft.convert.model import Item, Model, read_ahead
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.convert.verifying import Part, WrittenFile, write_all
+from moe_ft.convert.verifying import Part, WrittenFile
 from moe_ft.engine.memory.layout import encode_header
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.encoding import checksum
@@ -73,14 +73,14 @@ def write_tensors(
         }
     header = encode_header(declared)
     parts = {"": Part("the header", len(header), checksum(header))}
-    with path.open("wb", buffering=0) as file:
-        write_all(file, memoryview(header))
+    with path.open("wb") as file:
+        file.write(header)
         for name, tensor in tensors:
             content = content_of(tensor)
             assert len(content) == described[name].num_bytes
             parts[name] = Part(name, len(content), checksum(content))
             file.seek(len(header) + offsets[name])
-            write_all(file, content)
+            file.write(content)
     return [parts[name] for name in ["", *names]]
 
 

@@ -1,7 +1,6 @@
 """Comparison of a file on disk with what was to be written to it, part by part."""
 
 import hashlib
-import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,12 +45,6 @@ class WrittenFile:
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         return {**self.facts, **({"sha256": sha256} if self.with_sha256 else {})}
-
-
-def write_all(file: io.FileIO, content: memoryview) -> None:
-    """Write all of it: a call to the system may write less."""
-    while content:
-        content = content[file.write(content) or 0 :]
 
 
 def write_and_verify(

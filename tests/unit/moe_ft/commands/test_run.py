@@ -1,4 +1,7 @@
-"""`moe_ft run` refuses a script that cannot run before Megatron is imported, and starts it as Python does."""
+"""`moe_ft run` refuses a script that cannot run before Megatron is imported, and starts it as Python does.
+
+`moe_ft keep` passes everything after it to the worker; help comes without one.
+"""
 
 import importlib
 import os
@@ -125,6 +128,38 @@ def test_checkout_that_is_not_installed_stays_in_the_path(
     script.write_text("")
     _, _, path = start(monkeypatch, [str(script)], path=[str(ROOT), "/else"])
     assert path == [str(tmp_path), "/else", str(ROOT)]
+
+
+def test_all_words_of_keep_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def keep(words: list[str]) -> None:
+        seen.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("moe_ft.keeper.worker.main", keep)
+    words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
+    with pytest.raises(SystemExit):
+        main(["keep", *words])
+    assert seen == [words]
+
+
+def test_help_of_keep_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not is_given("keep", ["keep", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main(["keep", "--help"])
+    assert not end.value.code
+    assert "moe_ft keep [--preload MODULE]..." in capsys.readouterr().out
+
+
+def test_worker_imports_next_to_nothing() -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "moe_ft", "keep"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is no script" in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "moe_ft.keeper.worker" in imported
+    assert not imported & {"torch", "numpy", "msgspec", "fsspec", "moe_ft.cli"}
 
 
 def start(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.convert.verifying import Part, WrittenFile, verify_parts, write_all, write_and_verify
+from moe_ft.convert.verifying import Part, WrittenFile, verify_parts, write_and_verify
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
 
@@ -21,9 +21,7 @@ PARTS = [Part(name, len(each), checksum(each)) for name, each in CONTENTS.items(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("files") / "file"
-    with found.open("wb", buffering=0) as file:
-        for each in CONTENTS.values():
-            write_all(file, memoryview(each))
+    found.write_bytes(b"".join(CONTENTS.values()))
     return found
 
 
