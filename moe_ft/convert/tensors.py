@@ -37,7 +37,7 @@ import msgspec
 import torch
 
 from moe_ft.convert.source import RankState, Source
-from moe_ft.engine.snapshots.packed import unpack_into
+from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.entries import GlobalPlace, TensorEntry, tensor_bytes
 from moe_ft.state.packed_values import unpack

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from moe_ft.engine.background import BackgroundPart
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
-from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.links.store_meeting import StoreMeeting
+from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState
