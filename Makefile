@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-all test-slurm test-power soak chaos coverage clean-coverage check bench clean
+.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check bench clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -13,6 +13,7 @@ help:
 	@echo "make test         run the tests that every commit passes, in about 12 minutes"
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
 	@echo "make test-slurm   submit jobs to a SLURM of three nodes on this machine (needs slurm-wlm and munge)"
+	@echo "make test-versions  run a choice of tests on other versions of Megatron, and on CHECKOUTS=..."
 	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
 	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
@@ -39,6 +40,16 @@ test-all: .venv/installed
 
 test-slurm: .venv/installed
 	$(PYTEST) tests/slurm -m "rest or not rest" --needs-slurm
+
+# Folders of Megatron-LM, with its compiled helpers: (cd megatron/core/datasets && make).
+CHECKOUTS ?=
+WHEELS ?= 0.18.2 0.19.0
+test-versions: .venv/installed
+	set -e; for version in $(WHEELS); do \
+	    [ -d .venv/megatron/$$version ] || $(BIN)/python -m pip install --quiet --no-deps \
+	        --target .venv/megatron/$$version megatron-core==$$version; done
+	set -e; for folder in $(WHEELS:%=$(CURDIR)/.venv/megatron/%) $(CHECKOUTS); do echo "== $$folder"; \
+	    PYTHONPATH=$$folder $(PYTEST) -m versions tests/distributed tests/unit/fault_tolerance --numprocesses 2; done
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power

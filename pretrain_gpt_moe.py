@@ -29,14 +29,14 @@ def main(command_line: list[str] | None = None) -> None:
         prepare_environment()
         check_restarts()
         args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
-        megatron_config = build_config(args)
+        model, described = build_config(args)
     call = partial(
         pretrain,
-        megatron_config,
-        provide_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=partial(embedding_ranks, megatron_config.model),
+        **described,
+        train_valid_test_dataset_provider=provide_datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        get_embedding_ranks=partial(embedding_ranks, model),
     )
     train(config, args, call)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
+from moe_ft.commands.examples import add_examples_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         add_report_command,
         add_plan_command,
         add_doctor_command,
+        add_examples_command,
     ):
         add(commands)
     return parser

@@ -60,9 +60,9 @@ def all_logits(
 def _write_logits(flags: list[str], tokens: list[list[int]], path: str) -> None:
     prepare_environment()
     args, _ = parse_arguments(flags)
-    config = build_config(args)
+    config, _ = build_config(args)
     initialize_megatron()
-    builder = config.model.get_builder_cls()(config.model)
+    builder = config.get_builder_cls()(config)
     model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
     load_checkpoint([model], None, None)
     batch = torch.tensor(tokens)

@@ -73,9 +73,9 @@ def train(flags: list[str]) -> None:
         WrappedTorchNorm.__new__ = build_norm
     pretrain(
         pretrain_cfg_container_from_args(args),
-        provide_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
+        train_valid_test_dataset_provider=provide_datasets,  # their order is that of a version
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
         model_provider=provide_model,
         get_embedding_ranks=embedding_ranks,
     )

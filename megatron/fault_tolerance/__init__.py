@@ -7,6 +7,8 @@ A pretraining script imports `pretrain` and `add_arguments` from here, a trainin
 import importlib
 from typing import Any
 
+from megatron.fault_tolerance.seams.versions import check_oldest
+
 _EXPORTS = {
     "pretrain": "megatron.fault_tolerance.launch.pretraining",
     "add_arguments": "megatron.fault_tolerance.launch.arguments",
@@ -18,4 +20,5 @@ _EXPORTS = {
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_oldest()
     return getattr(importlib.import_module(_EXPORTS[name]), name)

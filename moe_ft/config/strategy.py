@@ -41,7 +41,7 @@ class StrategyConfig(Part):
         choices=("degrade", "raise"),
     )
     allow_untested_megatron: bool = setting(
-        False, "run with a megatron-core version that moe_ft was not tested with"
+        False, "run with a Megatron whose seams do not fit what moe_ft was tested with"
     )
 
     @property

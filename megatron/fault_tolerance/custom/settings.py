@@ -13,10 +13,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import (
     check_event_log,
-    check_megatron_version,
     check_state_dtype,
 )
 from moe_ft.config.config import MoeFtConfig
@@ -58,7 +58,7 @@ def checked_config(
     """
     choices = {"strategy": registry.names()}
     config = config_from_settings(settings, registry.option_types(), choices)
-    check_megatron_version(config.strategy.allow_untested_megatron)
+    versions.check_seams(allow_misfit=config.strategy.allow_untested_megatron)
     check_event_log(config.observability.event_log)
     config.validate(world_size)
     check_rules(_OF_MEGATRONS_LOOP, config)

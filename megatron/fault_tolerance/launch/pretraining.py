@@ -33,11 +33,11 @@ from megatron.fault_tolerance.seams.settings import (
     check_model,
     checked_config,
     is_off,
+    lines_on_megatron,
     void_settings,
     warn,
 )
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.forked_rank import run_script
 from moe_ft.loop.listener_order import listeners_of
@@ -70,7 +70,7 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
         check_call(args, kwargs)
         megatron_args = get_args()
         check_all_read(megatron_args)
-        warn(megatron_args, lines_on_defects(megatron_args))
+        warn(megatron_args, lines_on_megatron(megatron_args))
         check_restarts()
         config = checked_config(megatron_args)
         check_model(megatron_args, config)

@@ -34,12 +34,12 @@ from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     check_model,
     checked_config,
+    lines_on_megatron,
     void_settings,
     warn,
 )
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
-from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
@@ -156,7 +156,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         check_splits(args)
     check_refusals(args, REFUSALS)  # Megatron's validation may have changed them
     check_model(args, config)
-    warn(args, [*untested, *void_settings(args, config, command_line), *lines_on_defects(args)])
+    warn(args, [*untested, *void_settings(args, config, command_line), *lines_on_megatron(args)])
     return args, config
 
 

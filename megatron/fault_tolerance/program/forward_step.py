@@ -31,9 +31,11 @@ from megatron.training import get_args, get_timers
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.fault_tolerance.seams.versions import name_of_parameter
 from moe_ft.errors import ConfigError
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+_PACKED = name_of_parameter(get_batch_on_this_tp_rank, "has_cu_seqlens", "is_sft")
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
@@ -133,7 +135,7 @@ def _read_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int)
         batch |= {key: sample[key].cuda(non_blocking=True) for key in given}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        **{_PACKED: False},
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),

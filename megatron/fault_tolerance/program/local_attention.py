@@ -18,12 +18,16 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import get_default_causal_mask, get_sliding_window_causal_mask
 from megatron.core.utils import divide
 
+from megatron.fault_tolerance.seams.versions import later
 from moe_ft.errors import ConfigError
+
+_QKNormConfigResolver = later(
+    "megatron.core.transformer.mla_qk_norm_config", "QKNormConfigResolver"
+)
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]
@@ -126,7 +130,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         """Return Megatron's norms and projections of compressed queries; others use the projection alone."""
         compressed = copy.copy(self.config)
         compressed.q_lora_rank = self.config.q_lora_rank or self.config.hidden_size
-        classes: dict[str, Any] = QKNormConfigResolver(compressed, submodules).resolve()
+        classes: dict[str, Any] = _QKNormConfigResolver(compressed, submodules).resolve()
         return {**classes, "linear_q_proj": submodules.linear_q_proj}
 
 
@@ -163,6 +167,11 @@ def check_latent_attention(args: argparse.Namespace) -> None:
     """
     tp = args.tensor_model_parallel_size
     is_local = args.multi_latent_attention and args.transformer_impl == "local"
+    if is_local and _QKNormConfigResolver is None:
+        raise ConfigError(
+            "--multi-latent-attention with --transformer-impl=local needs megatron-core 0.19 or newer in "
+            "pretrain_gpt_moe.py. Install it, or use --transformer-impl transformer_engine."
+        )
     if is_local and tp > 1 and not args.sequence_parallel:
         raise ConfigError(
             f"--multi-latent-attention with --transformer-impl=local and --tensor-model-parallel-size={tp} "

@@ -17,39 +17,47 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.models import gpt
+from megatron.training import argument_utils
 
+from megatron.fault_tolerance.program import older_gpt
 from megatron.fault_tolerance.program.arguments import refusals_of_megatron
 from megatron.fault_tolerance.program.local_attention import (
     LocalAttention,
     LocalLatentAttention,
     check_latent_attention,
 )
+from megatron.fault_tolerance.seams.versions import later
 from moe_ft.errors import ConfigError
 
+gpt = later("megatron.training.models.gpt") or older_gpt
 _megatrons_mtp_spec = gpt.mtp_block_spec
 
 
-def build_config(args: argparse.Namespace) -> Any:
-    """Return the configuration from which `megatron.training.pretrain` builds model, optimizer and loop.
+def build_config(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return the settings of the model, and the arguments of `megatron.training.pretrain` that describe it.
 
     Raises:
         ConfigError: if Megatron refuses the combination, or would train it incorrectly.
     """
     check_latent_attention(args)
     with refusals_of_megatron():
-        model_config = gpt_config_from_args(args)
+        from_args = later("megatron.training.argument_utils", "gpt_config_from_args")
+        model_config = (from_args or older_gpt.gpt_config_from_args)(args)
         # Keep a spec that --spec gives.
         model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
         # Megatron builds the layers of multi-token prediction from a separate spec.
         gpt.mtp_block_spec = mtp_spec
-        config = pretrain_cfg_container_from_args(args, model_config)
+        config = argument_utils.pretrain_cfg_container_from_args(
+            args, None if gpt is older_gpt else model_config
+        )
     check_mtp_place(model_config)
-    return config
+    described = {"cfg_container": config}
+    if gpt is older_gpt:
+        described["model_provider"] = model_config.build
+    return model_config, described
 
 
-def check_mtp_place(config: gpt.GPTModelConfig) -> None:
+def check_mtp_place(config: Any) -> None:
     """Raise ConfigError if MTP layers are on the first rank of a pipeline, in a later virtual stage.
 
     That stage would have its own copy of the embedding. Megatron keeps copies equal only between ranks, and
@@ -66,7 +74,7 @@ def check_mtp_place(config: gpt.GPTModelConfig) -> None:
         )
 
 
-def embedding_ranks(config: gpt.GPTModelConfig, pipeline_ranks: list[int]) -> list[int]:
+def embedding_ranks(config: Any, pipeline_ranks: list[int]) -> list[int]:
     """Return the ranks of a pipeline that hold the weight of the input embedding, in ascending order.
 
     Megatron keeps their copies equal. They are the ranks of the first stage, of the stages with MTP layers,
@@ -96,12 +104,12 @@ def sequence_parallel_norm(
     return norm
 
 
-def layer_spec(config: gpt.GPTModelConfig, vp_stage: int | None = None) -> Any:
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's default spec for a virtual stage, without the parts that would refuse the layout."""
     return _replaced(gpt.default_layer_spec(config, vp_stage), _replacements(config.transformer))
 
 
-def mtp_spec(config: gpt.GPTModelConfig, layer: Any, vp_stage: int | None = None) -> Any:
+def mtp_spec(config: Any, layer: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's spec of multi-token prediction for decoder layers, with the same parts replaced."""
     spec = _megatrons_mtp_spec(config, layer, vp_stage)
     return _replaced(spec, _replacements(config.transformer))

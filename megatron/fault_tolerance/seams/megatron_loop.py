@@ -30,6 +30,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 )
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
+from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
 from moe_ft.loop.training_loop import LoopParts, state_places
@@ -116,6 +117,7 @@ class MegatronLoop(CoreLoop):
     def start_fields(self) -> dict[str, Any]:
         args = get_args()
         return {
+            "megatron": installed_version(),
             "world_size": args.world_size,
             "tp": args.tensor_model_parallel_size,
             "pp": args.pipeline_model_parallel_size,
@@ -264,7 +266,7 @@ def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
 
     It is more where sequences have lengths of their own and are longer than --seq-length.
     """
-    num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+    num_readers = args.data_parallel_size * setting(args, "gtp_weight_remat_size")
     batches = [args.global_batch_size]
     if args.step_batch_size_schedule is not None:  # THRESHOLD:SIZE THRESHOLD:SIZE ...
         batches = [int(step.split(":")[1]) for step in args.step_batch_size_schedule.split()]
@@ -284,7 +286,7 @@ def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
 
 def samples_of_iteration(args: argparse.Namespace) -> int:
     """Return the samples that the whole job reads in the current iteration."""
-    num_readers = args.data_parallel_size * args.gtp_weight_remat_size
+    num_readers = args.data_parallel_size * setting(args, "gtp_weight_remat_size")
     return int(get_num_microbatches() * args.micro_batch_size * num_readers)
 
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.fault_tolerance.seams import pipeline_tap
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.versions import setting
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import Counted, JobNumbers, numbers_of
 from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
@@ -66,7 +67,8 @@ def can_freeze(config: Any) -> bool:
             "defer_embedding_wgrad_compute",
         )
     )
-    shards_weights = max(config.gtp_weight_remat_size, config.expert_gtp_weight_remat_size) > 1
+    names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    shards_weights = any(setting(config, name) > 1 for name in names)
     return not (computes_them_later or shards_weights)
 
 

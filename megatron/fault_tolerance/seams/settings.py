@@ -11,8 +11,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core import package_info
-
+from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
     check_no_replay_is_refused,
@@ -22,14 +21,13 @@ from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.precision import PrecisionConfig
 from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
-
-TESTED_MEGATRON_VERSIONS = ("0.19.2",)
 
 # The parts of the state that --moe-ft-state-dtype can name.
 _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
@@ -121,6 +119,12 @@ def void_settings(
     return lines
 
 
+def lines_on_megatron(args: argparse.Namespace) -> list[str]:
+    """Return a line on a version that was not tested, and one for each defect that damages `--save`."""
+    misfits = versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
+    return [*misfits, *lines_on_defects(args)]
+
+
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
     """Print lines on rank 0."""
     for line in lines if args.rank == 0 else ():
@@ -129,7 +133,7 @@ def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
 
 def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
-    check_megatron_version(args.moe_ft_allow_untested_megatron)
+    versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
     _check_sizes(args)
     check_refusals(args, refusals)
     check_event_log(args.moe_ft_event_log)
@@ -182,19 +186,6 @@ def check_upstream_log(args: argparse.Namespace) -> None:
     if args.moe_ft_upstream_log:
         check_rules([_NO_STAGES], args)
         check_no_replay_is_refused(args, "--moe-ft-upstream-log")
-
-
-def check_megatron_version(allow_untested: bool) -> None:
-    """Raise ConfigError for a version that moe_ft was not tested with, unless it is allowed."""
-    # Without the revision of the git tree around it. It may come from the folder of a script.
-    installed = package_info.__shortversion__
-    if installed not in TESTED_MEGATRON_VERSIONS and not allow_untested:
-        raise ConfigError(
-            f"megatron-core {installed} is used, moe_ft was tested with "
-            f"{', '.join(TESTED_MEGATRON_VERSIONS)} and its seams may not fit. Install a tested "
-            f"version (pip install megatron-core=={TESTED_MEGATRON_VERSIONS[-1]}), or take the "
-            "risk with --moe-ft-allow-untested-megatron."
-        )
 
 
 _SIZES = (

@@ -17,6 +17,7 @@ from megatron.fault_tolerance.program.arguments import REFUSALS, parse_arguments
 from megatron.fault_tolerance.seams.flag_classes import (
     SCRIPT_FLAGS,
     fingerprint,
+    megatron_flags,
     names_of,
     record_settings,
     replay_settings,
@@ -24,14 +25,33 @@ from megatron.fault_tolerance.seams.flag_classes import (
     untested_flags,
 )
 from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.versions import RECOMMENDED, installed_version
 from moe_ft.config.flag_table import FLAGS, Kind, flag_classes, names_in
 from moe_ft.strategies import registry
 from tests.demo_model import model_flags
 from tests.stock_program import CPU_FLAGS
 
 TESTS = Path(__file__).parents[3]
+of_the_table = pytest.mark.skipif(
+    installed_version() != RECOMMENDED, reason="the table lists the flags of another version"
+)
 
 
+@pytest.mark.versions
+def test_flag_that_the_table_does_not_know_is_named_as_untested_and_another_is_not_missed(
+    args: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    known = flag_classes().keys()
+    new = [dest for dest in sorted(megatron_flags(parser)) if dest not in known]
+    for dest in new:
+        setattr(args, dest, "another value")
+    args.moe_ft_strategy = "dense"
+    check_refusals(args, REFUSALS)
+    ours = [flag for dest, flag in megatron_flags(parser).items() if dest in new]
+    assert untested_flags(args, parser) == sorted(ours)
+
+
+@of_the_table
 def test_every_flag_of_the_installed_parser_is_in_the_table(
     parser: argparse.ArgumentParser,
 ) -> None:
@@ -42,6 +62,7 @@ def test_every_flag_of_the_installed_parser_is_in_the_table(
     assert not gone, "Megatron has these no more: take them out of flag_table.py"
 
 
+@of_the_table
 def test_flag_that_decides_something_is_read_by_megatron() -> None:
     # A flag that nothing reads is neutral, or is refused because a user expects an effect.
     folder = Path(megatron_arguments.__file__).parents[1]

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from megatron.core import package_info
 
 from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (
@@ -115,21 +114,6 @@ def test_log_of_what_crosses_stages_needs_stages() -> None:
 def test_unsupported_value_or_combination_is_refused_by_its_flag(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=f"{flags[0]}.* is not supported"):
         check_arguments(parse("--mock-data", *flags))
-
-
-def test_untested_megatron_is_refused_with_the_tested_ones_and_the_override(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(package_info, "__shortversion__", "0.20.0")
-    with pytest.raises(ConfigError) as refusal:
-        check_arguments(parse("--mock-data"))
-    for words in (
-        "megatron-core 0.20.0 is used",
-        "0.19.2",
-        "--moe-ft-allow-untested-megatron",
-    ):
-        assert words in str(refusal.value)
-    check_arguments(parse("--mock-data", "--moe-ft-allow-untested-megatron"))
 
 
 @pytest.mark.parametrize(

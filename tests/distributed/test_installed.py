@@ -1,0 +1,128 @@
+"""The wheel in an environment of its own, and another version of Megatron in front of the tested one.
+
+Both run the example whose script knows nothing of moe_ft. A rank is killed, and the job continues.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+import megatron.core
+import pytest
+
+from megatron.fault_tolerance.seams.versions import RECOMMENDED
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+# tools/make_venv.sh installs it.
+OTHER_VERSION = ROOT / ".venv" / "megatron" / "0.18.2"
+_IN_THE_WHEEL = ("moe_ft", "megatron", "kernels", "examples", "tools")
+_FILES = ("pretrain_gpt_moe.py", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run_example(script: Path, folder: Path, env: Mapping[str, str]) -> str:
+    """Run examples/own_script.sh with a killed rank to its end; return what it printed.
+
+    Args:
+        folder: for its files.
+        env: variables besides those of this process.
+    """
+    memory = folder / "memory"
+    memory.mkdir()
+    flags = [
+        "--train-iters",
+        "24",
+        "--moe-ft-memory-dir",
+        str(memory),
+        "--moe-ft-job-id",
+        "example",
+    ]
+    variables = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "STRATEGY": "dense",
+        "MASTER_PORT": str(free_port()),
+        "RUN_DIR": str(folder / "run"),
+        "CUDA_VISIBLE_DEVICES": "",
+        **env,
+    }
+    result = subprocess.run(
+        [str(script), *flags],
+        env=variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+def check_recovered(output: str, folder: Path, version: str) -> None:
+    """Check that the job ran on a version of Megatron, was killed, continued from memory and ended."""
+    found = re.search(
+        r"training continues after iteration (\d+), whose state comes from memory", output
+    )
+    assert found is not None and found[1] in ("19", "20"), output[-4000:]
+    lines = (folder / "run" / "events" / "rank_00000.jsonl").read_text().splitlines()
+    starts = [line for line in map(json.loads, lines) if line["event"] == "start"]
+    assert [line["megatron"] for line in starts] == [version, version]
+
+
+def test_job_on_another_version_of_megatron_recovers(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(OTHER_VERSION)}
+    output = run_example(ROOT / "examples" / "own_script.sh", tmp_path, env)
+    check_recovered(output, tmp_path, OTHER_VERSION.name)
+
+
+@pytest.mark.rest
+def test_wheel_next_to_a_checkout_of_megatron_trains_and_recovers_outside_the_source_tree(
+    tmp_path: Path,
+) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for name in _IN_THE_WHEEL:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in _FILES:
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheels = tmp_path / "wheels"
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)]
+    subprocess.run([*pip, *build], check=True, timeout=300)
+    shutil.rmtree(source)
+    venv.create(installed, symlinks=True)
+    # Its dependencies, without moe_ft, which is there as an editable installation.
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(installed)}))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = installed / "bin" / "python"
+    (wheel,) = wheels.iterdir()
+    install = ["--python", str(python), "install", "--no-deps", str(wheel)]
+    subprocess.run([*pip, *install], check=True, timeout=300)
+    (installed / "bin" / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
+
+    copy = tmp_path / "copy"
+    command = [str(python), "-m", "moe_ft", "examples", "--copy", str(copy)]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=60)
+    (core,) = megatron.core.__path__
+    shutil.copytree(Path(core).parent, copy / "examples" / "megatron", symlinks=True)
+    where = "import moe_ft, megatron.core as m; print(moe_ft.__file__, m.__file__)"
+    found = subprocess.run(
+        [str(python), "-W", "ignore", "-c", where],
+        cwd=copy / "examples",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout.split()
+    assert [
+        Path(each).is_relative_to(root) for each, root in zip(found, (packages, copy), strict=True)
+    ] == [True, True]
+    path = f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    output = run_example(copy / "examples" / "own_script.sh", tmp_path, {"PATH": path})
+    check_recovered(output, tmp_path, RECOMMENDED)
