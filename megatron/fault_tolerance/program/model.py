@@ -29,7 +29,7 @@ from megatron.fault_tolerance.program.local_attention import (
 from megatron.fault_tolerance.seams.versions import later
 from moe_ft.errors import ConfigError
 
-gpt = later("megatron.training.models.gpt") or older_gpt
+gpt: Any = later("megatron.training.models.gpt") or older_gpt
 _megatrons_mtp_spec = gpt.mtp_block_spec
 
 
