@@ -179,7 +179,7 @@ class Groups:
         # In the same order on all ranks, or they wait for each other.
         for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            put(group, recipe, own, makers, timeout)
+            put(group, recipe, own, makers, timeout, get_args().rank)
             _world.pg_map[group] = (recipe.backend, own)
         default, backend = _get_default_group(), self._recipes.of_default().backend
         _world.pg_map[default] = (backend, PrefixStore("later", prefix))
@@ -196,17 +196,27 @@ def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
 
 
 def put(
-    group: Any, recipe: Recipe, store: Any, makers: Mapping[str, Maker], timeout: timedelta
+    group: Any,
+    recipe: Recipe,
+    store: Any,
+    makers: Mapping[str, Maker],
+    timeout: timedelta,
+    rank: int,
 ) -> None:
-    """Put backends under a group that has none: one of each kind in torch, by whose name the makers are."""
+    """Put backends under a group that has none: one of each kind in torch, by whose name the makers are.
+
+    Args:
+        rank: this one in the job: since torch 2.14 a group without a backend does not know it.
+    """
     name, description = _world.pg_names[group], group.group_desc
     ranks = tuple(_world.pg_group_ranks[group])
+    number = _world.pg_group_ranks[group][rank]
     devices: dict[str, list[torch.device]] = {}
     for device, kind in recipe.by_device.items():
         devices.setdefault(kind, []).append(torch.device(device))
     types = {kind: Backend.backend_type_map[kind] for kind in devices}
     for kind, own in devices.items():
-        place = Place(store=PrefixStore(kind, store), rank=group.rank(), ranks=ranks, name=name)
+        place = Place(store=PrefixStore(kind, store), rank=number, ranks=ranks, name=name)
         backend = makers[kind](place, recipe.options, timeout)
         for each in own:
             group._register_backend(each, types[kind], backend)
