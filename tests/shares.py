@@ -1,13 +1,24 @@
 """Values of a parameter, some of which `make test` runs and `make test-all` the rest."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
-def share_of[Value](values: Iterable[Value], *chosen: Value) -> list[Any]:
-    """Return all values for pytest, those that were not chosen with the mark `rest`."""
+def share_of[Value](
+    values: Iterable[Value], *chosen: Value, versions: Sequence[Value] = ()
+) -> list[Any]:
+    """Return all values for pytest, those that were not chosen with the mark `rest`.
+
+    Args:
+        versions: those that other versions of Megatron also run.
+    """
     known = list(values)
-    assert all(each in known for each in chosen), f"{chosen} are not all in {known}"
-    return [pytest.param(each, marks=() if each in chosen else pytest.mark.rest) for each in known]
+    assert all(each in known for each in (*chosen, *versions)), f"{chosen} are not all in {known}"
+    marks = [(pytest.mark.rest, lambda value: value not in chosen)]
+    marks.append((pytest.mark.versions, lambda value: value in versions))
+    return [
+        pytest.param(value, marks=[mark for mark, holds in marks if holds(value)])
+        for value in known
+    ]

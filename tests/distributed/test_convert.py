@@ -149,6 +149,7 @@ def check_continues_bitwise(runs: Runs, *flags: str) -> Path:
     return folder
 
 
+@pytest.mark.versions
 def test_stock_megatron_continues_bitwise_in_the_same_layout(place: Place) -> None:
     runs = Runs(QUICK, place)
     check_continues_bitwise(runs)

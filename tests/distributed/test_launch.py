@@ -35,6 +35,7 @@ def check_recovery(
     assert "moe_ft: on: --moe-ft-strategy is sparse" in results[-1].output(0)
 
 
+@pytest.mark.versions
 @pytest.mark.rest
 def test_killed_script_with_data_loss_and_arguments_of_its_own_ends_in_the_same_state(
     job: CheckpointJob,

@@ -126,7 +126,9 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*paths, "--split", "60,20,20"]
 
 
-@pytest.mark.parametrize("case", share_of(CASES, *QUICK))
+@pytest.mark.parametrize(
+    "case", share_of(CASES, *QUICK, versions=["tp2 pp2, expert tensor parallel, evaluation"])
+)
 def test_program_trains_as_the_stock_program_bit_for_bit(
     case: str, dataset_flags: list[str], short_documents: list[str], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PHASES, PP_EP, SPARSE, RepairedJob
 
 
+@pytest.mark.versions
 def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
     repaired: RepairedJob,
 ) -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[4]
 THERE = "megatron.training.training"
 
 
+@pytest.mark.versions
 def test_every_seam_fits_the_installed_version() -> None:
     assert versions.installed_version() in versions.TESTED
     assert versions.check_seams() == []
