@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_ft.doctor.job import Job, peers_of_nodes
-from moe_ft.doctor.meeting import Meeting, OwnMeeting, StoreMeeting
-from moe_ft.doctor.network import serve
-from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
+from moe_ft.doctor.meeting import Meeting
+from moe_ft.doctor.network import Peer, serve
+from moe_ft.doctor.node_checks import NO_SECRET, NodeChecks, Roster, Times
 from moe_ft.doctor.place import TOKEN_NAME, Place
 from moe_ft.doctor.ranks import (
     RankFacts,
@@ -38,8 +38,6 @@ from moe_ft.errors import CorruptStateError
 
 # When phases end, as parts of the time; those of a node are in node_checks.py.
 _MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
-# Anybody can prove it. He learns the time of this host, and may send bytes, which are dropped.
-_NO_SECRET = "moe_ft_doctor"
 _TERMINATED = 143  # as shells have it
 _UNREACHABLE = "Look whether rank 0 runs, and whether this port of its node is open and free."
 _FOREIGN = (
@@ -74,16 +72,13 @@ def examine(request: Request, place: Place, environment: Mapping[str, str]) -> i
         times = Times(begin_s=time.monotonic(), total_s=request.timeout_s)
         try:
             with ExitStack() as opened:
-                meeting: Meeting = (
-                    OwnMeeting() if place.is_alone else StoreMeeting(place, times.end_of(_MET))
-                )
                 return _Examination(
                     request=request,
                     place=place,
                     environment=environment,
-                    meeting=meeting,
+                    meeting=Meeting(place, times.end_of(_MET)),
                     times=times,
-                    token=place.token or (secrets.token_hex(16) if place.is_alone else _NO_SECRET),
+                    token=place.token or (secrets.token_hex(16) if place.is_alone else NO_SECRET),
                 ).run(opened)
         except CorruptStateError as error:  # of what somebody has shown
             return _end_without_table(place, request, str(error), _FOREIGN)
@@ -140,7 +135,6 @@ class _Examination:
     token: str
 
     def run(self, opened: ExitStack) -> int:
-        """Return the exit code."""
         facts = find_facts(self.place, self.request.job.config.memory, self.environment)
         listener = PeerListener(own_host(self.place.master[0]), serve, lambda reason: None)
         opened.callback(listener.close)
@@ -155,7 +149,8 @@ class _Examination:
             _print([failed("meeting", f"rank {self.place.rank}", line, remedy)], is_json=False)
             return 1
         listener.admit(self.token)
-        if roster.speakers.get(facts.node) == self.place.rank:
+        own = roster.nodes.get(facts.node)
+        if own is not None and own.rank == self.place.rank:
             self.meeting.show("rows", self._check_node(facts, roster, opened))
         return self._conclude(rows, roster) if self.place.rank == 0 else self._wait()
 
@@ -173,7 +168,6 @@ class _Examination:
             node=facts.node,
             num_local=facts.local_world_size,
             token=self.token,
-            is_token_secret=self.token != _NO_SECRET,
             roster=roster,
             meeting=self.meeting,
             times=self.times,
@@ -186,27 +180,24 @@ class _Examination:
         ranks = range(self.place.world_size)
         found = self.meeting.collect("facts", ranks, self.times.end_of(_MET), _FACTS)
         everyone = [found[rank] for rank in sorted(found)]
-        speakers = {each.node: each for each in reversed(everyone)}
-        roster = Roster(
-            speakers={node: each.rank for node, each in reversed(speakers.items())},
-            addresses={node: each.address for node, each in speakers.items() if each.address},
-            problems={node: each.address_problem for node, each in speakers.items()},
-            peers=peers_of_nodes(self.request.job, [each.node for each in everyone]),
-        )
-        self.meeting.show("roster", roster)
-        silent = [rank for rank in ranks if rank not in found]
-        return [*self._silent(silent, everyone), *self._rows_of(everyone)]
-
-    def _silent(self, silent: list[int], everyone: list[RankFacts]) -> list[Row]:
-        """Return a row that names the ranks that have not answered."""
-        if not silent:
-            return []
-        named = join_nodes([str(rank) for rank in silent])
-        found = (
-            f"no answer within {self.times.total_s * _MET:.0f} s; {len(everyone)} ranks answered"
-        )
-        remedy = "Look at their nodes: those that are not named below, or have fewer ranks."
-        return [failed("silent ranks", f"rank {named}", found, remedy)]
+        nodes: dict[str, Peer] = {}
+        for each in everyone:
+            peer = Peer(
+                node=each.node,
+                rank=each.rank,
+                address=each.address,
+                problem=each.address_problem,
+            )
+            nodes.setdefault(each.node, peer)
+        peers = peers_of_nodes(self.request.job, [each.node for each in everyone])
+        self.meeting.show("roster", Roster(nodes=nodes, peers=peers))
+        rows = self._rows_of(everyone)
+        if silent := [str(rank) for rank in ranks if rank not in found]:
+            seconds = self.times.total_s * _MET
+            line = f"no answer within {seconds:.0f} s; {len(everyone)} ranks answered"
+            remedy = "Look at their nodes: those that are not named below, or have fewer ranks."
+            rows.insert(0, failed("silent ranks", f"rank {join_nodes(silent)}", line, remedy))
+        return rows
 
     def _rows_of(self, everyone: list[RankFacts]) -> list[Row]:
         job, environment = self.request.job, self.environment
@@ -223,17 +214,13 @@ class _Examination:
 
     def _conclude(self, rows: list[Row], roster: Roster) -> int:
         """Print the table and tell the others the exit code. Rank 0 only."""
-        speakers = roster.speakers
-        end_s = self.times.end_of(_ROWS)
-        found = self.meeting.collect("rows", speakers.values(), end_s, _ROWS_OF_A_NODE)
-        for node, rank in speakers.items():
-            if rank in found:
-                rows += found[rank]
-            else:
-                line = (
-                    f"rank {rank} answered, then fell silent for {self.times.total_s * _ROWS:.0f} s"
-                )
-                rows.append(failed("silent ranks", node, line, "Look at this node."))
+        end_s, seconds = self.times.end_of(_ROWS), self.times.total_s * _ROWS
+        speakers = {each.rank: each.node for each in roster.nodes.values()}
+        found = self.meeting.collect("rows", speakers, end_s, _ROWS_OF_A_NODE)
+        for rank, node in speakers.items():
+            line = f"rank {rank} answered, then fell silent for {seconds:.0f} s"
+            silent = failed("silent ranks", node, line, "Look at this node.")
+            rows += found.get(rank, [silent])
         code = exit_code(rows, strict=self.request.is_strict)
         _print(rows, is_json=self.request.is_json)
         self.meeting.show("end", code)

@@ -53,6 +53,11 @@ class Job:
         )
 
     @property
+    def boundary_bytes(self) -> int:
+        """Bytes of a rank's boundary log, 0 if they are not planned."""
+        return 0 if self.footprint is None else self.footprint.share.boundary_bytes
+
+    @property
     def sent_bytes(self) -> int | None:
         """Most bytes that a node sends to its peers after a snapshot; None if they are not planned."""
         if self.footprint is None or self.ranks is None:

@@ -1,6 +1,7 @@
 """Checks of one machine: the memory directory and its room, and the limits of a process.
 
-The directory is used as a rank uses it, and is gone afterwards if it was not there before.
+Those that a start makes are called, and what it would refuse becomes a row. The directory is gone afterwards
+if it was not there before.
 """
 
 import os
@@ -8,7 +9,7 @@ import resource
 import secrets
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,17 +17,17 @@ import psutil
 from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.memory.job_directory import file_system_type
+from moe_ft.engine.memory.job_directory import file_system_type, node_directory, remove_node
 from moe_ft.errors import ConfigError
-from moe_ft.files.private_files import make_private, make_root, read_private, write_atomically
+from moe_ft.recovery.claim import check_room, take_place, why_slow
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import measure
+from moe_ft.recovery.site import Site
 
 GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 _DIRECTORY, _ROOM, _LEFT = "memory dir", "memory room", "leftovers"
 _LOCKED, _OPEN_FILES, _CORES = "locked memory", "open files", "core files"
-_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 _LEAST_BYTES = 1 << 30  # where no plan says more: containers have 64 MiB
 _LEAST_AGE_S = 3600.0
 _FILES_OF_A_RANK = 64
@@ -38,75 +39,63 @@ _GROUP_FILES = (
 _NO_LIMIT = 1 << 60  # version 1 of control groups has a huge number for none
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """Memory that a job takes on a node.
+def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
+    """Return rows on a node's memory directory.
 
-    Attributes:
-        num_bytes: of the planned job; None if nothing is planned.
-        own: directory of an earlier start of the job, whose memory it takes over; None if it has no name.
+    Args:
+        site: of a rank that is alone on its node, and whose job may have memory there already.
+        num_ranks: of the node.
+        needed: bytes that the job takes there; None if nothing is planned.
     """
-
-    num_ranks: int
-    num_bytes: int | None = None
-    own: Path | None = None
-
-
-def check_memory(node: str, directory: str, demand: Demand) -> list[Row]:
-    """Return rows on a node's memory directory."""
-    place = Path(directory)
-    rows = _leftovers(node, place)
+    place = Path(site.config.memory.memory_dir)
+    rows = _leftovers(site.node, place)
     missing = [each for each in (place, *place.parents) if not each.exists()]
     try:
-        rows = [_use(node, place), *_room(node, place, demand), *rows]
-    except OSError as error:
-        remedy = "Name another --moe-ft-memory-dir, for example below /dev/shm."
-        found = f"{directory} cannot be used: {error}"
-        rows.insert(0, failed(_DIRECTORY, node, found, remedy))
+        return [_claim(site), *_room(site, num_ranks, needed), *rows]
+    except ConfigError as error:
+        return [refused(_DIRECTORY, site.node, error), *rows]
     finally:
         for created in missing:
             with suppress(OSError):  # somebody else uses it by now
                 created.rmdir()
-    return rows
 
 
-def _use(node: str, place: Path) -> Row:
-    """Write and read a file in a directory of its own, as a rank does; raises OSError if that fails."""
-    make_root(place)
-    probe = place / f"moe_ft_doctor_{secrets.token_hex(8)}"
+def _claim(site: Site) -> Row:
+    """Take a rank's place for a job that is gone afterwards; raises ConfigError if that is refused."""
+    name, place = f"moe_ft_doctor_{secrets.token_hex(8)}", site.config.memory.memory_dir
+    probe = replace(site, job_id=name, node_dir=node_directory(place, name, site.node))
     try:
-        make_private(probe)
-        write_atomically(probe / "file", b"moe_ft")
-        if read_private(probe / "file") != b"moe_ft":
-            found = f"{place} does not give back what was written"
-            return failed(_DIRECTORY, node, found, "Name another --moe-ft-memory-dir.")
+        take_place(probe).release()
+        if reason := why_slow(probe):
+            return warned(_DIRECTORY, site.node, reason, "Name a directory below /dev/shm.")
+        kind, total = file_system_type(probe.node_dir), shutil.disk_usage(place).total
+        return passed(_DIRECTORY, site.node, f"{place}: {kind} of {size_text(total)}")
+    except ConfigError as error:  # with the same text on all nodes
+        raise ConfigError(str(error).replace(name, site.job_id)) from error
     finally:
-        shutil.rmtree(probe, ignore_errors=True)
-    kind = file_system_type(place)
-    if kind in _KINDS:
-        total = size_text(shutil.disk_usage(place).total)
-        return passed(_DIRECTORY, node, f"{place}: {kind} of {total}")
-    found = (
-        f"{place} is on {kind or 'an unknown file system'}, not on tmpfs: snapshots are no faster"
-    )
-    return warned(_DIRECTORY, node, found, "Name a directory below /dev/shm.")
+        remove_node(probe.node_dir)
 
 
-def _room(node: str, place: Path, demand: Demand) -> list[Row]:
-    """Return rows on the free space, on real memory, and on the number of files."""
+def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
+    """Return rows on what a start checks, on real memory, and on the number of files."""
     rows = []
-    needed = demand.num_bytes
-    room = _free(place, 0 if demand.own is None else measure(demand.own)[0])
+    node, place = site.node, site.config.memory.memory_dir
+    room = _free(place, measure(site.node_dir)[0])
     text = "" if needed is None else f"{size_text(needed)} needed"
+    if needed is not None:
+        try:
+            check_room(site, needed)
+        except ConfigError as error:
+            rows.append(refused(_ROOM, node, error))
     for what, (free, remedy) in room.items():
         found = f"{what}: {size_text(free)} free"
         if needed is None and free < _LEAST_BYTES:
             rows.append(warned(_ROOM, node, found, remedy))
-        elif needed is not None and free < needed:
+        elif needed is not None and free < needed and what != place:
             remedy += " Or fewer replicas: see `moe_ft plan`."
             rows.append(failed(_ROOM, node, f"{found}, {text}", remedy))
     status = os.statvfs(place)
-    if status.f_files and status.f_favail < demand.num_ranks * _FILES_OF_A_RANK:
+    if status.f_files and status.f_favail < num_ranks * _FILES_OF_A_RANK:
         found = f"{place} has room for {status.f_favail} more files"
         remedy = "Mount it with more (mount -o remount,nr_inodes=...)."
         rows.append(failed(_ROOM, node, found, remedy))
@@ -115,10 +104,10 @@ def _room(node: str, place: Path, demand: Demand) -> list[Row]:
     return rows or [passed(_ROOM, node, "; ".join(filter(None, [found, text])))]
 
 
-def _free(place: Path, own_bytes: int) -> dict[str, tuple[int, str]]:
+def _free(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
     """Return what limits memory: the bytes that are free, and how to get more."""
     free = shutil.disk_usage(place).free + own_bytes
-    found = {f"{place}": (free, "Enlarge it (mount -o remount,size=...).")}
+    found = {place: (free, "Enlarge it (mount -o remount,size=...).")}
     available = psutil.virtual_memory().available + own_bytes
     found["memory of the node"] = (available, "Use more nodes.")
     group = free_memory()

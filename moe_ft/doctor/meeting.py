@@ -10,12 +10,11 @@ import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
 from moe_ft.doctor.place import TOKEN_NAME, Place
-from moe_ft.engine.links.addresses import listen
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, CorruptStateError
 
@@ -25,12 +24,32 @@ _PREFIX = "moe_ft_doctor"
 _NO_TOKEN = "none"  # that anybody knows
 
 
-class Meeting(Protocol):
-    """Values that the processes of a launch show each other."""
+class Meeting:
+    """Values that the processes of a launch show each other. Used by one thread."""
+
+    def __init__(self, place: Place, deadline_s: float) -> None:
+        """Connect.
+
+        Args:
+            deadline_s: of the monotonic clock.
+
+        Raises:
+            ConfigError: if the place has a name that leads nowhere.
+            OSError: if rank 0 cannot listen at the place.
+            RuntimeError: if nobody listens at the place in time.
+        """
+        self._rank, self._is_alone = place.rank, place.is_alone
+        store = _OwnStore() if place.is_alone else _open_store(place, deadline_s)
+        self._store = SignedStore(store, lambda: place.token or _NO_TOKEN, _refuse)
 
     def show(self, name: str, value: Any) -> None:
-        """Show a value to all others, under a name that is used once."""
-        ...
+        """Show a value to all others, under a name that is used once.
+
+        Raises:
+            RuntimeError: if the store does not answer.
+        """
+        # JSON in JSON: what msgspec writes, its decoders check.
+        self._store.set(_key(name, self._rank), msgspec.json.encode(value).decode())
 
     def collect[T](
         self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
@@ -39,66 +58,8 @@ class Meeting(Protocol):
 
         Raises:
             CorruptStateError: if a value is not of this launch.
+            RuntimeError: if the store does not answer.
         """
-        ...
-
-
-class OwnMeeting:
-    """A process that is alone."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, bytes] = {}
-
-    def show(self, name: str, value: Any) -> None:
-        """Keep a value."""
-        self._shown[name] = msgspec.json.encode(value)
-
-    def collect[T](
-        self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
-    ) -> dict[int, T]:
-        """Return the own value."""
-        return {0: decoder.decode(self._shown[name])} if name in self._shown else {}
-
-
-class StoreMeeting:
-    """Several processes that meet in a TCPStore of torch. Used by one thread."""
-
-    def __init__(self, place: Place, deadline_s: float) -> None:
-        """Connect.
-
-        Raises:
-            ConfigError: if the place has a name that leads nowhere.
-            OSError: if rank 0 cannot listen at the place.
-            RuntimeError: if nobody listens at the place by a time of the monotonic clock.
-        """
-        _check_host(place.master[0])
-        is_master = place.rank == 0 and not place.has_agent_store
-        if not is_master:
-            _wait_for_listener(place.master, deadline_s)
-        import torch.distributed as dist  # only here: commands start without torch
-
-        self._rank = place.rank
-        # torch would listen on all interfaces.
-        listener = _listen(place.master) if is_master else None
-        store = dist.TCPStore(
-            *place.master,
-            is_master=is_master,
-            master_listen_fd=listener,
-            timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
-            wait_for_workers=False,
-        )
-        store.set_timeout(timedelta(seconds=_OPERATION_S))
-        self._store = SignedStore(store, lambda: place.token or _NO_TOKEN, _refuse)
-
-    def show(self, name: str, value: Any) -> None:
-        """Write a value to the store; raises RuntimeError if it does not answer."""
-        # JSON in JSON: what msgspec writes, its decoders check.
-        self._store.set(_key(name, self._rank), msgspec.json.encode(value).decode())
-
-    def collect[T](
-        self, name: str, ranks: Iterable[int], deadline_s: float, decoder: msgspec.json.Decoder[T]
-    ) -> dict[int, T]:
-        """Read values from the store; raises RuntimeError if it does not answer."""
         found: dict[int, T] = {}
         missing = list(ranks)
         while True:
@@ -106,12 +67,11 @@ class StoreMeeting:
                 if (value := self._read(_key(name, rank), decoder)) is not None:
                     found[rank] = value
             missing = [rank for rank in missing if rank not in found]
-            if not missing or time.monotonic() > deadline_s:
+            if not missing or self._is_alone or time.monotonic() > deadline_s:
                 return found
             time.sleep(_POLL_S)
 
     def _read[T](self, key: str, decoder: msgspec.json.Decoder[T]) -> T | None:
-        """Return a value, None if it is not there; raise CorruptStateError if it is of another launch."""
         try:
             content = self._store.get(key)
             return None if content is None else decoder.decode(content)
@@ -127,34 +87,18 @@ def _key(name: str, rank: int) -> str:
     return f"{_PREFIX}/{name}/{rank}"
 
 
-def _listen(address: tuple[str, int]) -> int:
-    """Return the descriptor of a socket that listens there; clients try all addresses of a name."""
-    first, *others = listen(*address)
-    for each in others:
-        each.close()
-    return first.detach()
+class _OwnStore(dict[str, str]):
+    """The store of a process that is alone, which need not import torch."""
+
+    set = dict.__setitem__
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Return a value, or what was expected, as torch does."""
+        return self.get(key, expected).encode()
 
 
-def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
-    """Return when someone listens.
-
-    The store's own retries end up to twice as late as they are told to.
-
-    Raises:
-        RuntimeError: if nobody does in time.
-    """
-    while True:
-        left_s = deadline_s - time.monotonic()
-        try:
-            socket.create_connection(address, timeout=max(left_s, _POLL_S)).close()
-            return
-        except OSError as error:
-            if left_s <= 0:
-                raise RuntimeError(f"nobody listens there ({error.strerror or error})") from error
-        time.sleep(_POLL_S)
-
-
-def _check_host(host: str) -> None:
+def _open_store(place: Place, deadline_s: float) -> Any:
+    host, port = place.master
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
@@ -163,3 +107,24 @@ def _check_host(host: str) -> None:
             "address of the node of rank 0. Without it doctor takes the first name of SLURM's list of nodes, "
             "which need not be a host name."
         ) from error
+    # Only here: commands start without torch.
+    from torch.distributed import TCPStore
+
+    from moe_ft.keeper import job_store
+
+    is_master = place.rank == 0 and not place.has_agent_store
+    if not is_master:
+        try:
+            job_store.wait_for_listener(place.master, deadline_s - time.monotonic())
+        except OSError as error:
+            raise RuntimeError(f"nobody listens there ({error.strerror or error})") from error
+    store = TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        master_listen_fd=job_store.listen_at(place.master).detach() if is_master else None,
+        timeout=timedelta(seconds=max(1.0, deadline_s - time.monotonic())),
+        wait_for_workers=False,
+    )
+    store.set_timeout(timedelta(seconds=_OPERATION_S))
+    return store

@@ -7,12 +7,14 @@ address, port and proof of the token as that of training.
 import ipaddress
 import socket
 import struct
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+
+import msgspec
 
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
 from moe_ft.engine.links.messages import (
@@ -110,37 +112,20 @@ def transfer(address: Address, token: str, num_bytes: int, most_s: float) -> tup
         return sent, time.perf_counter() - start_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
-    """Another node. The address is None if it cannot listen, for the reason."""
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, and the rank that speaks for it. The address is None if that cannot listen, for the reason."""
 
     node: str
-    address: Address | None
+    rank: int = 0
+    address: Address | None = None
     problem: str = ""
 
 
 def reach_all(peers: Sequence[Peer], token: str) -> dict[str, Trip | str]:
     """Return a round trip to each node, or the reason why there is none; some nodes are asked at a time."""
-    found: dict[str, Trip | str] = {}
-    waiting = list(peers)
-
-    def work() -> None:
-        while True:
-            try:
-                peer = waiting.pop()
-            except IndexError:
-                return
-            found[peer.node] = _visit(peer, token)
-
-    threads = [
-        threading.Thread(target=work, name="moe_ft-doctor", daemon=True)
-        for _ in range(min(_MOST_AT_ONCE, len(peers)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {peer.node: found[peer.node] for peer in peers}
+    with ThreadPool(_MOST_AT_ONCE) as pool:
+        trips = pool.map(lambda peer: _visit(peer, token), peers, chunksize=1)
+    return {peer.node: trip for peer, trip in zip(peers, trips, strict=True)}
 
 
 def _visit(peer: Peer, token: str) -> Trip | str:
@@ -194,14 +179,13 @@ def check_rates(
     """Return a row on the bandwidth to each node that would keep replicas, one after the other.
 
     Args:
-        peers: the nodes; those that cannot be reached are left to `check_reach`.
+        peers: nodes that were reached.
         snapshot_bytes: that the node sends to its peers after a snapshot; None if nothing is planned.
         most_s: seconds for each.
     """
     rows = []
     for peer in peers:
-        if peer.address is None:
-            continue
+        assert peer.address is not None
         try:
             sent, took_s = transfer(peer.address, token, num_bytes, most_s)
         except OSError as error:

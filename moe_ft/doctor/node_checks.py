@@ -6,13 +6,13 @@ examination.py has the order of a whole examination.
 import os
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from moe_ft.doctor.job import Job
-from moe_ft.doctor.machine import Demand, check_limits, check_memory
+from moe_ft.doctor.machine import check_limits, check_memory
 from moe_ft.doctor.meeting import Meeting
 from moe_ft.doctor.network import (
     Peer,
@@ -23,7 +23,7 @@ from moe_ft.doctor.network import (
     reach_all,
 )
 from moe_ft.doctor.place import TOKEN_NAME
-from moe_ft.doctor.rows import Row, failed, guarded, warned
+from moe_ft.doctor.rows import Row, failed, guarded, refused, warned
 from moe_ft.doctor.storage import (
     ProbeDirectory,
     Written,
@@ -36,25 +36,21 @@ from moe_ft.doctor.storage import (
 )
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.errors import ConfigError
-from moe_ft.files.storage import hide_password
+from moe_ft.recovery.persist_directory import trouble_of
+from moe_ft.recovery.site import Site
+from moe_ft.topology import RankInfo, Topology
 
 # When phases end, as parts of the time that the whole examination has.
 _NETWORK, _WRITTEN, _READ, _STORAGE = 0.6, 0.7, 0.8, 0.85
+# Of a launch without a token: who proves it learns the time of this host, and may send bytes, which are lost.
+NO_SECRET = "moe_ft_doctor"
+_NO_NAME = "moe_ft_doctor"  # of a job without one
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """List of the processes that have answered, as rank 0 made it, by node.
+    """Nodes that have answered, as rank 0 knows them, and those to which each would send replicas."""
 
-    Attributes:
-        speakers: one rank of each node, which makes the checks.
-        addresses: where they listen.
-        problems: why a node cannot.
-        peers: nodes to which it would send replicas.
-    """
-
-    speakers: dict[str, int]
-    addresses: dict[str, tuple[str, int]]
-    problems: dict[str, str]
+    nodes: dict[str, Peer]
     peers: dict[str, list[str]]
 
 
@@ -81,7 +77,6 @@ class NodeChecks:
     Attributes:
         num_local: processes of the examination on this node.
         token: of the connections between nodes.
-        is_token_secret: whether nobody else can know it.
         transfer_bytes: to send to each peer, and to write to storage.
         opened: removes what is written to storage.
     """
@@ -90,7 +85,6 @@ class NodeChecks:
     node: str
     num_local: int
     token: str
-    is_token_secret: bool
     roster: Roster
     meeting: Meeting
     times: Times
@@ -111,50 +105,65 @@ class NodeChecks:
 
     @property
     def _is_first(self) -> bool:
-        return self.roster.speakers[self.node] == 0
+        return self.roster.nodes[self.node].rank == 0
+
+    @property
+    def _num_ranks(self) -> int:
+        """Ranks of training on this node."""
+        return self.num_local if self.job.ranks is None else self.job.ranks[1]
+
+    @property
+    def _site(self) -> Site:
+        """Place of a rank of training that is alone on this node."""
+        memory, job_id = self.job.config.memory, _NO_NAME
+        with suppress(ConfigError):  # which check_job reports
+            job_id = memory.resolve_job_id(os.environ)
+        info = RankInfo(
+            rank=0,
+            node=self.node,
+            stage=0,
+            pid=os.getpid(),
+            address=None,
+            region_bytes=0,
+            boundary_slot_bytes=self.job.boundary_bytes,
+            num_boundary_slots=self._num_ranks,
+        )
+        return Site(
+            config=self.job.config,
+            job_id=job_id,
+            node=self.node,
+            node_dir=node_directory(memory.memory_dir, job_id, self.node),
+            rank=0,
+            topology=Topology(ranks=(info,)),
+        )
 
     def _memory(self) -> list[Row]:
-        memory = self.job.config.memory
-        try:
-            job_id = memory.resolve_job_id(os.environ)
-            own = node_directory(memory.memory_dir, job_id, self.node)
-        except ConfigError:  # which check_job reports
-            own = None
-        per_node = self.num_local if self.job.ranks is None else self.job.ranks[1]
-        demand = Demand(num_ranks=per_node, num_bytes=self.job.node_bytes, own=own)
-        return check_memory(self.node, memory.memory_dir, demand)
+        return check_memory(self._site, self._num_ranks, self.job.node_bytes)
 
     def _limits(self) -> list[Row]:
-        num_nodes = len(self.roster.speakers)
+        num_nodes = len(self.roster.nodes)
         world_size = num_nodes * self.num_local if self.job.ranks is None else self.job.ranks[0]
         return check_limits(self.node, world_size, -(-world_size // self.job.num_stages))
 
     def _network(self) -> list[Row]:
-        peers = {name: self._peer(name) for name in self.roster.speakers if name != self.node}
-        if not peers:
-            return check_reach(self.node, reach_all([self._peer(self.node)], self.token))
-        found = reach_all(list(peers.values()), self.token)
+        peers = dict(self.roster.nodes)
+        own = peers.pop(self.node)
+        found = reach_all(list(peers.values()) or [own], self.token)
         rows = check_reach(self.node, found)
-        own = self._peer(self.node).address
-        if own is not None:
-            rows += check_group(self.node, own[0], os.environ, socket.gethostname())
+        if not peers:
+            return rows
+        if own.address is not None:
+            rows += check_group(self.node, own.address[0], os.environ, socket.gethostname())
         if self._is_first:
             rows += check_clocks(self.node, found)
         reached = [
             peers[name] for name in self.roster.peers[self.node] if not isinstance(found[name], str)
         ]
-        if reached and not self.is_token_secret:  # their addresses may be anybody's
+        if reached and self.token == NO_SECRET:  # their addresses may be anybody's
             remedy = f"Set {TOKEN_NAME} to the same random value on all nodes."
             return [*rows, warned("bandwidth", self.node, "not measured: no token is set", remedy)]
         num_bytes, sent_bytes = self.transfer_bytes, self.job.sent_bytes
         return rows + check_rates(self.node, reached, self.token, num_bytes, sent_bytes)
-
-    def _peer(self, node: str) -> Peer:
-        return Peer(
-            node=node,
-            address=self.roster.addresses.get(node),
-            problem=self.roster.problems.get(node, ""),
-        )
 
     def _storage(self) -> list[Row]:
         url = self.job.config.storage.persist_dir
@@ -164,21 +173,13 @@ class NodeChecks:
         rows: list[Row] = []
         try:
             probe.open()
-            if self._is_first:
-                rows += self._alone(probe)
+            if self._is_first:  # for all
+                rows += check_semantics(probe.storage) + check_lock(probe.root)
+                rows += check_space(probe.root, self.job.stored_bytes, self.job.num_stored)
             rows += self._write(probe)
         except Exception as error:  # packages of object stores have errors of their own
-            found = f"{hide_password(url)}: {type(error).__name__}: {error}"
-            remedy = (
-                "Name a directory that all nodes may write, or a URL whose package is installed."
-            )
-            rows.append(failed("storage", self.node, found, remedy))
+            rows.append(refused("storage", self.node, trouble_of(self._site, error).refusal))
         return rows + self._read(probe)
-
-    def _alone(self, probe: ProbeDirectory) -> list[Row]:
-        """Return the rows of what one node finds out for all."""
-        rows = check_semantics(probe.storage) + check_lock(probe.root)
-        return rows + check_space(probe.root, self.job.stored_bytes, self.job.num_stored)
 
     def _write(self, probe: ProbeDirectory) -> list[Row]:
         written = write_file(probe.root, probe.speed_path, self.transfer_bytes)
@@ -210,6 +211,6 @@ class NodeChecks:
         self, name: str, deadline_s: float, decoder: msgspec.json.Decoder[T]
     ) -> dict[str, T]:
         """Return what the nodes have shown, by node, in the order of the roster."""
-        speakers = self.roster.speakers
-        found = self.meeting.collect(name, speakers.values(), deadline_s, decoder)
-        return {node: found[rank] for node, rank in speakers.items() if rank in found}
+        nodes = self.roster.nodes.values()
+        found = self.meeting.collect(name, [each.rank for each in nodes], deadline_s, decoder)
+        return {each.node: found[each.rank] for each in nodes if each.rank in found}

@@ -53,7 +53,8 @@ def refused(
     check: str, where: str, error: MoeFtError, result: Result = Result.FAIL, remedy: str = ""
 ) -> Row:
     """Return a row of what a start would refuse; the last sentences of its message are the remedy."""
-    found, _, advice = str(error).partition(". ")
+    # Without the node, which is in the row: those of several nodes are folded.
+    found, _, advice = str(error).replace(f" on node {where}", "").partition(". ")
     return Row(check, where, result, found, remedy or advice)
 
 

@@ -16,18 +16,19 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Row, failed, passed, rate_text, warned
+from moe_ft.doctor.rows import Row, failed, passed, rate_text, refused, warned
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_RENEWAL_S,
     LOCK_STALE_S,
     StorageLock,
-    watch_lock,
 )
+from moe_ft.errors import ConfigError
 from moe_ft.files.patience import PATIENCE_S, SLOWEST_BYTES_PER_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
+from moe_ft.recovery.persist_directory import check_nobody_renews
 
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
 _PLACE = "persist dir"
@@ -144,7 +145,7 @@ def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
     """Return a row on the lock of the persist directory, which a start would watch too, also one of its job.
 
     Args:
-        watch_s: how long to watch it; a start that runs renews it in that time.
+        watch_s: a start that runs renews it in that time.
     """
     lock = StorageLock(root)
     seen = lock.look()
@@ -152,12 +153,11 @@ def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
         return [passed(_LOCK, _PLACE, "free")]
     if seen.is_over(own_origin(os.environ)):
         return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is over: a start takes it at once")]
-    now = watch_lock(lock, seen, watch_s)
-    if now is None:
-        return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
-    if now != seen:
-        remedy = "Wait until that job has ended, or name another --moe-ft-persist-dir."
-        return [failed(_LOCK, _PLACE, f"{now.holder} writes there: it renews its lock", remedy)]
+    try:
+        if check_nobody_renews(root, lock, seen, watch_s) is None:
+            return [passed(_LOCK, _PLACE, f"{seen.holder} has just given it up")]
+    except ConfigError as error:
+        return [refused(_LOCK, _PLACE, error)]
     found = f"of {seen.holder}, not renewed in {watch_s:.0f} s"
     remedy = f"Nothing if that job is dead: a start waits {LOCK_STALE_S:.0f} s and takes it over."
     return [warned(_LOCK, _PLACE, found, remedy)]
@@ -218,21 +218,9 @@ def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0)
 
     storage.write(path, produce())
     took_s = time.perf_counter() - start_s
-    _forget(storage, path)
-    return Written(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
-
-
-def _forget(storage: Storage, path: str) -> None:
-    """Drop a file from this machine's cache, where there is one."""
-    place = storage.local_path(path)
-    if place is None:
-        return
     with suppress(OSError):
-        descriptor = os.open(place, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        storage.forget_cached(path)
+    return Written(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
 
 
 def check_write(node: str, written: Written, checkpoint_bytes: int | None) -> list[Row]:

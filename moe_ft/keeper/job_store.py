@@ -7,7 +7,7 @@ start has a port and a store of its own. What ranks say to each other there abou
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -39,7 +39,15 @@ def listen(environment: Mapping[str, str]) -> socket.socket:
         OSError: if somebody else listens there.
     """
     is_alone = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
-    found, *others = addresses.listen(*_address(environment), is_alone=is_alone)
+    return listen_at(_address(environment), is_alone=is_alone)
+
+
+def listen_at(address: tuple[str, int], *, is_alone: bool = False) -> socket.socket:
+    """Return a socket that listens at an address for a store of torch, which would do so on all interfaces.
+
+    Raises OSError if somebody else listens there.
+    """
+    found, *others = addresses.listen(*address, is_alone=is_alone)
     for each in others:  # torch takes one
         each.close()
     found.listen(_BACKLOG)
@@ -77,9 +85,15 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         raise RepairError(
             f"the process that forks ranks could not listen at {host}:{port}, where the ranks are to meet"
         )
-    _wait_for_listener((host, port), deadline_s)
+    waiting = f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {host}:{port}"
     try:
-        # torch's own wait ends up to twice as late as it is told to.
+        wait_for_listener((host, port), deadline_s, lambda: say(f"{waiting}: it may still import"))
+    except OSError as error:
+        raise RepairError(
+            f"nobody has listened at {host}:{port} within {deadline_s:.0f} s, where the node of rank "
+            f"0 keeps the job's store ({error.strerror or error})"
+        ) from error
+    try:
         tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_S))
         store = PrefixStore(_PREFIX, tcp)
         run = store.get("run")
@@ -125,24 +139,27 @@ def _run(environment: Mapping[str, str]) -> str:
     return environment.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _wait_for_listener(address: tuple[str, int], deadline_s: float) -> None:
-    host, port = address
+def wait_for_listener(
+    address: tuple[str, int], deadline_s: float, say_waiting: Callable[[], None] = lambda: None
+) -> None:
+    """Return when somebody listens. torch's own wait ends up to twice as late as it is told to.
+
+    Args:
+        say_waiting: is called once if that takes long.
+
+    Raises:
+        OSError: why it is not reached, after so many seconds.
+    """
     begin_s, has_said = time.monotonic(), False
     while True:
+        left_s = begin_s + deadline_s - time.monotonic()
         try:
-            socket.create_connection(address, timeout=_ANSWER_S).close()
+            socket.create_connection(address, timeout=max(_POLL_S, min(left_s, _ANSWER_S))).close()
             return
-        except OSError as error:
-            waited_s = time.monotonic() - begin_s
-            if waited_s > deadline_s:
-                raise RepairError(
-                    f"nobody has listened at {host}:{port} within {deadline_s:.0f} s, where the node of rank "
-                    f"0 keeps the job's store ({error.strerror or error})"
-                ) from error
-        if waited_s > _PATIENCE_S and not has_said:
+        except OSError:
+            if left_s <= 0:
+                raise
+        if deadline_s - left_s > _PATIENCE_S and not has_said:
             has_said = True
-            say(
-                f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {host}:{port}: it may "
-                "still import"
-            )
+            say_waiting()
         time.sleep(_POLL_S)

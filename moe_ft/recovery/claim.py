@@ -173,7 +173,20 @@ def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
 
 
 def claim_memory(site: Site) -> filelock.BaseFileLock:
-    """Make this rank's directories and take the lock that says it is alive; warn of anything unusual.
+    """Take this rank's place in memory as `take_place` does; warn of anything unusual."""
+    lock = take_place(site)
+    if not site.is_lowest_on_node:
+        return lock
+    if reason := why_slow(site):
+        say(f"warning: {reason}")
+    memory_dir = site.config.memory.memory_dir
+    for other in other_jobs(memory_dir, site.job_id):
+        say(f"{memory_dir} on node {site.node} also holds memory of {other}; not touched")
+    return lock
+
+
+def take_place(site: Site) -> filelock.BaseFileLock:
+    """Make this rank's directories and take the lock that says it is alive.
 
     Raises:
         ConfigError: if the directory cannot be used, or another process is this rank of this job.
@@ -181,7 +194,7 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
     memory = site.config.memory
     try:
         make_root(Path(memory.memory_dir))
-        lock = _take_place(site)
+        return _enter(site)
     except filelock.Timeout as error:
         raise ConfigError(
             f"--moe-ft-job-id={site.job_id}: rank {site.rank} of a job of this name is "
@@ -194,20 +207,20 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
             f"node {site.node}: {error}. It must be a directory on a tmpfs in which nobody else can replace "
             "what is yours. Name a new one, for example below /dev/shm."
         ) from error
-    if not site.is_lowest_on_node:
-        return lock
+
+
+def why_slow(site: Site) -> str:
+    """Return why snapshots of this node are slow; empty if nothing is known."""
     kind = file_system_type(site.node_dir)
-    if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
-        say(
-            f"warning: --moe-ft-memory-dir={memory.memory_dir} is on {kind or 'an unknown file system'}"
-            f" on node {site.node}, not on tmpfs: snapshots are no faster than that"
-        )
-    for other in other_jobs(memory.memory_dir, site.job_id):
-        say(f"{memory.memory_dir} on node {site.node} also holds memory of {other}; not touched")
-    return lock
+    if kind in ("tmpfs", "ramfs", "hugetlbfs"):
+        return ""
+    return (
+        f"--moe-ft-memory-dir={site.config.memory.memory_dir} is on {kind or 'an unknown file system'}"
+        f" on node {site.node}, not on tmpfs: snapshots are no faster than that"
+    )
 
 
-def _take_place(site: Site) -> filelock.BaseFileLock:
+def _enter(site: Site) -> filelock.BaseFileLock:
     """Make the directories of this rank, and return its lock, taken.
 
     Raises:
@@ -230,12 +243,17 @@ def _take_place(site: Site) -> filelock.BaseFileLock:
 
 
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
-    """Compare the memory that regions and replicas will take with the limit and the file system.
+    """Check that there is room for the memory that regions and replicas will take; raise as `check_room`."""
+    regions = num_regions(persists=site.config.storage.persists)
+    needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
+    check_room(site, needed)
+
+
+def check_room(site: Site, needed: int) -> None:
+    """Compare the bytes that the job will take on this node with the limit and the file system.
 
     Raises ConfigError if it is too much for either.
     """
-    regions = num_regions(persists=site.config.storage.persists)
-    needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
     limit = site.config.memory.host_memory_limit_bytes
     memory, parts = site.config.memory, ["snapshots", "replicas"]
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
@@ -254,9 +272,9 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
             f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "
             f"the limit. Raise it if the node has the memory. {remedy}."
         )
-    free = shutil.disk_usage(site.node_dir).free + measure(site.node_dir)[0]
+    free = shutil.disk_usage(memory.memory_dir).free + measure(site.node_dir)[0]
     if site.is_lowest_on_node and needed > free:
         raise ConfigError(
-            f"--moe-ft-memory-dir={site.config.memory.memory_dir}: {what}, and its file system has "
+            f"--moe-ft-memory-dir={memory.memory_dir}: {what}, and its file system has "
             f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )

@@ -232,8 +232,14 @@ def acquire(
     """
     for _ in range(_LOCK_ATTEMPTS):
         seen = lock.look()
-        if seen is not None:
-            seen = _wait_for_stale(storage, lock, seen, origin)
+        if seen is not None and not seen.is_over(origin):
+            say(
+                f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s "
+                "whether that job is alive"
+            )
+            seen = check_nobody_renews(storage, lock, seen, LOCK_STALE_S)
+            if seen is not None:
+                say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
         if is_over() or lock.take(job_id, seen, origin):
             return
         time.sleep(_LOCK_POLL_S)
@@ -244,24 +250,20 @@ def acquire(
     )
 
 
-def _wait_for_stale(
-    storage: Storage, lock: StorageLock, seen: SeenLock, origin: Origin
+def check_nobody_renews(
+    storage: Storage, lock: StorageLock, seen: SeenLock, watch_s: float
 ) -> SeenLock | None:
-    """Return the lock that may be taken over, None if it has gone; watch one whose start may be alive."""
-    if seen.is_over(origin):
-        return seen
-    say(
-        f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s whether "
-        "that job is alive"
-    )
-    now = watch_lock(lock, seen, LOCK_STALE_S)
-    if now is None:
-        return None
-    if now != seen:
+    """Watch a lock whose start may be alive; return it if nobody renews it, None if it has gone.
+
+    Raises:
+        ConfigError: if that start is alive.
+        OSError: if storage fails.
+    """
+    now = watch_lock(lock, seen, watch_s)
+    if now is not None and now != seen:
         raise ConfigError(
             f"--moe-ft-persist-dir={storage.url} is used by {now.holder}, which has just renewed "
             f"{LOCK_NAME}: two jobs cannot write to one directory, nor can two starts of one job at the same "
             "time. Name another one, or wait until that job has ended."
         )
-    say(f"taking over {storage.url} from {seen.holder}, which is no longer running")
-    return seen
+    return now

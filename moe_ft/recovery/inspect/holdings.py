@@ -6,7 +6,7 @@ It reads persist directories, one checkpoint of them, and memory directories (of
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tabulate import tabulate
@@ -46,10 +46,10 @@ class Holding:
     tier: str
     place: str
     iteration: int
-    identity: Identity | None
-    ranks: tuple[int, ...]
-    num_bytes: int
-    units: dict[str, tuple[int, str, int]]  # iteration, level, bytes
+    identity: Identity | None = None
+    ranks: tuple[int, ...] = ()
+    num_bytes: int = 0
+    units: dict[str, tuple[int, str, int]] = field(default_factory=dict)  # iteration, level, bytes
     indexes: tuple[Index, ...] = ()
     problem: str = ""
     window: int = 1
@@ -102,16 +102,26 @@ def _at_iteration(storage: Storage, iteration: int, with_indexes: bool) -> Itera
     """Yield the checkpoints of an iteration."""
     paths = find_manifests(storage, iteration)
     if not paths:
-        place = f"{storage.url}/{iteration_directory(iteration)}"
-        yield _broken("storage", place, iteration, "incomplete: it has no manifest")
+        yield Holding(
+            tier="storage",
+            place=f"{storage.url}/{iteration_directory(iteration)}",
+            iteration=iteration,
+            problem="incomplete: it has no manifest",
+        )
     for path in paths:
         manifest = None
         try:
             manifest = read_manifest(storage, path)
             yield _checkpoint(storage, path, manifest, with_indexes)
         except OSError as error:
-            broken = _broken("storage", f"{storage.url}/{path}", iteration, f"corrupt: {error}")
-            yield replace(broken, manifest=manifest, storage=storage)
+            yield Holding(
+                tier="storage",
+                place=f"{storage.url}/{path}",
+                iteration=iteration,
+                problem=f"corrupt: {error}",
+                manifest=manifest,
+                storage=storage,
+            )
 
 
 def _checkpoint(storage: Storage, path: str, manifest: Manifest, with_indexes: bool) -> Holding:
@@ -149,11 +159,10 @@ def _in_memory(directory: str) -> Iterator[Holding]:
         tier = "breakpoint" if is_breakpoint(path) else tier
         try:
             index = decode(read_private(path), Index, str(path))
-        except UnsafePathError as error:
-            yield _broken(tier, str(path), 0, f"not trusted, as in a recovery: {error}")
-            continue
         except OSError as error:
-            yield _broken(tier, str(path), 0, f"corrupt: {error}")
+            is_unsafe = isinstance(error, UnsafePathError)
+            problem = "not trusted, as in a recovery" if is_unsafe else "corrupt"
+            yield Holding(tier=tier, place=str(path), iteration=0, problem=f"{problem}: {error}")
             continue
         yield Holding(
             tier=tier,
@@ -170,19 +179,6 @@ def _in_memory(directory: str) -> Iterator[Holding]:
             window=index.window,
             num_snapshots=index.num_snapshots,
         )
-
-
-def _broken(tier: str, place: str, iteration: int, problem: str) -> Holding:
-    return Holding(
-        tier=tier,
-        place=place,
-        iteration=iteration,
-        identity=None,
-        ranks=(),
-        num_bytes=0,
-        units={},
-        problem=problem,
-    )
 
 
 def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:

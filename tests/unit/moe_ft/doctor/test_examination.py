@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-import moe_ft
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.doctor import examination, network, node_checks
 from moe_ft.doctor.examination import Request, examine
 from moe_ft.doctor.job import Job
-from moe_ft.doctor.meeting import StoreMeeting
+from moe_ft.doctor.meeting import Meeting
 from moe_ft.doctor.place import Place
 from tests.ports import free_port
 from tests.waiting import wait_for
@@ -94,31 +93,18 @@ def test_nodes_examine_each_other_and_leave_nothing(tmp_path: Path, memory_dir: 
     assert list(memory_dir.iterdir()) == []
 
 
-def test_rank_of_another_version_fails_on_all(tmp_path: Path, memory_dir: Path) -> None:
-    def change() -> None:
-        moe_ft.__version__ = "0.0.9"
-
-    launch = Launch(tmp_path, memory_dir, 2)
-    launch.start(0)
-    launch.start(1, change)
-    codes, rows = launch.end()
-    assert codes == [1, 1]
-    (row,) = rows["versions"]
-    assert "0.0.9 on n1 (rank 1)" in row["found"]
-
-
 def test_rank_that_never_answers_is_named(tmp_path: Path, memory_dir: Path) -> None:
     def give_up_soon() -> None:
-        collect, examination._MET = StoreMeeting.collect, 1.0 / TIMEOUT_S
+        collect, examination._MET = Meeting.collect, 1.0 / TIMEOUT_S
 
         def collect_from_living(
-            self: StoreMeeting, name: str, ranks: Any, end_s: float, decoder: Any
+            self: Meeting, name: str, ranks: Any, end_s: float, decoder: Any
         ) -> Any:
             if name == "facts":  # rank 2 may take longer than a rank is waited for
                 collect(self, name, [0, 2], time.monotonic() + TIMEOUT_S, decoder)
             return collect(self, name, ranks, end_s, decoder)
 
-        StoreMeeting.collect = collect_from_living  # type: ignore[method-assign, assignment]
+        Meeting.collect = collect_from_living  # type: ignore[method-assign, assignment]
 
     launch = Launch(tmp_path, memory_dir, 3)
     launch.start(0, give_up_soon)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from moe_ft.doctor import machine
-from moe_ft.doctor.machine import Demand, check_limits, check_memory, free_memory
+from moe_ft.doctor.machine import check_limits, check_memory, free_memory
 from moe_ft.doctor.rows import Result, Row
-from tests.unit.moe_ft.recovery.jobs import leave_job
+from tests.unit.moe_ft.recovery.jobs import leave_job, site_of
 
 MIB = 1 << 20
 
 
-def check(place: Path, num_bytes: int | None = MIB, own: Path | None = None) -> dict[str, Row]:
+def check(place: Path, needed: int | None = MIB, limit: str | None = None) -> dict[str, Row]:
     """Return the rows by check."""
-    demand = Demand(num_ranks=2, num_bytes=num_bytes, own=own)
-    return {row.check: row for row in check_memory("n0", str(place), demand)}
+    site = site_of(place, limit=limit)
+    return {row.check: row for row in check_memory(site, 2, needed)}
 
 
 def test_directory_on_tmpfs_passes_and_is_gone_afterwards(memory_dir: Path) -> None:
@@ -49,17 +49,24 @@ def test_file_system_that_is_too_small_for_the_plan_fails(
 ) -> None:
     row = check(mount_small("6m"), 8 * MIB)["memory room"]
     assert row.result is Result.FAIL
-    assert "8.00 MiB needed" in row.found
+    assert "take 8.00 MiB" in row.found
     assert "remount,size" in row.remedy
+
+
+def test_limit_that_a_start_would_keep_fails(memory_dir: Path) -> None:
+    row = check(memory_dir, 8 * MIB, limit="6MiB")["memory room"]
+    assert row.result is Result.FAIL
+    assert row.found.startswith("--moe-ft-host-memory-limit=6MiB")
 
 
 def test_memory_that_the_job_has_there_counts_as_free(mount_small: Callable[[str], Path]) -> None:
     place = mount_small("6m")
-    own = place / "job" / "n0"
+    own = place / "job" / "node"
     own.mkdir(parents=True)
     (own / "region").write_bytes(bytes(4 * MIB))
-    assert check(place, 4 * MIB)["memory room"].result is Result.FAIL
-    assert check(place, 4 * MIB, own)["memory room"].result is Result.PASS
+    assert check(place, 5 * MIB)["memory room"].result is Result.PASS
+    own.rename(place / "another")
+    assert check(place, 5 * MIB)["memory room"].result is Result.FAIL
 
 
 def test_small_file_system_is_warned_of_if_nothing_is_planned(

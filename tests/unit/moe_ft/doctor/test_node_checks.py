@@ -8,8 +8,10 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.doctor.job import Job
-from moe_ft.doctor.meeting import OwnMeeting
+from moe_ft.doctor.meeting import Meeting
+from moe_ft.doctor.network import Peer
 from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
+from moe_ft.doctor.place import Place
 from moe_ft.doctor.rows import Result, Row
 from tests.unit.moe_ft.peer import TOKEN
 
@@ -20,21 +22,15 @@ def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -
         memory=MemoryConfig(memory_dir=str(memory_dir), job_id="a"),
         storage=StorageConfig(persist_dir=persist_dir),
     )
-    roster = Roster(
-        speakers={"n0": 0},
-        addresses={"n0": address},
-        problems={},
-        peers={"n0": []},
-    )
+    roster = Roster(nodes={"n0": Peer(node="n0", address=address)}, peers={"n0": []})
     with ExitStack() as opened:
         return NodeChecks(
             job=Job(config=config),
             node="n0",
             num_local=1,
             token=TOKEN,
-            is_token_secret=True,
             roster=roster,
-            meeting=OwnMeeting(),
+            meeting=Meeting(Place(), 0.0),
             times=Times(begin_s=time.monotonic(), total_s=100.0),
             transfer_bytes=1 << 20,
             opened=opened,

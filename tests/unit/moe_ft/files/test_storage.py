@@ -28,7 +28,6 @@ from moe_ft.files.storage import (
 )
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Identity
-from moe_ft.format.manifest import MANIFEST_NAME
 from tests.unit.moe_ft.builders import (
     make_identity,
     make_state,
@@ -75,28 +74,6 @@ def test_incarnations_that_write_one_iteration_have_files_of_their_own(storage: 
     persist_rank(storage, 0, 5, second)
     assert manifest_of(storage, 5) == before
     assert complete_iterations(storage) == [5]
-
-
-@BACK_ENDS
-def test_manifest_is_the_last_file_that_is_written(
-    tmp_path: Path, injector: Injector, back_end: str
-) -> None:
-    storage = Storage(faulty_urls(tmp_path)[back_end])
-    persist_checkpoint(storage, 5, TWO_RANKS)
-    written = [path for name, path in injector.operations if name in ("open", "replace")]
-    assert MANIFEST_NAME in written[-1]
-    assert sum(MANIFEST_NAME in path for path in written) <= 2  # its parts are one file
-
-
-def test_local_files_are_synced_before_the_manifest_appears(
-    tmp_path: Path, injector: Injector
-) -> None:
-    persist_checkpoint(Storage(faulty_urls(tmp_path)["local"]), 5, make_identity())
-    steps = [name for name, _ in injector.operations if name in ("open", "fsync", "replace")]
-    names = ["fsync", "fsync"]  # of the file in its directory, and of that in the persist directory
-    data, small_file = ["open", "fsync", *names], ["open", "fsync", "replace", *names]
-    index_is_read, manifest = ["open"], small_file
-    assert [*data, *small_file, *index_is_read, *manifest] == steps
 
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a/../../b", ""])
@@ -205,24 +182,6 @@ def test_start_after_a_kill_before_any_operation_ends_with_the_same_files(
             assert storage.iterations() == [4, 3], f"killed before operation {number}"
 
 
-@BACK_ENDS
-def test_failure_of_any_one_operation_leaves_only_complete_checkpoints(
-    tmp_path: Path, injector: Injector, back_end: str
-) -> None:
-    num_operations = count_operations(
-        faulty_urls(tmp_path / "count")[back_end], injector, save_third
-    )
-    for number in range(num_operations):
-        with install():
-            storage = prepare(faulty_urls(tmp_path / str(number))[back_end])
-            injector.forget()
-            injector.fails_at = frozenset({number})
-            try_to_save_third(storage)
-            injector.forget()
-            found = complete_iterations(storage)
-        assert found in ([2, 1], [3, 2, 1], [3, 2]), f"operation {number} failed"
-
-
 @given(st.sets(st.integers(0, 70), max_size=12).map(frozenset))
 @settings(max_examples=150)
 def test_any_number_of_failures_leaves_only_complete_checkpoints(fails_at: frozenset[int]) -> None:
@@ -254,26 +213,6 @@ def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Sto
     storage.write_atomically(path, encode(msgspec.structs.replace(index, units=units)))
     with pytest.raises(CorruptStateError, match="unit embedding is in iter_0000001/x.safetensors"):
         write_manifest(storage, 5, file_tag(make_identity()), 1)
-
-
-def test_checkpoint_that_is_written_brings_the_names_of_new_directories_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(
-        "moe_ft.files.storage.os.fsync",
-        lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")),
-    )
-    storage = Storage(str(tmp_path / "persist"))
-    storage.make_root()
-    assert synced == [str(tmp_path)]
-    synced.clear()
-    storage.write("iter_0000001/data", [memoryview(b"x")])
-    directories = [str(tmp_path / "persist/iter_0000001"), str(tmp_path / "persist")]
-    assert synced == [f"{directories[0]}/data", *directories]
-    synced.clear()
-    storage.write_atomically("iter_0000002/index", b"x")
-    assert synced[-2:] == [str(tmp_path / "persist/iter_0000002"), str(tmp_path / "persist")]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 from pathlib import Path
 
 from moe_ft.keeper.forked_rank import become, run
@@ -52,29 +51,6 @@ def test_process_takes_over_streams_environment_folder_mask_and_session(tmp_path
         "leads": True,
     }
     assert (tmp_path / "err").read_text() == "error"
-
-
-def test_process_dies_with_the_one_that_forked_it(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        if os.fork() == 0:
-            request = RankRequest(
-                words=("script",),
-                environment={},
-                folder="/",
-                mask=0,
-                cpus=(*os.sched_getaffinity(0),),
-            )
-            become(request, [os.dup(0), os.dup(1), os.dup(2)])
-            os.write(writer, b"r")
-        signal.pause()
-    os.close(writer)
-    assert os.read(reader, 1) == b"r"
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    assert os.read(reader, 1) == b""  # nobody has it open any more
-    os.close(reader)
 
 
 def test_module_runs_as_main(tmp_path: Path) -> None:

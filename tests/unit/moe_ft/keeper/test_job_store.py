@@ -65,15 +65,6 @@ def test_store_outlives_the_processes_that_use_it(given: Environment) -> None:
     assert job_store.connect(given, Link(token=TOKEN), DEADLINE_S).get("key") == b"value"
 
 
-@pytest.mark.parametrize("count", ["0", "7"])
-def test_ranks_meet_however_often_their_agents_have_restarted_them(
-    given: Environment, count: str
-) -> None:
-    job_store.connect(given, Link(), DEADLINE_S).set("key", "value")
-    later = {**given, "TORCHELASTIC_RESTART_COUNT": count}
-    assert job_store.connect(later, Link(), DEADLINE_S).get("key") == b"value"
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_store_listens_on_the_interface_of_master_addr_alone(host: str, num_nodes: int) -> None:

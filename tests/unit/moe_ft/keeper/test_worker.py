@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,8 +356,3 @@ def test_workers_of_an_agent_meet_elsewhere_if_the_directory_is_taken(
         path_with("/somewhere/error.json")
     taken.rmdir()
     assert path_with("/tmp/x/none_abc/attempt_0/0/error.json").parent == taken
-
-
-def test_interpreter_keeps_its_flags() -> None:
-    assert worker.interpreter()[0] == sys.executable
-    assert worker.interpreter()[-1] == "-u"

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -39,17 +38,6 @@ def test_modules_come_from_the_folder_of_the_script(
     assert "ending_module is not imported beforehand: SystemExit: 3" in ending
 
 
-def test_threads_forbid_a_fork() -> None:
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait, name="mine")
-    thread.start()
-    try:
-        assert "started threads" in why_not_to_fork() and "mine" in why_not_to_fork()
-    finally:
-        end.set()
-        thread.join()
-
-
 def reason_after(code: str, **variables: str) -> str:
     """Return what forbids a fork in a process that has run some code."""
     code += "; from moe_ft.keeper.forked_rank import why_not_to_fork; print(why_not_to_fork())"
@@ -57,11 +45,6 @@ def reason_after(code: str, **variables: str) -> str:
     return subprocess.run(
         command, env=environment, check=True, cwd=ROOT, text=True, stdout=subprocess.PIPE
     ).stdout.strip()
-
-
-def test_native_threads_forbid_a_fork() -> None:
-    reason = reason_after("import tests.unit.moe_ft.keeper.starts_native_thread")
-    assert reason == "has started threads (1 native)"
 
 
 def test_threads_that_end_before_a_fork_do_not_forbid_it() -> None:
@@ -180,15 +163,6 @@ def test_rank_that_hangs_and_is_not_armed_ends_its_worker(tmp_path: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(ARMED)
     flags = ["--moe-ft-repair", "auto", str(tmp_path), "not armed, hangs"]
-    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
-    assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
-    assert not (tmp_path / "facts_1").exists()
-
-
-def test_rank_that_is_not_armed_is_not_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ARMED)
-    flags = ["--moe-ft-repair", "auto", str(tmp_path), "not armed"]
     result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
     assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
     assert not (tmp_path / "facts_1").exists()

@@ -8,9 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
-from moe_ft.config.strategy import StrategyConfig
-from moe_ft.engine.memory.job_directory import job_lock, node_directory, own_directory, read_marker
+from moe_ft.engine.memory.job_directory import job_lock, own_directory, read_marker
 from moe_ft.engine.memory.regions import BoundarySlot, Region, breakpoint_region
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import encode
@@ -18,31 +16,13 @@ from moe_ft.recovery import claim
 from moe_ft.recovery.claim import check_memory, claim_memory
 from moe_ft.recovery.job_memory import alive_lock, is_alive
 from moe_ft.recovery.protect import make_room
-from moe_ft.recovery.site import Site
-from moe_ft.topology import RankInfo, Topology
+from moe_ft.topology import Topology
 from tests.unit.moe_ft.builders import make_window
-from tests.unit.moe_ft.recovery.jobs import leave_job
+from tests.unit.moe_ft.recovery.jobs import REGION_BYTES, leave_job, site_of
 
-REGION_BYTES = 4096
 STRANGER = 65534
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-
-
-def site_of(memory_dir: Path, job_id: str = "job", limit: str | None = None) -> Site:
-    """Return the place of the only rank of a job."""
-    info = RankInfo(rank=0, node="node", stage=0, pid=1, address=None, region_bytes=REGION_BYTES)
-    return Site(
-        config=MoeFtConfig(
-            strategy=StrategyConfig(strategy="dense"),
-            memory=MemoryConfig(memory_dir=str(memory_dir), job_id=job_id, host_memory_limit=limit),
-        ),
-        job_id=job_id,
-        node="node",
-        node_dir=node_directory(str(memory_dir), job_id, "node"),
-        rank=0,
-        topology=Topology(ranks=(info,)),
-    )
 
 
 def mode_of(path: Path) -> int:

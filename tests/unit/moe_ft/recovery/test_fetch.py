@@ -42,42 +42,13 @@ def copies(tmp_path: Path) -> Copies:
     return Copies(tmp_path)
 
 
-def test_window_is_read_with_all_of_its_versions(copies: Copies) -> None:
-    fetched = copies.fetch()
-    assert fetched.missing == ()
-    assert {key: bytes(each.content) for key, each in all_fetched(fetched).items()} == {
-        key_of(name, entry): content_of(entry) for name, entry in ENTRIES
-    }
-
-
-@pytest.mark.parametrize("number", range(len(ENTRIES)))
-def test_version_that_is_corrupt_comes_from_the_next_source_and_the_others_from_the_best(
-    copies: Copies, number: int
-) -> None:
-    name, entry = ENTRIES[number]
-    copies.spoil(0, entry)
-    fetched = copies.fetch()
-    assert fetched.missing == ()
-    for key, each in all_fetched(fetched).items():
-        expected = copies.sources[1 if key == key_of(name, entry) else 0]
-        assert each.source is expected
-    assert f"unit {name} does not match its checksum" in copies.readers.problems[0]
-
-
-@pytest.mark.parametrize("number", range(len(ENTRIES)))
-def test_version_that_is_intact_nowhere_is_missing_by_its_name(copies: Copies, number: int) -> None:
-    for copy in (0, 1):
-        copies.spoil(copy, ENTRIES[number][1])
-    assert set(copies.fetch().missing) == missing_of([ENTRIES[number]])
-
-
 @settings(max_examples=30)
 @given(
     st.lists(
         st.sets(st.integers(0, len(ENTRIES) - 1), max_size=len(ENTRIES)), min_size=1, max_size=3
     )
 )
-def test_window_is_put_together_from_whatever_is_intact_in_any_source(
+def test_window_is_put_together_from_the_best_source_in_which_each_version_is_intact(
     spoiled: list[set[int]],
 ) -> None:
     with TemporaryDirectory() as directory:
@@ -92,12 +63,14 @@ def test_window_is_put_together_from_whatever_is_intact_in_any_source(
         expected = [each for each in lost if each[0] not in lost_names or each[1].level == "full"]
         assert set(fetched.missing) == missing_of(expected)
         for (name, level, iteration), each in all_fetched(fetched).items():
-            (entry,) = [
-                entry
-                for other, entry in ENTRIES
+            ((number, entry),) = [
+                (number, entry)
+                for number, (other, entry) in enumerate(ENTRIES)
                 if key_of(other, entry) == (name, level, iteration)
             ]
             assert each.content == content_of(entry)
+            best = next(copy for copy, numbers in enumerate(spoiled) if number not in numbers)
+            assert each.source is copies.sources[best]
 
 
 def test_source_that_holds_another_window_by_now_is_passed_over(copies: Copies) -> None:

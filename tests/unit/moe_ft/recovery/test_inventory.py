@@ -137,13 +137,6 @@ def test_look_at_memory_changes_nothing(tmp_path: Path) -> None:
 # Storage
 
 
-def test_checkpoint_on_storage_is_found_for_every_rank(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    persist_checkpoint(storage, 5, make_identity(world_size=2))
-    found = [(each.rank, each.iteration, each.node) for each in look_at_storage(storage).versions]
-    assert found == [(0, 5, None), (1, 5, None)]
-
-
 def test_iteration_without_a_manifest_is_a_problem_and_no_version(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     persist_rank(storage, 0, 5, make_identity())

@@ -140,55 +140,6 @@ def test_lock_of_an_earlier_start_is_left_until_the_start_is_not_refused_any_mor
         earlier.check()
 
 
-def test_lock_that_two_jobs_want_at_the_same_moment_goes_to_one(opener: Opener) -> None:
-    barrier, answers = threading.Barrier(2), list[str]()
-
-    def start(job_id: str) -> None:
-        barrier.wait()
-        try:
-            opener.open(job_id)
-            answers.append("taken")
-        except ConfigError as error:
-            answers.append(str(error))
-
-    threads = [threading.Thread(target=start, args=(job_id,)) for job_id in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    refused, taken = sorted(answers)
-    assert taken == "taken"
-    assert "two jobs cannot write to one directory" in refused
-
-
-@pytest.mark.parametrize("heartbeat_s", [-1e9, 1e12])
-def test_lock_of_a_job_whose_clock_is_wrong_is_refused_when_it_changes(
-    opener: Opener, heartbeat_s: float
-) -> None:
-    path, ended = Path(opener.url) / LOCK_NAME, threading.Event()
-    path.parent.mkdir()
-
-    def renew(number: int) -> None:  # as an earlier version does, with a time
-        times = f'"heartbeat_s":{heartbeat_s + number}'
-        path.with_suffix(".part").write_text(f'{{"job_id":"live","host":"h",{times}}}')
-        path.with_suffix(".part").rename(path)
-
-    def live() -> None:
-        number = 1
-        while not ended.wait(0.02):
-            renew(number := number + 1)
-
-    renew(0)
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        with pytest.raises(ConfigError, match="is used by job 'live'"):
-            opener.open("thief")
-    finally:
-        ended.set()
-        thread.join()
-
-
 @pytest.mark.parametrize("content", [b"", b'{"job_id":"live","lin', b'{"job_id": [], "pid": 1}'])
 def test_lock_that_cannot_be_understood_is_watched_and_taken_over(
     opener: Opener,

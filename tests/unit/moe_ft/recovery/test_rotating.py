@@ -141,30 +141,6 @@ def test_newest_version_of_each_expert_is_read(rank: Rank) -> None:
     assert (state.kept, state.missing) == (frozenset(), ())
 
 
-def test_version_that_is_corrupt_is_replaced_by_the_newest_intact_one(rank: Rank) -> None:
-    rank.save(4, {0: 4, 1: 4})
-    rank.save(5, {0: 5, 1: 4})
-    rank.spoil(2)
-    state = rank.fetch()
-    assert iterations(state) == read_iterations(state) == {NAMES[0]: 4, NAMES[1]: 4}
-    assert f"unit {NAMES[0]} does not match its checksum" in rank.readers.problems[0]
-
-
-def test_expert_that_was_never_saved_keeps_the_first_state(rank: Rank) -> None:
-    rank.save(5, {0: 5})
-    state = rank.fetch()
-    assert state.kept == {NAMES[1]}
-    assert iterations(state) == {NAMES[0]: 5}
-
-
-def test_expert_without_an_intact_version_keeps_the_first_state(rank: Rank) -> None:
-    rank.save(5, {0: 5, 1: 5})
-    rank.spoil(0)
-    state = rank.fetch()
-    assert state.kept == {NAMES[0]}
-    assert NAMES[0] not in state.units
-
-
 def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state(
     rank: Rank,
 ) -> None:
@@ -185,15 +161,6 @@ def test_version_of_a_later_incarnation_is_preferred_to_one_of_a_later_iteration
     rank.save(7, {0: 7, 1: 7})
     rank.save(6, {0: 6}, make_identity(history=((0, 0), (1, 5))))
     assert iterations(rank.fetch()) == {NAMES[0]: 6, NAMES[1]: 7}
-
-
-def test_ranks_put_back_the_newest_version_that_all_of_them_have(tmp_path: Path) -> None:
-    ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
-    for each in ranks:
-        each.save(4, {0: 4, 1: 4})
-    ranks[0].save(5, {0: 5, 1: 4})
-    first, second = fetch_all(ranks)
-    assert iterations(first) == iterations(second) == {NAMES[0]: 4, NAMES[1]: 4}
 
 
 @given(

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.recovery.site import Site, say_for_node
-from moe_ft.saying import say
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.recovery import starts
 
@@ -26,21 +24,6 @@ def sites() -> list[Site]:
 
 
 @pytest.mark.parametrize(
-    ("storage", "expected"),
-    [
-        (StorageConfig(), False),
-        (StorageConfig(persist_dir="/persist"), True),
-        (StorageConfig(persist_dir="/persist", persist_interval=0), False),
-    ],
-)
-def test_job_writes_to_a_persist_directory_unless_its_interval_is_0(
-    storage: StorageConfig, expected: bool
-) -> None:
-    site = replace(starts.site(), config=MoeFtConfig(storage=storage))
-    assert site.writes_to_storage == expected
-
-
-@pytest.mark.parametrize(
     ("lines", "printed"),
     [
         (["", "", "", "", ""], []),
@@ -54,11 +37,3 @@ def test_line_for_a_node_is_printed_by_its_lowest_rank_that_has_one(
     for site in sites():
         say_for_node(site, lines)
     assert capsys.readouterr().err.splitlines() == [f"moe_ft: {each}" for each in printed]
-
-
-def test_lines_go_to_stderr_with_the_name_of_the_program(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    say("a line")
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "moe_ft: a line\n")

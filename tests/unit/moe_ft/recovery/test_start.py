@@ -112,20 +112,6 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         yield rank
 
 
-def test_start_that_finds_nothing_begins_a_run(rank: Rank) -> None:
-    running = rank.start(config_of(rank.folder), facts_of(iteration=3))
-    assert (running.plan, running.take_replay()) == (None, None)
-    assert (running.outcome.iteration, running.outcome.start, running.outcome.record) == (
-        3,
-        0,
-        None,
-    )
-    assert set(running.outcome.phases_s) == {"inventory", "plan"}
-    assert is_alive(rank.node_dir)
-    running.close()
-    assert not is_alive(rank.node_dir)
-
-
 def test_start_recovers_what_is_in_memory(rank: Rank) -> None:
     leave_window(config_of(rank.folder))
     running = rank.start(config_of(rank.folder))
@@ -156,17 +142,6 @@ def test_start_holds_nothing_that_was_fetched_once_it_is_live(rank: Rank, length
     gc.collect()
     mapped = [each.path for each in psutil.Process().memory_maps(grouped=False)]
     assert not [path for path in mapped if path.startswith(str(rank.folder))]
-
-
-def test_window_of_several_snapshots_is_left_to_a_replay(rank: Rank) -> None:
-    leave_window(config_of(rank.folder), length=3)
-    running = rank.start(config_of(rank.folder))
-    running.close()
-    assert running.outcome.iteration == 7
-    window = running.take_replay()
-    assert window is not None
-    assert [each.iteration for each in window.records] == [5, 6, 7]
-    assert running.take_replay() is None
 
 
 def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Rank) -> None:

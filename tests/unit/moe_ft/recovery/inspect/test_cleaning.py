@@ -91,13 +91,6 @@ def test_directory_without_jobs_that_holds_other_things_is_refused(tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_memory_directory_that_is_named_one_level_too_high_is_left(tmp_path: Path) -> None:
-    directory = leave_job(tmp_path / "memory", "job")
-    with pytest.raises(ConfigError, match="Left: memory: not a job of moe_ft"):
-        clean(str(tmp_path), None, 0, removes=True)
-    assert directory.exists()
-
-
 def test_job_with_something_else_in_it_is_left(tmp_path: Path) -> None:
     directory = leave_job(tmp_path, "job")
     (directory / "iter_0001000").mkdir()

@@ -13,7 +13,6 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import StorageReader
@@ -43,15 +42,11 @@ def on_storage(tmp_path: Path, length: int = 3) -> Path:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_in_memory_as_it_was_written_is_right(tmp_path: Path, length: int) -> None:
-    in_memory(tmp_path, length=length)
-    right, wrong = verify(str(tmp_path))
-    assert (len(right), wrong) == (1, [])
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_on_storage_as_it_was_written_is_right(tmp_path: Path, length: int) -> None:
-    on_storage(tmp_path, length)
+@pytest.mark.parametrize("write", [in_memory, on_storage])
+def test_window_as_it_was_written_is_right(
+    tmp_path: Path, length: int, write: Callable[..., object]
+) -> None:
+    write(tmp_path, length=length)
     right, wrong = verify(str(tmp_path))
     assert (len(right), wrong) == (1, [])
 
@@ -148,19 +143,6 @@ def test_manifest_that_contradicts_its_files_is_wrong_and_not_recovered_from(
     assert any(re.search(problem, each) for each in wrong), wrong
     lineages = {version.lineage for version in look_at_storage(storage).versions}
     assert recoverable(storage) != [0, 1] or lineages == {"other"}
-
-
-def test_index_that_is_not_the_one_that_the_manifest_names_is_not_recovered_from(
-    tmp_path: Path,
-) -> None:
-    storage = Storage(str(tmp_path))
-    manifest: Manifest = persist_checkpoint(storage, 7, make_identity())
-    index = tmp_path / manifest.files[0].index
-    rewrite(index, lambda body: body["records"][0].update(consumed_train_samples=999999))
-    assert recoverable(storage) == []
-    assert any(
-        "is not the index that the manifest names" in each for each in verify(str(tmp_path))[1]
-    )
 
 
 def test_region_in_another_ranks_directory_is_wrong_and_not_recovered_from(tmp_path: Path) -> None:
