@@ -19,9 +19,8 @@ from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, node_directory, remove_node
 from moe_ft.errors import ConfigError
-from moe_ft.recovery.claim import check_room, take_place, why_slow
 from moe_ft.recovery.inspect.cleaning import clean
-from moe_ft.recovery.job_memory import measure
+from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
 from moe_ft.recovery.site import Site
 
 GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -63,17 +62,19 @@ def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
 def _claim(site: Site) -> Row:
     """Take a rank's place for a job that is gone afterwards; raises ConfigError if that is refused."""
     name, place = f"moe_ft_doctor_{secrets.token_hex(8)}", site.config.memory.memory_dir
-    probe = replace(site, job_id=name, node_dir=node_directory(place, name, site.node))
+    # A node whose name is refused has none: it must not be taken for the job's own directory.
+    node_dir = node_directory(place, name, site.node or name)
+    probe = replace(site, job_id=name, node_dir=node_dir)
     try:
         take_place(probe).release()
         if reason := why_slow(probe):
             return warned(_DIRECTORY, site.node, reason, "Name a directory below /dev/shm.")
-        kind, total = file_system_type(probe.node_dir), shutil.disk_usage(place).total
+        kind, total = file_system_type(node_dir), shutil.disk_usage(place).total
         return passed(_DIRECTORY, site.node, f"{place}: {kind} of {size_text(total)}")
     except ConfigError as error:  # with the same text on all nodes
         raise ConfigError(str(error).replace(name, site.job_id)) from error
     finally:
-        remove_node(probe.node_dir)
+        remove_node(node_dir)
 
 
 def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:

@@ -2,7 +2,7 @@
 
 A start that does not need storage, or can read from it all that it needs, begins without a directory that
 cannot be written to: as in training, that costs checkpoints and not the run. engine/persist/storage_lock.py
-has the lock itself, recovery/claim.py the other directories and memory.
+has the lock itself, recovery/job_memory.py the memory directory.
 """
 
 import os

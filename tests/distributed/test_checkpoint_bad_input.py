@@ -22,7 +22,7 @@ from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
-from moe_ft.recovery import claim
+from moe_ft.recovery import job_memory
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import JobResult, Train, run_training
 from tests.jobs import CheckpointJob, refusal
@@ -294,7 +294,7 @@ def test_persist_directory_of_another_running_job_is_refused_by_all_ranks(
 
 def train_impatiently(flags: list[str]) -> None:
     """Train without waiting for ranks of an older start to end. Runs on every rank."""
-    claim._OLD_START_S = 0.1
+    job_memory._OLD_START_S = 0.1
     pretrain_gpt_moe.main(flags)
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ def test_directory_on_tmpfs_passes_and_is_gone_afterwards(memory_dir: Path) -> N
     assert list(memory_dir.iterdir()) == []
 
 
-def test_directory_that_was_there_stays(memory_dir: Path) -> None:
-    check(memory_dir)
-    assert memory_dir.is_dir()
+@pytest.mark.parametrize("node", ["node", ""])  # without one if its name is refused
+def test_directory_that_was_there_stays_as_it_was(memory_dir: Path, node: str) -> None:
+    check_memory(replace(site_of(memory_dir), node=node), 2, None)
+    assert list(memory_dir.iterdir()) == []
 
 
 def test_directory_on_a_disk_is_warned_of(tmp_path: Path) -> None:

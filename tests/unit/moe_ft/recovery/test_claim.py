@@ -12,9 +12,8 @@ from moe_ft.engine.memory.job_directory import job_lock, own_directory, read_mar
 from moe_ft.engine.memory.regions import BoundarySlot, Region, breakpoint_region
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import encode
-from moe_ft.recovery import claim
-from moe_ft.recovery.claim import check_memory, claim_memory
-from moe_ft.recovery.job_memory import alive_lock, is_alive
+from moe_ft.recovery import job_memory
+from moe_ft.recovery.job_memory import alive_lock, check_memory, claim_memory, is_alive
 from moe_ft.recovery.protect import make_room
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.builders import make_window
@@ -87,7 +86,7 @@ def test_job_directory_that_is_something_else_is_refused(tmp_path: Path) -> None
 def test_rank_whose_place_is_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
+    monkeypatch.setattr(job_memory, "_OLD_START_S", 0.0)
     leave_job(tmp_path, "job")
     (tmp_path / "job" / "node").mkdir()
     with (
@@ -102,7 +101,7 @@ def test_rank_whose_place_is_taken_is_refused(
 def test_job_that_is_being_removed_all_the_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_OLD_START_S", 0.0)
+    monkeypatch.setattr(job_memory, "_OLD_START_S", 0.0)
     with (
         job_lock(leave_job(tmp_path, "job")).acquire(),
         pytest.raises(ConfigError, match="--moe-ft-job-id=job"),

@@ -26,7 +26,7 @@ from moe_ft.planning.ownership import SavingLayout
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import RankSizes, build_strategy, measure_sizes
-from moe_ft.recovery.claim import check_memory
+from moe_ft.recovery.job_memory import check_memory
 from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
