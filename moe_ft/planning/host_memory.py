@@ -1,8 +1,8 @@
 """Host memory of checkpoints: the one place that decides the numbers of regions and slots.
 
 Training reserves them (recovery/assembly.py, engine/memory/rank_memory.py) and checks them
-(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. The headers of files, some KiB each, are left
-out.
+(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. The headers of files, some KiB each, are
+left out.
 """
 
 from dataclasses import dataclass
