@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.rows import Row
-from moe_ft.errors import PlanError
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.placement import default_replication_factor, place_replicas
 from moe_ft.topology import RankInfo, Topology
@@ -100,12 +99,8 @@ def peers_of_nodes(job: Job, nodes: Sequence[str]) -> dict[str, list[str]]:
     )
     topology = Topology(ranks=ranks)
     factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
-    try:
-        placed = place_replicas(topology, factor)
-    except PlanError:
-        return {node: [] for node in topology.nodes}
     peers: dict[str, list[str]] = {node: [] for node in topology.nodes}
-    for rank, chosen in enumerate(placed):
+    for rank, chosen in enumerate(place_replicas(topology, factor)):
         own = peers[nodes[rank]]
         own += [nodes[peer] for peer in chosen if nodes[peer] not in own]
     return peers

@@ -80,17 +80,17 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
     Raises:
         RepairError: if nobody listens in time, or if it is the store of another job.
     """
-    host, port = _address(environment)
+    (host, port), where = _address(environment), _where(environment)
     if environment["RANK"] == "0" and not link.token:
         raise RepairError(
-            f"the process that forks ranks could not listen at {host}:{port}, where the ranks are to meet"
+            f"the process that forks ranks could not listen at {where}, where the ranks are to meet"
         )
-    waiting = f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {host}:{port}"
+    waiting = f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {where}"
     try:
         wait_for_listener((host, port), deadline_s, lambda: say(f"{waiting}: it may still import"))
     except OSError as error:
         raise RepairError(
-            f"nobody has listened at {host}:{port} within {deadline_s:.0f} s, where the node of rank "
+            f"nobody has listened at {where} within {deadline_s:.0f} s, where the node of rank "
             f"0 keeps the job's store ({error.strerror or error})"
         ) from error
     try:
@@ -98,13 +98,11 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         store = PrefixStore(_PREFIX, tcp)
         run = store.get("run")
     except RuntimeError as error:
-        raise RepairError(
-            f"at {host}:{port} nobody keeps the store of this job: {error}"
-        ) from error
+        raise RepairError(f"at {where} nobody keeps the store of this job: {error}") from error
     if run != _run(environment).encode():
         theirs = run[:_SHOWN].decode(errors="replace")
         raise RepairError(
-            f"the store at {host}:{port} is of the job {theirs!r}, and this one is {_run(environment)!r} "
+            f"the store at {where} is of the job {theirs!r}, and this one is {_run(environment)!r} "
             "(torchrun --rdzv-id): it had taken the port before"
         )
     if link.token:
@@ -116,23 +114,26 @@ def take_seat(store: Any, environment: Mapping[str, str]) -> None:
     """Be the only first process of a rank that uses a store; raise RepairError if another one has done so."""
     rank = environment["RANK"]
     if store.add(f"seat_{rank}", 1) != 1:
-        host, port = _address(environment)
         raise RepairError(
-            f"the store at {host}:{port} has a rank {rank} already: it is of another job or another start"
+            f"the store at {_where(environment)} has a rank {rank} already: it is of another job or another "
+            "start"
         )
 
 
 def check_owner(store: Any, environment: Mapping[str, str], token: str) -> None:
     """Raise RepairError unless the store is that of the start with this token."""
     if SignedStore(store, lambda: token).get("owner") != _run(environment):
-        host, port = _address(environment)
         raise RepairError(
-            f"the store at {host}:{port} is not the one of this start: another job has taken the port"
+            f"the store at {_where(environment)} is not the one of this start: another job has taken the port"
         )
 
 
 def _address(environment: Mapping[str, str]) -> tuple[str, int]:
     return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+
+def _where(environment: Mapping[str, str]) -> str:
+    return "{}:{}".format(*_address(environment))
 
 
 def _run(environment: Mapping[str, str]) -> str:

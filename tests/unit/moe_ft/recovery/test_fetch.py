@@ -1,6 +1,5 @@
 """A window is read from wherever each of its versions is intact."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,20 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.planning.recovery import plan_recovery
-from moe_ft.planning.remains import Place, place_of
-from moe_ft.recovery.fetch import fetch
-from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.units import Level
 from tests.unit.moe_ft.builders import fill_window
-from tests.unit.moe_ft.recovery.meetings import (
-    config_of,
-    facts_of,
-    initialized,
-    leave_window,
-    met_alone,
-)
 from tests.unit.moe_ft.recovery.window_copies import (
     EMBEDDING,
     ENTRIES,
@@ -97,25 +84,3 @@ def test_slices_of_what_ranks_hold_alike_are_listed_by_snapshot_and_level(copies
         (dict.fromkeys(names[2:3], whole), dict.fromkeys(names[3:], whole)),
         (dict.fromkeys(names[3:], whole), {}),
     ]
-
-
-def test_places_of_a_state_are_unreadable_if_some_of_it_is_damaged(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    index = leave_window(config)
-    with initialized(), ExitStack() as opened:
-        met = met_alone(config, facts_of(), opened)
-        directory = met.site.node_dir
-        (version,) = look_at_memory(directory, "node", "job").versions
-        (plan,), _ = plan_recovery([version], ["node"])
-
-        def unreadable() -> frozenset[Place]:
-            readers = Readers(lambda source: MemoryReader(directory / source.version.path))
-            return fetch(plan, met, readers, {}, None).unreadable
-
-        assert unreadable() == frozenset()
-        with (directory / version.path).with_name(index.file).open("r+b") as file:
-            file.seek(index.units[EMBEDDING].offset)
-            file.write(b"\xff")
-        assert unreadable() == {place_of(version)}
-        (directory / version.path).unlink()
-        assert unreadable() == {place_of(version)}

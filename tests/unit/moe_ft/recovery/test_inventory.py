@@ -175,13 +175,6 @@ def test_storage_that_cannot_be_looked_at_is_a_problem_instead_of_empty(
 # Windows
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_window_is_found_at_its_last_iteration_with_its_length(tmp_path: Path, length: int) -> None:
-    fill_window(own_directory(tmp_path, 0), length=length)
-    (version,) = look(tmp_path).versions
-    assert (version.iteration, version.window) == (5 + length - 1, length)
-
-
 @pytest.mark.parametrize("num_snapshots", [1, 2])
 @pytest.mark.parametrize("is_replica", [False, True])
 def test_window_that_is_not_whole_is_a_problem_and_no_version(
