@@ -234,7 +234,9 @@ def check_room(site: Site, needed: int) -> None:
             f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "
             f"the limit. Raise it if the node has the memory. {remedy}."
         )
-    free = shutil.disk_usage(memory.memory_dir).free + measure(site.node_dir)[0]
+    # A start has made its directory by now.
+    there = next(each for each in (site.node_dir, *site.node_dir.parents) if each.exists())
+    free = shutil.disk_usage(there).free + measure(site.node_dir)[0]
     if site.is_lowest_on_node and needed > free:
         raise ConfigError(
             f"--moe-ft-memory-dir={memory.memory_dir}: {what}, and its file system has "
