@@ -68,7 +68,8 @@ def _claim(site: Site) -> Row:
     try:
         take_place(probe).release()
         if reason := why_slow(probe):
-            return warned(_DIRECTORY, site.node, reason, "Name a directory below /dev/shm.")
+            remedy = "Name a directory below /dev/shm."
+            return refused(_DIRECTORY, site.node, ConfigError(reason), Result.WARN, remedy)
         kind, total = file_system_type(node_dir), shutil.disk_usage(place).total
         return passed(_DIRECTORY, site.node, f"{place}: {kind} of {size_text(total)}")
     except ConfigError as error:  # with the same text on all nodes
