@@ -15,7 +15,7 @@ from moe_ft.keeper import zygote as zygotes
 from moe_ft.keeper.forked_rank import why_not_to_fork
 from moe_ft.keeper.target import Target
 from moe_ft.keeper.zygote import Zygote, import_modules
-from tests.kept_job import run_kept
+from tests.kept_job import KeptResult, run_kept
 from tests.processes import is_running
 from tests.unit.source import ROOT
 from tests.waiting import wait_for
@@ -104,13 +104,18 @@ if not link.is_replacement:
 """
 
 
+def run_rank(folder: Path, code: str, *words: str, **variables: str) -> KeptResult:
+    """Run one rank that may be repaired, with a script and words after its folder."""
+    script = folder / "script.py"
+    script.write_text(code)
+    flags = ["--moe-ft-repair", "auto", str(folder), *words]
+    return run_kept(flags, 1, log=folder / "log", script=str(script), env=variables)
+
+
 def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ARMED)
-    flags = ["--moe-ft-repair", "auto", str(tmp_path), "armed"]
-    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    result = run_rank(tmp_path, ARMED, "armed")
     assert result.exit_codes == ((0,),), result.log.read_text()
     first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
     assert not first["is_replacement"] and second["is_replacement"]
@@ -131,14 +136,9 @@ job_store.connect(os.environ, own_link(), 60.0)
 def test_first_rank_ends_if_somebody_else_listens_where_the_ranks_are_to_meet(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CONNECTED)
-    flags = ["--moe-ft-repair", "auto"]
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        result = run_kept(
-            flags, 1, log=tmp_path / "log", script=str(script), env={"MASTER_PORT": port}
-        )
+        result = run_rank(tmp_path, CONNECTED, MASTER_PORT=port)
     text = result.log.read_text()
     assert result.exit_codes == ((1,),), text
     assert "nothing can listen at MASTER_ADDR and MASTER_PORT" in text
@@ -147,10 +147,7 @@ def test_first_rank_ends_if_somebody_else_listens_where_the_ranks_are_to_meet(
 
 
 def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ARMED)
-    flags = ["--moe-ft-repair", "auto", str(tmp_path), "hangs"]
-    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    result = run_rank(tmp_path, ARMED, "hangs")
     assert result.exit_codes == ((0,),), result.log.read_text()
     first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
     assert second["hung_s"] > 1.0
@@ -160,9 +157,6 @@ def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_pa
 
 
 def test_rank_that_hangs_and_is_not_armed_ends_its_worker(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ARMED)
-    flags = ["--moe-ft-repair", "auto", str(tmp_path), "not armed, hangs"]
-    result = run_kept(flags, 1, log=tmp_path / "log", script=str(script))
+    result = run_rank(tmp_path, ARMED, "not armed, hangs")
     assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
     assert not (tmp_path / "facts_1").exists()
