@@ -17,7 +17,7 @@ import psutil
 from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.memory.job_directory import file_system_type, node_directory, remove_node
+from moe_ft.engine.memory.job_directory import file_system_type, node_directory
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
@@ -75,7 +75,11 @@ def _claim(site: Site) -> Row:
     except ConfigError as error:  # with the same text on all nodes
         raise ConfigError(str(error).replace(name, site.job_id)) from error
     finally:
-        remove_node(node_dir)
+        # Under another name it is no job any more, into which `clean` elsewhere may put a lock meanwhile.
+        gone = node_dir.parent.with_name(f"{name}_gone")
+        with suppress(OSError):  # it may not be there
+            node_dir.parent.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
