@@ -1,7 +1,7 @@
 """Packing of many tensors into one buffer, each in its own format, and unpacking.
 
 This file is the reference, in torch. On a GPU kernels/triton_packing.py computes the same bits in one launch;
-kernels/pack_table.py chooses between the two. The caller decides the places of tensors in a buffer.
+`PackTable` chooses between the two. The caller decides the places of tensors in a buffer.
 
 An fp32 master weight can be split into the BF16 weight that forward uses and the remaining bits. If the
 BF16 weights are kept anyway, a master costs 2 bytes and 1 bit instead of 4 bytes. The 2 bytes are the lower
@@ -15,12 +15,25 @@ from its master cannot be split; such weights are counted.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kernels.block_scaling import BLOCK, ScaleKind, num_blocks, round_to_blocks, widen_blocks
-from kernels.number_formats import FORMAT_OF, FP32, NumberFormat, convert
+from kernels.number_formats import (
+    BLOCK,
+    FORMAT_OF,
+    FP32,
+    NumberFormat,
+    ScaleKind,
+    convert,
+    num_blocks,
+    round_to_blocks,
+    widen_blocks,
+)
+
+if TYPE_CHECKING:
+    from kernels.triton_packing import KernelTable
 
 ALIGNMENT = 64
 _AT_ONCE = 1 << 18  # numbers, whose dozens of intermediate results must not take much memory
@@ -108,13 +121,13 @@ class Segment:
 
 
 def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
-    """Pack tensors; see `pack_table.PackTable.pack`."""
+    """Pack tensors; see `PackTable.pack`."""
     counts = [sum(_pack(part, buffer) for part in _parts(segment)) for segment in segments]
     return torch.tensor(counts, dtype=torch.int64)
 
 
 def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> None:
-    """Unpack tensors; see `pack_table.PackTable.unpack`."""
+    """Unpack tensors; see `PackTable.unpack`."""
     for segment in segments:
         for part in _parts(segment):
             part.tensor.copy_(_unpacked(part, buffer))
@@ -234,3 +247,50 @@ def join_masters(
 
 def _is_nan(codes: torch.Tensor) -> torch.Tensor:
     return codes & _MAGNITUDE > _INFINITY
+
+
+class PackTable:
+    """Segments that are packed and unpacked together, any number of times.
+
+    The table keeps the tensors; replacing one of them requires another table.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        """Take segments, all on one device.
+
+        Raises:
+            ValueError: if one of them cannot be packed.
+        """
+        for segment in segments:
+            segment.check()
+        self.segments = tuple(segments)
+        self._is_on_gpu = bool(segments) and segments[0].tensor.is_cuda
+        self._on_device: KernelTable | None = None
+
+    def pack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Pack all tensors.
+
+        Args:
+            buffer: ``[n]`` uint8, on the tensors' device; on a GPU aligned to 16 bytes.
+
+        Returns:
+            ``[segment]`` int64, on the same device: the number of weights that were not rounded from their
+            masters, which then cannot be restored. On a GPU packing continues after the return.
+        """
+        if not self._is_on_gpu:
+            return pack_by_reference(self.segments, buffer)
+        return self._kernel_table().pack(buffer)
+
+    def unpack(self, buffer: torch.Tensor) -> None:
+        """Unpack all tensors; on a GPU this continues after the return."""
+        if self._is_on_gpu:
+            self._kernel_table().unpack(buffer)
+        else:
+            unpack_by_reference(self.segments, buffer)
+
+    def _kernel_table(self) -> "KernelTable":
+        if self._on_device is None:
+            from kernels.triton_packing import KernelTable  # noqa: PLC0415 - Triton comes with GPUs
+
+            self._on_device = KernelTable(self.segments)
+        return self._on_device

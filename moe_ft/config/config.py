@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, override
 
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
-from moe_ft.config.precision import PrecisionConfig
 from moe_ft.config.rules import Rule, check_directories, check_rules
-from moe_ft.config.strategy import NO_STRATEGY, StrategyConfig
+from moe_ft.config.strategy import NO_STRATEGY, PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
@@ -65,11 +64,8 @@ class MemoryConfig(Part):
     @property
     def host_memory_limit_bytes(self) -> int | None:
         """The limit in bytes, None for no limit; raises ConfigError if it cannot be read."""
-        return (
-            None
-            if self.host_memory_limit is None
-            else parse_size(flag_of("host_memory_limit"), self.host_memory_limit)
-        )
+        text = self.host_memory_limit
+        return None if text is None else parse_size(flag_of("host_memory_limit"), text)
 
     @property
     def num_replicas(self) -> int | None:

@@ -10,7 +10,7 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 RandomStates = dict[str, Any]
-Gaps = tuple[tuple[Count, Count], ...]
+Gaps = tuple[tuple[Count, Count], ...]  # disjoint ranges of token numbers, ascending
 # JSON has no number for these; a clipped gradient norm may be one of them.
 _Float = float | Literal["inf", "-inf", "nan"]
 

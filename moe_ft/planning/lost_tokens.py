@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_ft.format.records import Gaps
 from moe_ft.planning.experts import Counts, Expert
-
-Gaps = tuple[tuple[int, int], ...]  # disjoint ranges of token numbers, ascending
 
 MAX_GAPS = 32
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
-from moe_ft.planning.lost_tokens import Gaps, UnitVersion
+from moe_ft.format.records import Gaps
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Source
 from moe_ft.recovery.readers import FetchedUnit, Readers, fetch_unit
 from moe_ft.state.catalog import UnitCatalog

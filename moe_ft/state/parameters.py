@@ -13,7 +13,7 @@ import torch
 
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
-from moe_ft.state.tensors import inner_optimizers, model_of_masters
+from moe_ft.state.tensors import inner_optimizers, owned_parameters
 from moe_ft.units import UnitId, UnitKind
 
 AssignSlices = Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
@@ -212,19 +212,11 @@ def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[in
     """Return (inner optimizer, master, slice) per parameter; the slice is None if every rank holds all."""
     owners: dict[torch.nn.Parameter, tuple[Any, Any, tuple[int, int] | None]] = {}
     for inner in inner_optimizers(optimizer) if optimizer is not None else []:
-        torch_optimizer = inner.optimizer
         if hasattr(inner, "model_param_gbuf_map"):  # DistributedOptimizer
             for buffer in inner.buffers:  # other ranks' parameters included
                 owners.update(dict.fromkeys(buffer.params, (inner, None, (0, 0))))
-            for parameter, (group, order) in inner.model_param_group_index_map.items():
-                range_ = inner._get_model_param_range_map(parameter)["param"]
-                master = torch_optimizer.param_groups[group]["params"][order]
-                owners[parameter] = (inner, master, (range_.start, range_.end))
-            continue
-        model_of = model_of_masters(inner)
-        for group in torch_optimizer.param_groups:
-            for master in group["params"]:
-                owners[model_of.get(master, master)] = (inner, master, None)
+        for parameter, master, slice_ in owned_parameters(inner):
+            owners[parameter] = (inner, master, slice_)
     return owners
 
 

@@ -97,31 +97,36 @@ def named_optimizer_tensors(model: Sequence[torch.nn.Module], optimizer: Any) ->
     """
     names = {parameter: name for name, parameter in named_parameters(model)}
     for inner in inner_optimizers(optimizer):
-        for parameter, master, state in _states(inner):
+        for parameter, master, _ in owned_parameters(inner):
             if master is not parameter:
                 yield f"{names[parameter]}/param", master
-            for key, value in state.items():
+            for key, value in inner.optimizer.state.get(master, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{names[parameter]}/{key}", raw_tensor(value)
             for key, value in state_scales(inner.optimizer, master).items():
                 yield f"{names[parameter]}/{key}.scale", value
 
 
-def _states(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-    """Yield (model parameter, master parameter, optimizer state) of one optimizer."""
-    torch_optimizer = optimizer.optimizer
+def owned_parameters(
+    optimizer: Any,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, tuple[int, int] | None]]:
+    """Yield (model parameter, master parameter, slice) of one optimizer.
+
+    The slice is the flat range that the distributed optimizer has assigned to this rank, None in others.
+    """
+    groups = optimizer.optimizer.param_groups
     if hasattr(optimizer, "model_param_group_index_map"):  # DistributedOptimizer
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-            master = torch_optimizer.param_groups[group]["params"][order]
-            yield parameter, master, torch_optimizer.state.get(master, {})
+            range_ = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, groups[group]["params"][order], (range_.start, range_.end)
         return
-    model_of = model_of_masters(optimizer)
-    for group in torch_optimizer.param_groups:
+    model_of = _model_of_masters(optimizer)
+    for group in groups:
         for master in group["params"]:
-            yield model_of.get(master, master), master, torch_optimizer.state.get(master, {})
+            yield model_of.get(master, master), master, None
 
 
-def model_of_masters(optimizer: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
+def _model_of_masters(optimizer: Any) -> dict[torch.Tensor, torch.nn.Parameter]:
     """Return the model parameter of each fp32 copy in Float16OptimizerWithFloat16Params."""
     half_groups = getattr(optimizer, "float16_groups", [])
     master_groups = getattr(optimizer, "fp32_from_float16_groups", [])

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
-from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.strategy import StrategyConfig
+from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.strategies import registry
 from tests.simulation.active import World
 from tests.simulation.collectives import Collectives

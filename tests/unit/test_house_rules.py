@@ -48,7 +48,6 @@ LONELY = {
     "moe_ft/strategies/dense.py": "a strategy: the registry alone imports it",
     "moe_ft/strategies/partial/kind.py": "a strategy: the registry alone imports it",
     "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
-    "kernels/triton_rounding.py": "a part of kernels that is compiled with each of them",
 }
 
 

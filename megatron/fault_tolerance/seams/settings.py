@@ -19,9 +19,9 @@ from megatron.fault_tolerance.seams.refusals import (
 )
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.precision import PrecisionConfig
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.stock_defects import lines_on_defects
+from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.planning.parallel_sizes import check_experts, check_world_size

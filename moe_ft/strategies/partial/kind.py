@@ -11,9 +11,8 @@ from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.experts_per_layer import PlannedRun
 from moe_ft.strategies.partial.report import footprint, render
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PlannedRun, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import Part, UnitId, UnitKind
 

@@ -6,7 +6,7 @@ numbers and so choose the same experts; only the experts that a rank has are dif
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial as bind
 from typing import Any, override
 
@@ -25,8 +25,9 @@ from moe_ft.strategies.interface import (
     WindowPlan,
 )
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.experts_per_layer import ExpertsPerLayer, PlannedRun
 from moe_ft.strategies.partial.selection import (
+    ExpertsPerLayer,
+    PlannedRun,
     RankShare,
     Selection,
     Versions,
@@ -70,30 +71,6 @@ class PartialLoss(JobLoss):
             "k_snapshot": self.k_snapshot,
             "k_persist": self.k_persist,
         }
-
-
-def job_loss(
-    losses: Iterable[Loss], planned_tokens: int, k_snapshot: int, k_persist: int
-) -> PartialLoss:
-    """Return what a recovery has cost the whole job: its stages, whose ranks have equal losses, added up."""
-    lost: dict[str, tuple[int, ...]] = {}
-    repeated, accumulated = dict(lost), dict(lost)
-    for loss in losses:
-        lost |= loss.lost
-        repeated |= loss.repeated
-        accumulated |= loss.accumulated
-    lost_tokens, plt = job_plt(lost, planned_tokens)
-    total_lost_tokens, total_plt = job_plt(accumulated, planned_tokens)
-    return PartialLoss(
-        lost_tokens=lost_tokens,
-        plt=plt,
-        repeated_tokens=job_plt(repeated, planned_tokens)[0],
-        total_lost_tokens=total_lost_tokens,
-        total_plt=total_plt,
-        per_expert=lost,
-        k_snapshot=k_snapshot,
-        k_persist=k_persist,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -157,10 +134,8 @@ class PartialStrategy(Strategy):
         self._persisted = self._saved  # on storage
         self._start = 0  # position of the first layer in the interleaved order
         self._interval, self._saved_iteration = run.interval or 1, -1
-        self._num_whole, self._whole_iteration = (
-            0,
-            -1,
-        )  # snapshots towards the whole state of an iteration
+        self._num_whole = 0  # snapshots towards the whole state of an iteration
+        self._whole_iteration = -1
         self._copied_bytes: float | None = None
 
     @property
@@ -240,12 +215,8 @@ class PartialStrategy(Strategy):
 
     @override
     def plan_breakpoint(self) -> PlanBreakpoint:
-        routed, gaps, start, k_now = (
-            self._ledger.routed,
-            dict(self._ledger.gaps),
-            self._start,
-            self._k_now,
-        )
+        routed, gaps = self._ledger.routed, dict(self._ledger.gaps)
+        start, k_now = self._start, self._k_now
         levels = {**self._always, **dict.fromkeys(self._own, Level.FULL)}
         everything = tuple(tuple(range(self._experts.num_experts)) for _ in self.counted_layers)
 
@@ -387,10 +358,27 @@ class PartialStrategy(Strategy):
 
     @override
     def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss:
-        found = (loss for loss in losses if loss is not None)
-        cost = job_loss(found, self._run.planned_tokens, self.k.snapshot, self.k.persist)
-        self.k.raise_for(cost.total_plt, cost.plt, self._interval)
-        return replace(cost, k_snapshot=self.k.snapshot, k_persist=self.k.persist)
+        lost: dict[str, tuple[int, ...]] = {}
+        repeated, accumulated = dict(lost), dict(lost)
+        for loss in losses:
+            if loss is not None:  # ranks of a stage have equal ones
+                lost |= loss.lost
+                repeated |= loss.repeated
+                accumulated |= loss.accumulated
+        planned_tokens = self._run.planned_tokens
+        lost_tokens, plt = job_plt(lost, planned_tokens)
+        total_lost_tokens, total_plt = job_plt(accumulated, planned_tokens)
+        self.k.raise_for(total_plt, plt, self._interval)
+        return PartialLoss(
+            lost_tokens=lost_tokens,
+            plt=plt,
+            repeated_tokens=job_plt(repeated, planned_tokens)[0],
+            total_lost_tokens=total_lost_tokens,
+            total_plt=total_plt,
+            per_expert=lost,
+            k_snapshot=self.k.snapshot,
+            k_persist=self.k.persist,
+        )
 
 
 def by_expert(versions: Mapping[str, UnitVersion]) -> dict[Expert, UnitVersion]:

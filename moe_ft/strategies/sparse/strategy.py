@@ -7,7 +7,6 @@ state at its end.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any, override
 
 import numpy as np
@@ -77,10 +76,8 @@ class WindowLength:
             self._wanted = wanted
 
     def _shortest(self, budget_bytes: int, largest: Callable[[int], int]) -> int:
-        for length in range(1, self.longest):
-            if largest(length) <= budget_bytes:
-                return length
-        return self.longest
+        shorter = range(1, self.longest)
+        return next((each for each in shorter if largest(each) <= budget_bytes), self.longest)
 
     def values(self) -> list[int]:
         """Return the length that this rank wants, negated: the longest that a rank wants is taken.
@@ -108,14 +105,6 @@ class WindowLength:
 
 def _has_changed(budget: int, planned: int, tolerance: float = 0.05) -> bool:
     return abs(budget - planned) > tolerance * min(budget, planned)
-
-
-class _Reorder(Enum):
-    """Result of looking for a better order at the start of a window."""
-
-    NONE = auto()
-    DONE = auto()
-    REFUSED = auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -211,17 +200,15 @@ class SparseStrategy(Strategy):
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         if is_whole:
             return self._whole()
-        ordering, reorder = self._reordered()
-        return self._plan(self.length.now, ordering, reorder)
+        ordering, is_refused = self._reordered()
+        return self._plan(self.length.now, ordering, is_refused=is_refused)
 
     def _whole(self) -> WindowPlan:
         levels = dict.fromkeys(self._own.sizes, Level.FULL)
         turn = _Turn(ordering=self._ordering, is_whole=True)
         return WindowPlan(snapshots=(SnapshotPlan(levels=levels),), key="whole", memo=turn)
 
-    def _plan(
-        self, length: int, ordering: _Ordering, reorder: _Reorder = _Reorder.NONE
-    ) -> WindowPlan:
+    def _plan(self, length: int, ordering: _Ordering, *, is_refused: bool = False) -> WindowPlan:
         cuts, own = ordering.cut(length), self._own.sizes
         order = ordering.order.columns[self._own.ep_rank]
         column = [unit if unit in own else None for unit in order]
@@ -235,8 +222,8 @@ class SparseStrategy(Strategy):
             snapshots=tuple(snapshots),
             key=(ordering.version, length),
             facts={
-                "reordered": reorder is _Reorder.DONE,
-                "reorder_refused": reorder is _Reorder.REFUSED,
+                "reordered": ordering.version > self._ordering.version,
+                "reorder_refused": is_refused,
                 "largest_bytes": cuts.largest_bytes,
                 "budget_bytes": self.length.budget_bytes,
             },
@@ -252,26 +239,28 @@ class SparseStrategy(Strategy):
     def possible_windows(self) -> list[WindowPlan]:
         return [self._plan(self.length.limits[1], self._ordering), self._whole()]
 
-    def _reordered(self) -> tuple[_Ordering, _Reorder]:
-        """Return the order for the next window: another one if the popularity of experts has changed.
+    def _reordered(self) -> tuple[_Ordering, bool]:
+        """Return the order for the next window, and whether a better one was refused.
+
+        It is another one if the popularity of experts has changed.
 
         Source: MoEvement, sections 3.5 and 5.6.
         """
         before = self._ordering
         if not self._popularity.has_counts:
-            return before, _Reorder.NONE
+            return before, False
         now = self._popularity.frequencies()
         if not self._has_moved(before.made_for, now):
-            return before, _Reorder.NONE
+            return before, False
         if before.refused is not None and not self._has_moved(before.refused, now):
-            return before, _Reorder.REFUSED
+            return before, True
         order = self._units.order(self._popularity.scores())
         if order.columns == before.order.columns:
-            return replace(before, made_for=now, refused=None), _Reorder.NONE
+            return replace(before, made_for=now, refused=None), False
         if not self._fits(order.sizes):
             # Memory was made for another order; counts continue for the next try.
-            return replace(before, refused=now), _Reorder.REFUSED
-        return _Ordering(order=order, version=before.version + 1, made_for=now), _Reorder.DONE
+            return replace(before, refused=now), True
+        return _Ordering(order=order, version=before.version + 1, made_for=now), False
 
     def _has_moved(self, before: Any, now: Any) -> bool:
         options = self._options

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.block_scaling import ScaleKind
-from kernels.number_formats import E4M3, E5M2, FORMATS, FP32, round_to
+from kernels.number_formats import E4M3, E5M2, FORMATS, FP32, ScaleKind, round_to
 from kernels.packing import Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,20 +7,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.block_scaling import ScaleKind, round_to_blocks
 from kernels.number_formats import (
+    BF16,
     E4M3,
     FORMAT_OF,
     FORMATS,
     FP16,
     NumberFormat,
+    ScaleKind,
     convert,
     round_to,
+    round_to_blocks,
     widen,
 )
-from kernels.pack_table import PackTable
-from kernels.packing import Segment, SplitMasters, join_masters, split_masters
-from tests.unit.kernels.packs import any_numbers, empty_buffer, in_a_row, of_all_kinds, same_bits
+from kernels.packing import PackTable, Segment, SplitMasters, join_masters, split_masters
+from tests.unit.kernels.packs import (
+    DEVICE,
+    any_numbers,
+    empty_buffer,
+    in_a_row,
+    of_all_kinds,
+    same_bits,
+)
 
 SIZES = (0, 1, 7, 8, 127, 128, 129, 4095, 8192, 8193, (1 << 18) + 131)  # cut by the reference
 CPU_ONLY = pytest.mark.skipif(
@@ -59,7 +67,7 @@ def test_all_kinds_come_back_as_their_formats_keep_them(count: int) -> None:
             assert torch.equal(torch.isnan(found), ~is_number)
             assert same_bits(found[is_number], original[is_number])
         elif segment.scales is not None:
-            continue  # tests/unit/kernels/test_block_scaling.py
+            continue  # test_number_formats.py
         elif segment.to is None:
             assert same_bits(found, original)
         else:
@@ -105,6 +113,40 @@ def test_conversion_between_short_formats_is_that_by_fp32(
     numbers = round_to(random(5000), of)
     expected = numbers if of is to else round_to(widen(numbers), to)
     assert same_bits(convert(numbers, to), expected)
+
+
+def test_table_packs_and_unpacks_what_the_tensors_hold_then() -> None:
+    tensor = torch.zeros(100, device=DEVICE)
+    segments, num_bytes = in_a_row([Segment(tensor=tensor), Segment(tensor=tensor, to=BF16)])
+    table, buffer = PackTable(segments), empty_buffer(num_bytes)
+    for number in (1.5, -2.0):
+        tensor.fill_(number)
+        assert table.pack(buffer).tolist() == [0, 0]
+        assert same_bits(buffer[:400], tensor)
+        tensor.zero_()
+        table.unpack(buffer)
+        assert set(tensor.tolist()) == {number}
+
+
+@pytest.mark.parametrize(
+    ("segment", "rule"),
+    [
+        (Segment(tensor=torch.ones(4, 4).T), "flat"),
+        (Segment(tensor=torch.ones(8)[::2]), "contiguous"),
+        (Segment(tensor=torch.ones(4), offset=4), "multiples of 64"),
+        (Segment(tensor=torch.ones(4), to=BF16, scales=ScaleKind.FP32), "8-bit"),
+        (Segment(tensor=torch.ones(4, dtype=torch.int64), to=BF16), "int64 cannot be converted"),
+        (Segment(tensor=torch.ones(4), weights=torch.ones(4)), "BF16 weights"),
+        (Segment(tensor=torch.ones(4), weights=torch.ones(3).bfloat16()), "one shape"),
+    ],
+)
+def test_segment_that_cannot_be_packed_is_refused(segment: Segment, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        PackTable([segment])
+
+
+def test_nothing_is_packed_without_segments() -> None:
+    assert PackTable([]).pack(torch.empty(0, dtype=torch.uint8)).shape == (0,)
 
 
 ANY_BITS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=64)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from kernels.number_formats import FORMATS, NumberFormat
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from kernels.triton_packing import KernelTable
 from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, on_host, same_bits
@@ -33,6 +34,31 @@ def test_each_kind_is_unpacked_as_the_reference_does(count: int) -> None:
         segment.tensor.zero_()
         KernelTable([segment]).unpack(buffer)
         assert same_bits(segment.tensor, reference.tensor)
+
+
+@pytest.mark.parametrize("shift", [0, 12, 13, 14, 15])
+def test_neighbours_of_all_ties_are_rounded_as_the_reference_does(shift: int) -> None:
+    # Every upper half, with lower bits around each tie that is among them, also of subnormal results.
+    uppers = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    beside = torch.tensor([-1, 0, 1], dtype=torch.int32)[:, None]
+    numbers = (uppers + (1 << shift) + beside).reshape(-1).view(torch.float32)
+    numbers = numbers.to(empty_buffer(0).device)
+    segments, num_bytes = in_a_row([Segment(tensor=numbers, to=of) for of in FORMATS.values()])
+    expected, found = empty_buffer(num_bytes).cpu(), empty_buffer(num_bytes)
+    pack_by_reference(on_host(segments), expected)
+    KernelTable(segments).pack(found)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
+def test_all_codes_are_widened_as_the_reference_does(of: NumberFormat) -> None:
+    codes = torch.arange(2 ** (8 * of.num_bytes)).to(of.code_dtype).view(torch.uint8)
+    numbers = torch.zeros(len(codes) // of.num_bytes, device=empty_buffer(0).device)
+    segment = Segment(tensor=numbers, to=of)
+    (reference,) = on_host([segment])
+    unpack_by_reference([reference], codes)
+    KernelTable([segment]).unpack(codes.to(numbers.device))
+    assert same_bits(numbers, reference.tensor)
 
 
 def test_thousands_of_tensors_go_in_one_launch() -> None:

@@ -1,13 +1,11 @@
 """Rules on --moe-ft-* values, and on the directories that flags name."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_ft.config.config import (
-    DEFAULT_MEMORY_DIR,
     FaultConfig,
     MemoryConfig,
     MoeFtConfig,
@@ -170,10 +168,6 @@ def test_storage_is_used_with_a_directory_and_an_interval(
     config: StorageConfig, persists: bool
 ) -> None:
     assert config.persists is persists
-
-
-def test_default_memory_directory_is_each_users_own() -> None:
-    assert f"/dev/shm/moe_ft_{os.geteuid()}" == DEFAULT_MEMORY_DIR
 
 
 @pytest.mark.parametrize("value", ["", " "])

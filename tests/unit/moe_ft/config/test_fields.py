@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_ft.config.fields import Bounds, flag_of, parse_size, size_text
+from moe_ft.config.fields import Bounds, parse_size, size_text
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 
@@ -80,15 +80,6 @@ def test_text_that_is_no_size_is_refused(text: str) -> None:
 )
 def test_size_for_people_is_in_a_unit_that_fits(num_bytes: int, text: str) -> None:
     assert size_text(num_bytes) == text
-
-
-def test_flag_of_a_field_has_dashes() -> None:
-    assert flag_of("event_log") == "--moe-ft-event-log"
-
-
-@pytest.mark.parametrize(("name", "is_on"), [("none", False), ("dense", True), ("any", True)])
-def test_every_name_but_one_takes_checkpoints(name: str, is_on: bool) -> None:
-    assert StrategyConfig(strategy=name).is_on is is_on
 
 
 @pytest.mark.parametrize(("text", "interval"), [("auto", None), ("1", 1), ("250", 250)])

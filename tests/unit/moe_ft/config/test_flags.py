@@ -75,13 +75,6 @@ def test_every_setting_has_a_help_text_and_a_flag_of_its_own() -> None:
     assert len(flags) == len(set(flags))
 
 
-def test_groups_of_flags_are_those_of_the_parts_in_their_order() -> None:
-    assert list(part_types(option_types())) == [
-        *("strategy", "partial", "sparse", "precision", "memory", "storage", "recovery"),
-        *("observability", "fault"),
-    ]
-
-
 def test_value_out_of_its_bounds_is_named_with_flag_rule_and_remedy() -> None:
     for options, message in (
         (Options(depth=0), "--moe-ft-depth=0 must be at least 1. Give a depth."),

@@ -18,7 +18,6 @@ from tests.unit.moe_ft.format.bodies import (
     Change,
     body_of,
     change,
-    is_refused,
     seal,
     small_index,
     small_manifest,
@@ -29,50 +28,34 @@ from tests.unit.moe_ft.format.bodies import (
     ("spoil", "message"),
     [
         (change("rank", "0"), "form of Index.*rank"),
-        (change("rank", -1), "form of Index.*rank"),
-        (change("rank", 0.5), "form of Index.*rank"),
-        (change("rank", None), "form of Index.*rank"),
         (change("iteration", -5), "form of Index.*iteration"),
-        (change("file_bytes", -1), "form of Index.*file_bytes"),
         (change("header_bytes", 10**9), "the header reaches beyond the end"),
-        (change("header_bytes", -1), "form of Index.*header_bytes"),
         (change("header_checksum", "x" * 16), "form of Index.*header_checksum"),
         (change("surprise", 1), "form of Index.*surprise"),
         (change("identity.surprise", 1), "form of Index.*surprise"),
         (change("identity.world_size", 0), "form of Index.*world_size"),
         (change("identity.history", []), "belongs to no incarnation"),
-        (change("identity.history", [[0]]), "form of Index.*history"),
         (change("identity.history", [[0, -1]]), "form of Index.*history"),
-        (change("identity.history", [[0, 0, "a", 1]]), "form of Index.*history"),
-        (change("identity.superseded", "a"), "form of Index.*superseded"),
         (change("complete_iteration", -1), "form of Index.*complete_iteration"),
         (lambda body: body.pop("node"), "form of Index.*node"),
-        (lambda body: body["identity"].pop("lineage"), "form of Index.*lineage"),
         (change("units.embedding.offset", -64), "form of Index.*offset"),
         (change("units.embedding.num_bytes", 10**9), "unit embedding reaches beyond the end"),
         (change("units.embedding.offset", 10**9), "unit embedding reaches beyond the end"),
         (change("units.embedding.level", "half"), "form of Index.*level"),
         (change("units.embedding.checksum", "123"), "form of Index.*checksum"),
-        (change("units.embedding.checksum", "0123456789ABCDEF"), "form of Index.*checksum"),
         (change("units.embedding.tensors.0.4", "float"), "form of Index.*tensors"),
         (change("units.embedding.tensors.0.2", 4), "unit embedding has an impossible tensor"),
         (change("units.embedding.tensors.0.5", 10**6), "unit embedding has an impossible tensor"),
-        (change("units.embedding.tensors.0", ["a", "b", 0]), "form of Index.*tensors"),
         (change("records", []), "holds no record of its iteration 5"),
         (change("records.0.iteration", 4), "holds no record of its iteration 5"),
         (change("records.0.grad_norm", "big"), "form of Index.*grad_norm"),
         (change("records.0.surprise", 1), "form of Index.*surprise"),
-        (lambda body: body["records"][0].pop("rng"), "form of Index.*rng"),
-        (change("records.0.buffers", {"b": {"dtype": "F32"}}), "form of Index.*buffers"),
         (change("file", "sub/region_0.safetensors"), "is not in the directory of its index"),
         (change("units.embedding.incarnation", -1), "form of Index.*incarnation"),
         (change("units.embedding.file", "../pool"), "names '../pool', which leaves its directory"),
-        (change("units.embedding.file", 1), "form of Index.*file"),
         (change("units.embedding.routed_tokens", -1), "form of Index.*routed_tokens"),
         (change("units.embedding.gaps", [[0, -1]]), "form of Index.*gaps"),
         (change("origins", {"a": "123"}), "form of Index.*origins"),
-        (change("progress", {}), "form of Index.*progress"),
-        (change("older", [{}]), "form of Index.*older"),
         (change("window", 0), "form of Index.*window"),
         (change("num_snapshots", 0), "form of Index.*num_snapshots"),
         (change("num_snapshots", 2), "holds more snapshots than its window has"),
@@ -128,10 +111,8 @@ NOT_CONSECUTIVE = "does not hold 3 consecutive snapshots up to iteration 7"
         (change("records.0.iteration", 4), NOT_CONSECUTIVE),
         (change("records.1.iteration", 7), NOT_CONSECUTIVE),
         (change("iteration", 8), "holds no record of its iteration 8"),
-        (change("num_snapshots", 4), "holds more snapshots than its window has"),
         (change("num_snapshots", 2), "does not hold 2 consecutive snapshots up to iteration 7"),
         (change("window", 2), "holds more snapshots than its window has"),
-        (change("window", 1), "holds more snapshots than its window has"),
         (change("compute", []), NOT_CONSECUTIVE),
         (remove("compute", 0), NOT_CONSECUTIVE),
         (add_snapshot, NOT_CONSECUTIVE),
@@ -141,10 +122,6 @@ NOT_CONSECUTIVE = "does not hold 3 consecutive snapshots up to iteration 7"
         (change(f"compute.1.{LAST}.offset", 10**6), "unit embedding reaches beyond the end"),
         (change(f"compute.1.{LAST}.tensors.0.3", 10**6), "unit embedding has an impossible tensor"),
         (change(f"compute.1.{LAST}.file", "../pool"), "which leaves its directory"),
-        (change(f"compute.1.{LAST}.level", "none"), "form of Index.*level"),
-        (change(f"compute.1.{LAST}.checksum", ""), "form of Index.*checksum"),
-        (change("compute.1", []), "form of Index.*compute"),
-        (change("window", "3"), "form of Index.*window"),
     ],
 )
 def test_index_that_breaks_the_rules_of_windows_is_refused(spoil: Change, message: str) -> None:
@@ -201,12 +178,6 @@ def test_older_file_elsewhere_is_refused_in_an_index_and_in_a_manifest(
     index["older"] = [entry]
     with pytest.raises(CorruptStateError, match="which leaves its directory"):
         decode(seal(index), Index, "a file")
-
-
-def test_tensor_that_reaches_beyond_its_unit_is_refused() -> None:
-    body = body_of(small_index())
-    body["units"]["embedding"]["tensors"][0][3] = 10**6  # its end, in elements
-    assert is_refused(seal(body), Index)
 
 
 @pytest.mark.parametrize("path", ESCAPES)

@@ -72,7 +72,3 @@ def test_pieces_lie_one_behind_the_other_and_never_overlap(packing: Packing, cou
     for before, behind in pairwise(found):
         gap = behind.offset - (before.offset + before.num_bytes)
         assert 0 <= gap < ALIGNMENT_BYTES
-
-
-def test_formats_that_lose_something_are_all_but_exact_and_split() -> None:
-    assert {each for each in Packing if not each.is_lossy} == {Packing.EXACT, Packing.SPLIT}

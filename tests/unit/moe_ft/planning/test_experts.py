@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.experts import ExpertFacts, ExpertLayout, experts_of_stage
+from moe_ft.planning.experts import ExpertLayout, experts_of_stage
 from moe_ft.units import UnitId, UnitKind
 
 
@@ -15,18 +15,6 @@ def layouts(draw: st.DrawFn) -> ExpertLayout:
         num_experts=ep_size * draw(st.integers(1, 6)),
         ep_size=ep_size,
     )
-
-
-def test_tokens_are_samples_times_those_of_a_sample() -> None:
-    facts = ExpertFacts(
-        num_experts=8,
-        ep_rank=0,
-        ep_size=2,
-        tokens_per_sample=64,
-        planned_samples=1000,
-        samples_per_iteration=10,
-    )
-    assert (facts.planned_tokens, facts.tokens_per_iteration) == (64_000, 640)
 
 
 @given(layouts())

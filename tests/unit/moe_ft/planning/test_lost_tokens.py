@@ -149,7 +149,3 @@ def test_plt_of_a_job_is_the_mean_over_layers_of_all_stages() -> None:
     lost, share = job_plt({"layer.0": (5, 5), "layer.1": (0, 2)}, 100)
     assert lost == 12
     assert share == pytest.approx(0.06)
-
-
-def test_plt_of_a_job_without_experts_is_zero() -> None:
-    assert job_plt({}, 100) == (0, 0.0)

@@ -3,9 +3,6 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-import pytest
-
-from moe_ft.format.boundary import Direction
 from moe_ft.planning.remains import Pipelines, Remains
 from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
@@ -34,10 +31,6 @@ def begins(found: ScopePlan) -> list[int]:
     return [found.stages[stage].replay_from for stage in sorted(found.stages)]
 
 
-def segments(found: ScopePlan) -> list[tuple[tuple[int, ...], ...]]:
-    return [each.segments for each in found.scopes]
-
-
 def without_logs(
     remains: Remains, *, sender: int, iterations: Iterable[int], receiver: int | None = None
 ) -> Remains:
@@ -51,39 +44,6 @@ def without_logs(
         or (receiver is not None and each.receiver != receiver)
     ]
     return replace(remains, logs=kept)
-
-
-@pytest.mark.parametrize("dead", range(4))
-def test_dead_rank_makes_its_stage_alone_run_from_its_window(dead: int) -> None:
-    pipelines = make_pipelines(4)
-    found = plan(make_failure(pipelines, healthy(pipelines, {dead})), pipelines)
-    assert found.target == NEWEST
-    assert begins(found) == [BEGIN if stage == dead else NEWEST for stage in range(4)]
-    assert segments(found) == [((dead,),)]
-
-
-def test_stage_alone_reads_the_logs_of_both_neighbours_and_the_records_after_its_window() -> None:
-    pipelines = make_pipelines(4)
-    (scope,) = plan(make_failure(pipelines, healthy(pipelines, {1})), pipelines).scopes
-    read = [(each.iteration, each.sender, each.receiver, each.direction) for each in scope.logs]
-    assert read == [
-        (iteration, *wire)
-        for iteration in range(BEGIN, NEWEST)
-        for wire in ((0, 1, Direction.FORWARD), (2, 1, Direction.BACKWARD))
-    ]
-    assert [each.iteration for each in scope.records[1]] == [5, 6]
-    assert {each.rank for each in scope.records[1]} == {0}, "of the nearest stage with a record"
-
-
-def test_healthy_stages_that_are_one_behind_run_one_iteration_from_their_breakpoints() -> None:
-    pipelines = make_pipelines(4)
-    found = plan(make_failure(pipelines, {0: 5, 1: 6, 2: 5, 3: 5}), pipelines)
-    assert begins(found) == [5, 6, 5, 5]
-    assert segments(found) == [((0,),), ((2, 3),)]
-    assert {(each.sender, each.receiver) for scope in found.scopes for each in scope.logs} == {
-        (1, 0),
-        (1, 2),
-    }
 
 
 def test_peers_of_a_dead_rank_go_back_to_its_window_although_they_have_breakpoints() -> None:
@@ -109,31 +69,12 @@ def test_peers_restore_breakpoints_beside_a_whole_replica_of_the_dead_rank_and_n
     assert [each.version.path for each in found.stages[1].sources[3]] == ["rank_3/6_1_0.json"]
 
 
-def test_windows_of_two_starts_are_not_put_together() -> None:
-    pipelines = make_pipelines(2, 2)
-    versions = [make_version(rank, NEWEST) for rank in (0, 1, 3)]
-    versions += [make_version(2, END, 2, start=0), make_version(3, END, 2, start=1)]
-    remains = replace(make_failure(pipelines, healthy(pipelines, {2})), versions=versions)
-    assert "stage 1 has no such or older state" in reason(remains, pipelines)
-
-
 def test_lost_node_without_replicas_leaves_no_local_recovery() -> None:
     pipelines = make_pipelines(4)
     remains = make_failure(
         pipelines, healthy(pipelines, {1}), lost_nodes={"node-1"}, is_replicated=False
     )
     assert "stage 1 has no such or older state of all its ranks" in reason(remains, pipelines)
-
-
-def test_neighbour_joins_late_if_it_has_a_state_of_the_iteration_whose_log_is_lost() -> None:
-    pipelines = make_pipelines(4)
-    remains = make_failure(pipelines, healthy(pipelines, {1}))
-    remains = replace(remains, versions=[*remains.versions, make_version(2, 5)])
-    found = plan(without_logs(remains, sender=2, iterations=[5]), pipelines)
-    assert begins(found) == [NEWEST, BEGIN, 5, NEWEST]
-    assert [found.replaying(each) for each in range(BEGIN, NEWEST)] == [{1}, {1}, {1, 2}]
-    from_2 = [each.iteration for each in found.scopes[0].logs if each.sender == 2]
-    assert from_2 == [3, 4], "from iteration 5 on the link is live"
 
 
 def test_neighbour_without_log_and_without_old_state_leaves_no_local_recovery() -> None:
@@ -172,13 +113,6 @@ def test_record_of_another_stage_does_not_answer_where_optimizers_have_other_par
     wide = make_pipelines(3, 2, has_common_records=False)
     (scope,) = plan(make_failure(wide, healthy(wide, {2})), wide).scopes
     assert {each.rank for each in scope.records[1]} == {3}, "the peer's"
-
-
-def test_coupled_stages_run_the_same_iterations_in_one_scope_of_two_segments() -> None:
-    pipelines = make_pipelines(4, couplings=[(0, 3)])
-    found = plan(make_failure(pipelines, healthy(pipelines, {3})), pipelines)
-    assert begins(found) == [BEGIN, NEWEST, NEWEST, BEGIN]
-    assert segments(found) == [((0,), (3,))]
 
 
 def test_newest_window_that_all_stages_have_is_not_given_up_for_an_older_target() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,10 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ft.state.freezing import Freezing, grouped_layers
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseStrategy
-from moe_ft.units import Level, UnitId, UnitKind
+from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter
 
 EMBEDDING, OTHER = UnitId(kind=UnitKind.EMBEDDING), UnitId(kind=UnitKind.OTHER)
@@ -102,38 +98,6 @@ def test_layers_whose_experts_freeze_together_are_known_by_the_names_of_their_pa
     assert grouped_layers([*parameters, make_parameter(NORM)]) == {"layer.1", "mtp.0"}
 
 
-@pytest.mark.parametrize("window", [2, 3])
-def test_replays_of_a_window_of_grouped_experts_freeze_whole_modules_the_popular_ones_longest(
-    window: int,
-) -> None:
-    parameters = [each for layer in range(3) for each in grouped(layer)]
-    units = RankUnits(
-        ep_rank=0,
-        sizes={each.unit: (12, 2) for each in parameters},
-        grouped_layers=grouped_layers(parameters),
-    )
-    layers = ["layer.0", "layer.1", "layer.2"]
-    flags = SparseConfig(window=str(window), max_window=window)
-    strategy = SparseStrategy(0, [units], layers, flags)
-    # The rank has 3 of 6 experts: 0.6, 0.3 and 0.9 of the tokens of their layers.
-    counts = [[3, 3, 0, 4, 0, 0], [1, 1, 1, 7, 0, 0], [1, 1, 7, 1, 0, 0]]
-    strategy.add_tokens(np.array(counts))
-    snapshots = strategy.plan_window(0).snapshots
-    found = freezing(parameters)
-    frozen = []
-    for position in range(window - 1):
-        later = [
-            unit
-            for snapshot in snapshots[position + 1 :]
-            for unit, level in snapshot.levels.items()
-            if level is Level.FULL
-        ]
-        names = frozen_names(found, parameters, *later)
-        frozen.append({int(name.split(".")[2]) for name in names})
-        assert len(names) == 12 * len(frozen[-1])
-    assert frozen == {2: [{2}], 3: [{0, 2}, {2}]}[window]
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_parameters_are_trained_again_after_an_exception_too(error: type[BaseException]) -> None:
     parameters = [make_parameter(unit) for unit in EXPERTS]
@@ -146,20 +110,6 @@ def test_nothing_is_frozen_where_weight_gradients_are_computed_elsewhere() -> No
     parameters = [make_parameter(unit) for unit in (*EXPERTS, NORM)]
     found = Freezing(parameters, tp_size=1, is_possible=False)
     assert frozen_names(found, parameters, *EXPERTS, NORM) == []
-
-
-def test_input_gets_the_same_gradient_past_a_frozen_unit() -> None:
-    weight = make_parameter(LAYER, parameter=torch.arange(4.0))
-    inputs = [torch.ones(4, requires_grad=True) for _ in range(2)]
-    (inputs[0] * weight.parameter).sum().backward()
-    weight.parameter.grad = None
-    with freezing([weight]).frozen({LAYER}):
-        (inputs[1] * weight.parameter).sum().backward()
-    assert weight.parameter.grad is None
-    first, second = (each.grad for each in inputs)
-    assert first is not None
-    assert second is not None
-    assert torch.equal(first, second)
 
 
 # Gradients that were computed although their unit is frozen
@@ -191,16 +141,3 @@ def test_gradient_that_the_optimizer_keeps_beside_is_dropped_too() -> None:
     local.master.decoupled_grad = torch.ones(4)  # type: ignore[union-attr]
     freezing([local]).drop_gradients({NORM})
     assert local.master.decoupled_grad is None  # type: ignore[union-attr]
-
-
-def test_optimizer_passes_over_masters_whose_gradients_were_dropped() -> None:
-    parameters = [with_gradient(unit) for unit in (NORM, OUTPUT)]
-    adam = torch.optim.Adam([each.master for each in parameters if each.master is not None])
-    freezing(parameters).drop_gradients({NORM})
-    adam.step()
-    kept, moved = (each.master for each in parameters)
-    assert kept is not None
-    assert moved is not None
-    assert torch.equal(kept, torch.zeros(4))
-    assert not torch.equal(moved, torch.zeros(4))
-    assert kept not in adam.state

@@ -105,14 +105,14 @@ class Rank:
     def capture(self) -> tuple[RecordTaker, CapturedRecord]:
         """Return a taker and what it has captured."""
         taker = RecordTaker([self.layer], self.inner, self.scheduler, self.parameters)
-        return taker, taker.capture(facts(grad_norm=math.inf))
+        return taker, taker.capture(facts_of(math.inf))
 
     def put_back(self, record: IterationRecord) -> None:
         """Apply a record to this state."""
         apply(record, [self.layer], self.inner, self.scheduler, self.parameters)
 
 
-def facts(grad_norm: float | None) -> IterationFacts:
+def facts_of(grad_norm: float | None = 1.5) -> IterationFacts:
     return IterationFacts(
         iteration=3,
         grad_norm=grad_norm,
@@ -253,22 +253,6 @@ def optimizer_of(*found_inf: float | None) -> Any:
         for each in found_inf
     ]
     return SimpleNamespace(chained_optimizers=chained, grad_norms_by_group={"mtp": float("nan")})
-
-
-def facts_of(grad_norm: float | None = 1.5) -> IterationFacts:
-    return IterationFacts(
-        iteration=3,
-        grad_norm=grad_norm,
-        num_tokens=torch.tensor(640),
-        num_floating_point_operations=1e15,
-        tokens_per_expert={},
-        counters=LoopCounters(
-            consumed_train_samples=24,
-            consumed_valid_samples=8,
-            skipped_train_samples=1,
-            num_microbatches=2,
-        ),
-    )
 
 
 @pytest.mark.parametrize("grad_norm", [1.5, None, float("inf")])

@@ -36,13 +36,6 @@ def test_tokens_are_added_up_over_micro_batches() -> None:
     assert load.counts()["layer.0"].tolist() == [4, 0, 2]
 
 
-def test_forward_pass_without_gradients_is_not_counted() -> None:
-    load = Load()
-    with torch.no_grad():
-        load.route()
-    assert load.counts() == {}
-
-
 def test_tokens_that_only_fill_an_expert_up_are_not_counted() -> None:
     load = Load(pads=True)
     load.route(map_=torch.ones(2, 3, dtype=torch.bool))

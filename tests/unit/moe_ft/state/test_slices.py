@@ -12,7 +12,7 @@ from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor, make_state
-from moe_ft.state.tensors import inverse_scale, raw_tensor, state_scales
+from moe_ft.state.tensors import inverse_scale, state_scales
 from moe_ft.units import Level, Part, UnitId, UnitKind
 from tests.few_bits_adam import FewBitsAdam
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
@@ -229,14 +229,6 @@ def stand_in(scale: float) -> torch.Tensor:
     found._data = torch.arange(4, dtype=torch.uint8)
     found._scale_inv = torch.tensor([scale])
     return found  # type: ignore[no-any-return]
-
-
-def test_tensor_in_few_bits_is_taken_by_its_bytes_and_has_a_scale() -> None:
-    found = stand_in(0.5)
-    scale = inverse_scale(found)
-    assert raw_tensor(found).tolist() == [0, 1, 2, 3]
-    assert scale is not None
-    assert scale.tolist() == [0.5]
 
 
 def test_scales_are_those_of_the_optimizer_and_those_of_fp8_tensors() -> None:

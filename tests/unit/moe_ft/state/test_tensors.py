@@ -10,8 +10,6 @@ from moe_ft.state.tensors import (
     named_buffers,
     named_optimizer_tensors,
     named_parameters,
-    raw_tensor,
-    state_scales,
 )
 
 
@@ -55,19 +53,3 @@ def test_parameter_that_the_optimizer_updates_itself_is_no_master() -> None:
     model = chunks()
     inner = SimpleNamespace(optimizer=torch.optim.SGD(model[0].parameters(), momentum=0.5))
     assert list(named_optimizer_tensors(model, inner)) == []
-
-
-def test_numbers_in_few_bits_are_taken_raw_and_their_scales_by_key() -> None:
-    master = torch.zeros(2)
-    raw, inverse = torch.zeros(2, dtype=torch.uint8), torch.ones(1)
-    few_bits = torch.zeros(2)
-    few_bits._data, few_bits._scale_inv = raw, inverse  # type: ignore[attr-defined]
-    adam = SimpleNamespace(
-        state={master: {"exp_avg": few_bits, "step": 3}},
-        _scales={master: {"exp_avg": torch.ones(1)}},
-    )
-    assert raw_tensor(few_bits) is raw
-    assert raw_tensor(master) is master
-    scales = state_scales(adam, master)
-    assert set(scales) == {"exp_avg", "exp_avg._scale_inv"}
-    assert scales["exp_avg._scale_inv"] is inverse

@@ -13,8 +13,7 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.fields import Part
-from moe_ft.config.precision import PrecisionConfig
-from moe_ft.config.strategy import StrategyConfig
+from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, RankFacts, Strategy, StrategyKind

@@ -18,8 +18,7 @@ from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.experts_per_layer import PlannedRun
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PlannedRun, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from tests.unit.moe_ft.builders import (
     add_units,

@@ -8,8 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_scaling import ScaleKind, round_to_blocks, widen_blocks
-from kernels.number_formats import BF16, E4M3, E5M2, FP16, FP32, NumberFormat, convert
+from kernels.number_formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    NumberFormat,
+    ScaleKind,
+    convert,
+    round_to_blocks,
+    widen_blocks,
+)
 from kernels.packing import Segment, join_masters, pack_by_reference, split_masters
 from moe_ft.engine.snapshots.staging import segments_of, unpack_into
 from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces

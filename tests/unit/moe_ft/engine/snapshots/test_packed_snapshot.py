@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import torch
 
-from moe_ft.config.precision import PARTS
+from moe_ft.config.strategy import PARTS
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import MappedFile, Region
 from moe_ft.engine.snapshots.copying import StateCopier

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from moe_ft.format.records import ExpertProgress
+from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
-from moe_ft.planning.lost_tokens import Gaps, Loss, UnitVersion
+from moe_ft.planning.lost_tokens import Loss, UnitVersion
 from moe_ft.strategies.interface import Resumed, SnapshotPlan
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.experts_per_layer import PlannedRun
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PlannedRun, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 

@@ -49,31 +49,6 @@ def test_first_two_snapshots_of_figure_4_hold_the_experts_that_it_shows() -> Non
 
 
 @given(layouts())
-def test_interleaved_order_holds_every_expert_once_and_goes_around_the_ranks(
-    drawn: tuple[ExpertLayout, int],
-) -> None:
-    experts, _ = drawn
-    order = [experts.expert_at(position) for position in range(experts.num_experts)]
-    assert sorted(order) == list(range(experts.num_experts))
-    ranks = [experts.rank_of(expert) for expert in order]
-    assert ranks == [position % experts.ep_size for position in range(experts.num_experts)]
-
-
-@given(layouts(), st.integers(0, 2**32 - 1))
-def test_sequential_selection_takes_every_expert_within_a_rotation(
-    drawn: tuple[ExpertLayout, int], seed: int
-) -> None:
-    experts, k = drawn
-    cursors = cursors_of(experts, seed)
-    taken: list[set[int]] = [set() for _ in range(experts.num_layers)]
-    for _ in range(-(-experts.num_experts // k)):
-        for layer, selected in enumerate(select_sequential(experts, cursors, k)):
-            taken[layer] |= set(selected)
-        cursors = advance(experts, cursors, k)
-    assert taken == [set(range(experts.num_experts))] * experts.num_layers
-
-
-@given(layouts())
 def test_sequential_selection_loads_ranks_evenly_in_every_snapshot(
     drawn: tuple[ExpertLayout, int],
 ) -> None:
@@ -141,27 +116,6 @@ def test_versions_that_storage_has_already_are_not_persisted(
         newer = saved_at[layer] > persisted_at[layer]
         assert all(newer[list(selected)])
         assert len(selected) == min(k, int(newer.sum()))
-
-
-@given(layouts(), st.integers(1, 24), st.integers(1, 4))
-def test_every_expert_is_persisted_again_and_again(
-    drawn: tuple[ExpertLayout, int], k_persist: int, every: int
-) -> None:
-    experts, k = drawn
-    k_persist = min(k_persist, k)
-    cursors = experts.first_cursors(k)
-    saved_at = np.full((experts.num_layers, experts.num_experts), -1)
-    persisted_at = saved_at.copy()
-    rounds = every * experts.num_experts * 3
-    for iteration in range(rounds):
-        for layer, selected in enumerate(select_sequential(experts, cursors, k)):
-            saved_at[layer, list(selected)] = iteration
-        cursors = advance(experts, cursors, k)
-        if iteration % every == 0:
-            chosen = select_to_persist(experts, cursors, saved_at, persisted_at, None, k_persist)
-            for layer, selected in enumerate(chosen):
-                persisted_at[layer, list(selected)] = saved_at[layer, list(selected)]
-    assert persisted_at.min() >= experts.num_experts * every // 2
 
 
 def test_oldest_on_storage_is_persisted_first_and_among_equals_the_newest_in_memory() -> None:

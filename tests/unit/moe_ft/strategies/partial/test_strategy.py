@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.strategies.interface import Resumed
-from moe_ft.strategies.partial.strategy import PartialStrategy, by_expert
+from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import Level, UnitId
 from tests.unit.moe_ft.strategies.partial.experts import (
     DENSE,
@@ -157,11 +157,6 @@ def test_experts_that_are_not_trained_lose_nothing() -> None:
     progress = progress_in(snapshot(strategy, 1))
     assert progress.routed_tokens == {"layer.0": (5, 6, 0, 0)}
     assert resume(strategy, progress, 1, {}).lost == {"layer.0": (5, 6, 0, 0)}
-
-
-def test_versions_are_found_by_layer_and_expert_also_those_of_parts() -> None:
-    version = UnitVersion(iteration=5, routed_tokens=7)
-    assert by_expert({f"{expert(9, 1)}.moments": version}) == {("layer.9", 1): version}
 
 
 def test_breakpoint_holds_every_expert_with_the_tokens_that_are_not_counted_yet() -> None:

@@ -88,12 +88,6 @@ def test_window_that_was_agreed_on_fits_the_budget_if_any_does(
     assert possible[stage.settle(budget) - 1] <= budget
 
 
-def test_change_of_the_length_is_reported_once() -> None:
-    stage = by_hand(window=None)
-    found = [stage.agree(780)[0] for _ in range(4)]
-    assert [each for each in found if each] == [{"window": 2}]
-
-
 def test_fixed_length_is_not_agreed_on() -> None:
     stage = by_hand(window=3)
     assert values(stage.strategies[0], 1.0, 1.0) == []

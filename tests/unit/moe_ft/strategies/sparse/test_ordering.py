@@ -183,12 +183,3 @@ def test_stage_without_experts_is_planned_and_reordered_by_nothing() -> None:
     stage = Stage([RankUnits(ep_rank=0, sizes=sizes)], 0, 0, options_of(window=2, longest=2))
     stage.count(np.zeros((0, 0)))
     assert groups(stage.plan()[0]) == [[NORM], [EMBEDDING]]
-
-
-def test_rank_that_saves_nothing_plans_a_window_like_the_others() -> None:
-    ranks = [
-        RankUnits(ep_rank=0, sizes=sizes)
-        for sizes in ({NORM: (120, 20), EMBEDDING: (120, 20)}, {NORM: (0, 0), EMBEDDING: (0, 0)})
-    ]
-    stage = Stage(ranks, 0, 0, options_of(window=2, longest=2))
-    assert [groups(window) for window in stage.plan()] == [[[NORM], [EMBEDDING]]] * 2

@@ -63,12 +63,6 @@ def test_iteration_in_which_no_expert_got_a_token_is_no_count() -> None:
     assert not popularity_of("count", [np.zeros((2, 3), np.int64)]).has_counts
 
 
-def test_changing_returned_scores_does_not_change_popularity() -> None:
-    popularity = popularity_of("count", [FIRST])
-    popularity.scores()[:] = 0
-    assert np.array_equal(popularity.scores(), FIRST)
-
-
 def test_frequencies_are_the_fractions_of_the_layers_worked_by_hand() -> None:
     assert popularity_of("count", [FIRST]).frequencies().tolist() == [
         [0.25, 0, 0.75],
@@ -81,16 +75,6 @@ def test_fractions_of_a_layer_without_tokens_are_equal() -> None:
         [0.25] * 4,
         [0, 0, 0, 1],
     ]
-
-
-@pytest.mark.parametrize(("num_changed", "expected"), [(0, False), (1, False), (2, True)])
-def test_order_moves_as_soon_as_a_quarter_of_the_experts_has_changed(
-    num_changed: int, expected: bool
-) -> None:
-    before = np.full((2, 4), 0.25)
-    now = before.copy()
-    now.flat[:num_changed] = 0.28  # 12 %
-    assert has_moved(before, now) == expected
 
 
 @pytest.mark.parametrize(

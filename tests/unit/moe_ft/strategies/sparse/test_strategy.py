@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.strategy import SparseStrategy
@@ -29,7 +28,6 @@ from tests.unit.moe_ft.strategies.sparse.stages import (
     order,
     positions,
     random_stage,
-    sizes_of,
     stages,
     window_bytes,
 )
@@ -132,15 +130,6 @@ def test_possible_windows_are_the_longest_that_may_be_chosen_and_the_last_one(st
         assert last == strategy.plan_window(1, is_whole=True)
 
 
-@settings(max_examples=20)
-@given(stages(window=st.none(), is_grouped=st.just(False)), st.integers(1, 40_000))
-def test_longest_window_takes_the_most_memory(stage: Stage, budget: int) -> None:
-    longest = [sum(window_bytes(*each)) for each in zip(stage.plan(), sizes_of(stage), strict=True)]
-    stage.settle(budget)
-    shorter = [sum(window_bytes(*each)) for each in zip(stage.plan(), sizes_of(stage), strict=True)]
-    assert all(most >= other for most, other in zip(longest, shorter, strict=True))
-
-
 # A stage worked by hand
 
 
@@ -167,19 +156,6 @@ def test_parts_of_a_multi_token_prediction_layer_come_before_those_of_the_decode
     assert list(window.snapshots[0].levels) == [output, NORM, other, mtp, DENSE[1], EMBEDDING]
 
 
-def test_groups_are_cut_so_that_the_largest_snapshot_is_the_smallest() -> None:
-    # 120 for each unit at FULL and 20 for each that comes later.
-    (window,) = by_hand(window=3).plan()
-    assert window_bytes(window, SIZES) == [3 * 120 + 7 * 20, 3 * 120 + 4 * 20, 4 * 120]
-
-
-def test_experts_are_ordered_by_their_share_of_the_tokens_of_their_layer() -> None:
-    stage = by_hand()
-    stage.count([[9, 1], [400, 600]])
-    expected = [expert(0, 1), expert(1, 0), expert(1, 1), expert(0, 0)]
-    assert order(stage)[:4] == expected
-
-
 def test_experts_of_layers_in_which_nothing_is_counted_come_first() -> None:
     config = options_of(window=1, longest=1)
     strategy = SparseStrategy(0, [RankUnits(ep_rank=0, sizes=SIZES)], ["layer.0"], config)
@@ -201,19 +177,6 @@ def test_ranks_of_one_expert_parallel_rank_order_alike_and_others_their_own() ->
 
 
 # Which iterations are whole
-
-
-def test_window_of_several_snapshots_leaves_no_iteration_whole() -> None:
-    strategy = by_hand(window=2).strategies[0]
-    strategy.note_complete(strategy.plan_window(5), 6)
-    assert not strategy.is_whole(6)
-
-
-def test_window_of_one_snapshot_leaves_its_iteration_whole() -> None:
-    strategy = by_hand(window=1).strategies[0]
-    strategy.note_complete(strategy.plan_window(5), 5)
-    assert strategy.is_whole(5)
-    assert not strategy.is_whole(4)
 
 
 def test_last_window_leaves_its_iteration_whole_when_all_ranks_have_it() -> None:

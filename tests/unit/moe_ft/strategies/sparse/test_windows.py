@@ -87,11 +87,6 @@ def least_length(sizes: PositionSizes, budget: int) -> float:
     return length
 
 
-def test_snapshots_of_equal_units_in_three_groups_have_the_bytes_worked_by_hand() -> None:
-    # 2 x 12 + 4 x 2, 2 x 12 + 2 x 2, 2 x 12
-    assert snapshot_bytes(EQUAL, (2, 4, 6)).tolist() == [[32, 28, 24]]
-
-
 @given(small_sizes(), LENGTHS)
 def test_bytes_of_any_division_are_those_of_its_units(sizes: PositionSizes, length: int) -> None:
     for ends in all_ends(sizes.num_positions, length):
@@ -229,11 +224,6 @@ def test_shortest_window_is_the_first_that_fits_or_the_first_of_the_best(
     fit = shortest_window(sizes, budget, longest)
     assert fit == expected
     assert (fit.largest_bytes <= budget) == bool(fitting)
-
-
-def test_budget_without_limit_takes_everything_at_once() -> None:
-    fit = shortest_window(EQUAL, math.inf, 6)
-    assert fit.ends == (6,)
 
 
 @pytest.mark.parametrize("compute", [-1, 13])
