@@ -11,14 +11,11 @@ from kernels.number_formats import (
     BF16,
     E4M3,
     FORMAT_OF,
-    FORMATS,
     FP16,
-    NumberFormat,
     ScaleKind,
     convert,
     round_to,
     round_to_blocks,
-    widen,
 )
 from kernels.packing import PackTable, Segment, SplitMasters, join_masters, split_masters
 from tests.unit.kernels.packs import (
@@ -88,13 +85,6 @@ def test_scales_lie_beside_the_numbers_of_their_blocks() -> None:
 
 
 @CPU_ONLY
-def test_masters_without_their_weights_take_2_bytes_and_a_bit() -> None:
-    masters = torch.randn(1000)
-    segment = Segment(tensor=masters, weights=masters.to(torch.bfloat16))
-    assert (segment.num_bytes, segment.side_bytes) == (2000, 125)
-
-
-@CPU_ONLY
 def test_weights_that_are_not_of_their_masters_are_counted() -> None:
     masters = torch.randn(1000)
     weights = masters.to(torch.bfloat16)
@@ -103,16 +93,6 @@ def test_weights_that_are_not_of_their_masters_are_counted() -> None:
         [Segment(tensor=torch.ones(4)), Segment(tensor=masters, weights=weights)]
     )
     assert PackTable(segments).pack(empty_buffer(num_bytes)).tolist() == [0, 3]
-
-
-@pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("to", FORMATS.values(), ids=FORMATS)
-def test_conversion_between_short_formats_is_that_by_fp32(
-    of: NumberFormat, to: NumberFormat
-) -> None:
-    numbers = round_to(random(5000), of)
-    expected = numbers if of is to else round_to(widen(numbers), to)
-    assert same_bits(convert(numbers, to), expected)
 
 
 def test_table_packs_and_unpacks_what_the_tensors_hold_then() -> None:

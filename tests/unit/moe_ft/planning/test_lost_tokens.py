@@ -20,8 +20,6 @@ from moe_ft.planning.lost_tokens import (
 )
 from moe_ft.strategies.partial.selection import advance, select_sequential
 
-SEEDS = st.integers(0, 2**32 - 1)
-
 
 def test_expert_from_beyond_the_iteration_loses_nothing_and_what_it_had_lost_there_is_trained_again() -> (
     None
@@ -66,21 +64,6 @@ def test_gaps_are_those_of_an_expert_that_remembers_every_token(
         assert num_lost(gaps) == len(missing)
         assert {token for start, end in gaps for token in range(start, end)} == missing
         states = [state for state in states if state <= routed]
-
-
-def test_plt_is_the_mean_over_layers() -> None:
-    lost = np.array([[10, 20], [0, 0]])
-    assert plt(lost, 100) == pytest.approx((30 / 100 + 0 / 100) / 2)
-
-
-@given(SEEDS)
-def test_plt_of_what_a_run_can_lose_is_a_fraction(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    processed = 1000
-    live = np.array([generator.multinomial(processed, [0.25] * 4) for _ in range(3)])
-    lost = generator.integers(0, live + 1)
-    assert 0 <= plt(lost, processed) <= 1
-    assert plt(live, processed) == pytest.approx(1)
 
 
 def test_plt_before_anything_is_processed_or_without_moe_layers_is_0() -> None:

@@ -143,16 +143,6 @@ def test_default_factor_is_two_where_the_nodes_allow_it(num_nodes: int, factor: 
     assert default_replication_factor(num_nodes) == factor
 
 
-@given(topologies_and_factors(), st.integers(1, 4), st.integers(1, 3))
-def test_node_memory_of_all_nodes_is_that_of_all_regions_and_replicas(
-    case: tuple[Topology, int], num_regions: int, num_replica_regions: int
-) -> None:
-    topology, factor = case
-    memory = plan_node_memory(topology, place_replicas(*case), num_regions, num_replica_regions)
-    total = sum(info.region_bytes for info in topology.ranks)
-    assert sum(memory.values()) == total * (num_regions + factor * num_replica_regions)
-
-
 def test_node_memory_counts_the_boundary_logs_of_its_own_ranks() -> None:
     plain = make_topology(["a", "b"])
     logging = replace(plain.ranks[0], boundary_slot_bytes=7, num_boundary_slots=2)

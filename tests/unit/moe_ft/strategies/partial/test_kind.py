@@ -3,10 +3,16 @@
 import pytest
 
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.interface import Counting
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.kind import PARTIAL
 from moe_ft.units import Part
 from tests.unit.moe_ft.strategies.stage import CATALOG, EXPERTS, OTHERS, build, config_of, facts_of
+
+
+def test_recoveries_lose_tokens_which_are_counted() -> None:
+    assert not PARTIAL.is_exact and not PARTIAL.replays and PARTIAL.leaves_out_frozen
+    assert PARTIAL.counting(config_of(PARTIAL)) is Counting.TOKENS
 
 
 @pytest.mark.parametrize(

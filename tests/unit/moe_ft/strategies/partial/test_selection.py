@@ -14,21 +14,10 @@ from moe_ft.strategies.partial.selection import (
     select_sequential,
     select_to_persist,
 )
+from tests.unit.moe_ft.strategies.partial.experts import shapes
 
 FIGURE_4 = ExpertLayout(num_layers=4, num_experts=3, ep_size=3)
 FOUR_ON_TWO = ExpertLayout(num_layers=1, num_experts=4, ep_size=2)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[ExpertLayout, int]:
-    """Draw experts and a k that they allow."""
-    ep_size = draw(st.integers(1, 5))
-    experts = ExpertLayout(
-        num_layers=draw(st.integers(1, 6)),
-        num_experts=ep_size * draw(st.integers(1, 4)),
-        ep_size=ep_size,
-    )
-    return experts, draw(st.integers(1, experts.num_experts))
 
 
 def counts_of(experts: ExpertLayout, seed: int, most: int = 5) -> Counts:
@@ -48,7 +37,7 @@ def test_first_two_snapshots_of_figure_4_hold_the_experts_that_it_shows() -> Non
     assert select_sequential(FIGURE_4, cursors, 1) == ((1,), (2,), (0,), (1,))
 
 
-@given(layouts())
+@given(shapes())
 def test_sequential_selection_loads_ranks_evenly_in_every_snapshot(
     drawn: tuple[ExpertLayout, int],
 ) -> None:
@@ -61,7 +50,7 @@ def test_sequential_selection_loads_ranks_evenly_in_every_snapshot(
         cursors = advance(experts, cursors, k)
 
 
-@given(layouts(), st.integers(0, 2**32 - 1))
+@given(shapes(), st.integers(0, 2**32 - 1))
 def test_load_aware_selection_leaves_no_expert_with_more_unsaved_tokens_behind(
     drawn: tuple[ExpertLayout, int], seed: int
 ) -> None:
@@ -74,7 +63,7 @@ def test_load_aware_selection_leaves_no_expert_with_more_unsaved_tokens_behind(
         assert not left or min(unsaved[layer, list(chosen)]) >= max(unsaved[layer, list(left)])
 
 
-@given(layouts(), st.integers(0, 2**32 - 1))
+@given(shapes(), st.integers(0, 2**32 - 1))
 def test_load_aware_selection_among_equals_is_the_sequential_one(
     drawn: tuple[ExpertLayout, int], seed: int
 ) -> None:
@@ -90,7 +79,7 @@ def test_most_on_a_rank_is_reached_when_one_rank_has_all_the_load() -> None:
     assert max(rank_counts(FOUR_ON_TWO, selection)) == most_on_a_rank(FOUR_ON_TWO, 3) == 2
 
 
-@given(layouts(), st.integers(0, 2**32 - 1))
+@given(shapes(), st.integers(0, 2**32 - 1))
 def test_filling_up_gives_every_rank_as_many_experts_as_the_bottleneck_had(
     drawn: tuple[ExpertLayout, int], seed: int
 ) -> None:
@@ -103,7 +92,7 @@ def test_filling_up_gives_every_rank_as_many_experts_as_the_bottleneck_had(
     assert all(set(a) <= set(b) for a, b in zip(selection, filled, strict=True))
 
 
-@given(layouts(), st.integers(0, 2**32 - 1), st.booleans())
+@given(shapes(), st.integers(0, 2**32 - 1), st.booleans())
 def test_versions_that_storage_has_already_are_not_persisted(
     drawn: tuple[ExpertLayout, int], seed: int, is_load_aware: bool
 ) -> None:

@@ -40,7 +40,7 @@ def shared(draw: st.DrawFn) -> tuple[ExpertLayout, Settings, RankShare]:
 
 
 @given(shared(), st.integers(0, 40))
-def test_division_of_any_sequential_snapshot_is_among_those_that_regions_are_sized_for(
+def test_division_of_any_sequential_snapshot_and_of_the_last_ones_is_among_those_that_regions_are_sized_for(
     job: tuple[ExpertLayout, Settings, RankShare], num_snapshots: int
 ) -> None:
     experts, settings, share = job
@@ -48,19 +48,8 @@ def test_division_of_any_sequential_snapshot_is_among_those_that_regions_are_siz
     sized_for = [plan.shares for plan in possible(strategy)]
     for iteration in range(num_snapshots):
         assert take_plan(strategy, iteration).shares in sized_for
-
-
-@given(shared(), st.integers(0, 10))
-def test_division_of_a_last_snapshot_is_among_those_that_regions_are_sized_for(
-    job: tuple[ExpertLayout, Settings, RankShare], num_before: int
-) -> None:
-    experts, settings, share = job
-    strategy = strategy_of(experts, settings, 0, share)
-    sized_for = [plan.shares for plan in possible(strategy)]
-    for iteration in range(num_before):
-        take(strategy, iteration)
-    while not strategy.is_whole(num_before):
-        assert take_plan(strategy, num_before, is_whole=True).shares in sized_for
+    while not strategy.is_whole(num_snapshots):
+        assert take_plan(strategy, num_snapshots, is_whole=True).shares in sized_for
 
 
 @given(shared(), st.integers(0, 100))

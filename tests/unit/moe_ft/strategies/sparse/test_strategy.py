@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from moe_ft.strategies.sparse.positions import RankUnits
@@ -177,6 +178,14 @@ def test_ranks_of_one_expert_parallel_rank_order_alike_and_others_their_own() ->
 
 
 # Which iterations are whole
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_only_a_window_of_one_snapshot_leaves_its_iteration_whole(window: int) -> None:
+    strategy = by_hand(window=window).strategies[0]
+    strategy.note_complete(strategy.plan_window(5), 6)
+    assert strategy.is_whole(6) == (window == 1)
+    assert not strategy.is_whole(5)
 
 
 def test_last_window_leaves_its_iteration_whole_when_all_ranks_have_it() -> None:

@@ -28,10 +28,6 @@ def sizes_of(full: list[list[int]], compute: list[list[int]]) -> PositionSizes:
     return PositionSizes(full=np.array(full, np.int64), compute=np.array(compute, np.int64))
 
 
-# Six units of one parameter, which is figure 6 of the paper with operators of equal size.
-EQUAL = sizes_of([[12] * 6], [[2] * 6])
-
-
 @st.composite
 def small_sizes(draw: st.DrawFn) -> PositionSizes:
     """Draw sizes of a few ranks, some equal and some 0, for which every division can be tried."""
@@ -199,19 +195,6 @@ def test_no_window_takes_more_than_the_most_of_its_lengths(
         for length in range(shortest, shortest + more + 1):
             ends = cut_window(each, length).ends
             assert np.all(snapshot_bytes(each, ends).sum(axis=1) <= most)
-
-
-@pytest.mark.parametrize(
-    ("budget", "length"), [(72, 1), (71.9, 2), (42, 2), (32, 3), (28, 4), (24, 5), (22, 6)]
-)
-def test_shortest_window_of_equal_units_has_the_length_worked_by_hand(
-    budget: float, length: int
-) -> None:
-    # Largest of 6: 72; of 3, 3: 36 + 3 x 2; of 2, 2, 2: 24 + 4 x 2; of 1, 1, 2, 2: 24 + 2 x 2;
-    # of 1, 1, 1, 1, 2: 24; of single units: 12 + 5 x 2.
-    fit = shortest_window(EQUAL, budget, 6)
-    assert fit.length == length
-    assert fit.largest_bytes <= budget
 
 
 @given(small_sizes(), st.integers(-1, 60), st.integers(1, 9))
