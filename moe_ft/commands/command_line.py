@@ -1,17 +1,24 @@
-"""Command lines that start training: the launcher's words, the flags of Megatron and of moe_ft."""
+"""Command lines that start training: the launcher's words, the flags of moe_ft, and the job that starts.
+
+Nothing here imports Megatron. What builds its model lies above: it is found by name, when a job is planned.
+"""
 
 import argparse
+import importlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
+from typing import NoReturn
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
-from moe_ft.config.megatron_flags import add_megatron_flags, refuse, select_flags
 from moe_ft.errors import ConfigError
+from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 
+PLANNER = "megatron.fault_tolerance.program.plan"
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
@@ -37,57 +44,66 @@ class TrainingCommand:
     """A command line that starts training.
 
     Attributes:
-        args: flags of Megatron that decide sizes.
-        notes: lines on flags whose effect is not counted.
+        flags: of training, with their values.
+        runs_script: whether a script of one's own reads them too.
     """
 
     launch: Launch
-    args: argparse.Namespace
+    flags: tuple[str, ...]
     config: MoeFtConfig
-    notes: tuple[str, ...]
+    runs_script: bool = False
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:
-    """Read a command line that starts training, or only its flags.
+    """Read a command line that starts training, or only its flags. Megatron's are not looked at.
 
     Raises:
-        ConfigError: if a flag is unknown, cannot be read, or changes sizes in a way that is not counted.
+        ConfigError: if a flag of moe_ft is unknown or cannot be read.
     """
     launcher, flags = _split(words)
-    parser = _parser()
-    parser.add_argument("--text-dir")
-    add_megatron_flags(parser)
-    read, notes = select_flags(flags, parser, has_script=_runs_script(launcher))
-    args = parser.parse_args(read)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = _refuse  # type: ignore[method-assign]
+    option_types = registry.option_types()
+    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
+    args, others = parser.parse_known_args(flags)
+    if unknown := [word for word in others if word.startswith("--moe-ft-")]:
+        _refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    if {"-h", "--help"} & {*others}:
+        raise ConfigError(
+            "--help starts no training. For help, leave out the command line of training."
+        )
     return TrainingCommand(
         launch=read_launch(launcher),
-        args=args,
-        config=config_from(args, registry.option_types()),
-        notes=tuple(notes),
+        flags=tuple(flags),
+        config=config_from(args, option_types),
+        runs_script=[PurePath(word).name for word in launcher[-2:]] == ["moe_ft", "run"],
     )
 
 
-def read_settings(words: Sequence[str]) -> tuple[Launch, MoeFtConfig]:
-    """Return the ranks and the settings of moe_ft of a command line whose other flags cannot be planned.
+def plan_job(
+    command: TrainingCommand, measured: Measured, *, world_size: int, ranks_per_node: int
+) -> tuple[PlannedJob, list[str]]:
+    """Return the job that a command line starts, and notes on how it is planned.
 
     Raises:
-        ConfigError: if a flag of moe_ft cannot be read.
+        ConfigError: if training would refuse the flags, or their job cannot be planned.
     """
-    launcher, flags = _split(words)
-    args, others = _parser().parse_known_args(flags)
-    unknown = [word for word in others if word.startswith("--moe-ft-")]
-    if unknown:
-        refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    return read_launch(launcher), config_from(args, registry.option_types())
+    with warnings.catch_warnings(action="ignore"):  # Megatron's, of packages that are missing
+        planner = importlib.import_module(PLANNER)
+    found: tuple[PlannedJob, list[str]] = planner.plan_job(
+        command.flags,
+        command.config,
+        measured,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        runs_script=command.runs_script,
+    )
+    return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the flags of moe_ft."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse  # type: ignore[method-assign]
-    types = part_types(registry.option_types()).values()
-    add_flags(parser, types, {"strategy": registry.names()})
-    return parser
+def _refuse(message: str) -> NoReturn:
+    """Raise ConfigError instead of printing argparse's usage, which has hundreds of lines."""
+    raise ConfigError(f"{message}. Correct it, or look at --help of the program.")
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -101,11 +117,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         f"{words[0]} starts no .py program, and is no flag. Give the command that starts the ranks, such "
         "as torchrun ... -m moe_ft run SCRIPT.py ..., or the flags of training alone."
     )
-
-
-def _runs_script(launcher: Sequence[str]) -> bool:
-    """Return whether the launcher's words end with `moe_ft run`."""
-    return [PurePath(word).name for word in launcher[-2:]] == ["moe_ft", "run"]
 
 
 def read_launch(words: Sequence[str]) -> Launch:

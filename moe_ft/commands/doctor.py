@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ft.commands.command_line import Launch, TrainingCommand, read_command, read_settings
+from moe_ft.commands.command_line import Launch, TrainingCommand, plan_job, read_command
 from moe_ft.config.fields import parse_size
 from moe_ft.config.stock_defects import lines_on_defects, read_saves
 from moe_ft.doctor.examination import Request, examine
@@ -13,9 +13,8 @@ from moe_ft.doctor.job import Job
 from moe_ft.doctor.place import Place, find_place
 from moe_ft.doctor.rows import Result, Row, refused, warned
 from moe_ft.errors import ConfigError
-from moe_ft.planning.described_job import describe_job
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.planned_job import Measured
+from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
@@ -97,24 +96,17 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
         warned("saves", "command line", *line.split(". Instead, "))
         for line in lines_on_defects(read_saves(words))
     ]
-    command, footprint, rows = None, None, []
-    try:
-        command = read_command(words)
-        launch, config = command.launch, command.config
-    except ConfigError as error:
-        launch, config = read_settings(words)
-        rows = [_unplanned(error)]
-    ranks = _ranks(options, launch, place)
-    if command is not None:
-        footprint, rows = _plan(command, ranks)
+    command = read_command(words)
+    ranks = _ranks(options, command.launch, place)
+    job, footprint, rows = _plan(command, ranks)
     return Job(
-        config=config,
+        config=command.config,
         is_given=True,
         rows=[*rows, *defects],
-        restarts=launch.restarts,
-        backend=launch.backend,
+        restarts=command.launch.restarts,
+        backend=command.launch.backend,
         ranks=ranks,
-        num_stages=1 if command is None else command.args.pipeline_model_parallel_size or 1,
+        num_stages=1 if job is None else job.num_stages,
         footprint=footprint,
     )
 
@@ -137,27 +129,30 @@ def _ranks(options: argparse.Namespace, launch: Launch, place: Place) -> tuple[i
 
 def _plan(
     command: TrainingCommand, ranks: tuple[int, int] | None
-) -> tuple[Footprint | None, list[Row]]:
-    """Return the room that the job needs, None if that is not known, and rows on why."""
-    config, args = command.config, command.args
+) -> tuple[PlannedJob | None, Footprint | None, list[Row]]:
+    """Return the job and the room that it needs, None if that is not known, and rows on why."""
+    config = command.config
     kind = registry.kind_of(config.strategy.strategy)
-    if kind is None or args.num_layers is None:
-        return None, []
+    if kind is None or not any(word.startswith("--num-layers") for word in command.flags):
+        return None, None, []
     if ranks is None:
         error = ConfigError(
             "the number of ranks is not known: give --world-size and --ranks-per-node"
         )
-        return None, [_unplanned(error)]
+        return None, None, [_unplanned(error)]
     try:
         config.validate(ranks[0])
-        registry.check(config, ModelFacts(num_experts=args.num_experts or 0, num_iterations=None))
     except ConfigError as error:
-        return None, [refused("flags", "command line", error)]
+        return None, None, [refused("flags", "command line", error)]
     try:
-        job = describe_job(args, config, Measured(), world_size=ranks[0], ranks_per_node=ranks[1])
-        footprint = kind.footprint(job)
-        log_bytes = job.boundary_bytes(kind.longest_window(config))
-        share = replace(footprint.share, boundary_bytes=log_bytes)
-        return replace(footprint, share=share), []
+        job, _ = plan_job(command, Measured(), world_size=ranks[0], ranks_per_node=ranks[1])
     except ConfigError as error:
-        return None, [_unplanned(error)]
+        return None, None, [_unplanned(error)]
+    try:
+        registry.check(config, ModelFacts(num_experts=job.model.num_experts, num_iterations=None))
+    except ConfigError as error:
+        return job, None, [refused("flags", "command line", error)]
+    footprint = kind.footprint(job)
+    log_bytes = job.boundary_bytes(kind.longest_window(config))
+    share = replace(footprint.share, boundary_bytes=log_bytes)
+    return job, replace(footprint, share=share), []

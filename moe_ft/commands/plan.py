@@ -5,12 +5,10 @@ import math
 from collections.abc import Sequence
 from itertools import takewhile
 
-from moe_ft.commands.command_line import TrainingCommand, read_command
+from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
-from moe_ft.planning import pipeline
-from moe_ft.planning.described_job import describe_job
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import Measured
 from moe_ft.planning.report import boundary_line
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
@@ -99,35 +97,23 @@ def run(options: argparse.Namespace) -> int:
         mtbf_s=options.mtbf_s,
         restart_s=options.restart_s,
     )
-    job = describe_job(
-        command.args,
-        command.config,
-        measured,
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-    )
-    text = _render(job, command)
-    own = command.config.warnings(job.train_iterations)
-    warnings = [*command.notes, *pipeline.notes(command.args), *own]
-    notes = "\n".join(f"note: {line}" for line in warnings)
-    print("\n\n".join(filter(None, [text, notes])))
-    return 0
-
-
-def _render(job: PlannedJob, command: TrainingCommand) -> str:
-    kind = registry.kind_of(job.config.strategy.strategy)
+    kind = registry.kind_of(command.config.strategy.strategy)
     if kind is None:
         offered = ", ".join(each.name for each in registry.kinds())
         raise ConfigError(
             "--moe-ft-strategy=none checkpoints nothing, so there is nothing to plan. Add one of the "
             f"strategies {offered} to the flags of training."
         )
-    model = ModelFacts(
-        num_experts=command.args.num_experts or 0, num_iterations=job.train_iterations
+    job, notes = plan_job(command, measured, world_size=world_size, ranks_per_node=ranks_per_node)
+    registry.check(
+        job.config,
+        ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
     )
-    registry.check(job.config, model)
     log = boundary_line(job, kind.longest_window(job.config))
-    return "\n\n".join([kind.report(job), *log])
+    notes += command.config.warnings(job.train_iterations)
+    lines = "\n".join(f"note: {line}" for line in notes)
+    print("\n\n".join(filter(None, [kind.report(job), *log, lines])))
+    return 0
 
 
 def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, int]:

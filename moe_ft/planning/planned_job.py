@@ -1,16 +1,19 @@
-"""The job that `python -m moe_ft plan` plans: model, ranks, bytes, settings, and what was measured of it."""
+"""The job that `python -m moe_ft plan` plans: its ranks and units, settings, and what was measured.
+
+megatron/fault_tolerance/program/plan.py builds it from a command line.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from moe_ft.arithmetic import round_up
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
+from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.interval import CheckpointCost, choose_interval
-from moe_ft.planning.model_size import ByteModel, ModelShape
-from moe_ft.planning.ownership import SavingLayout
-from moe_ft.units import UnitId
+from moe_ft.units import Level, Part, UnitId, UnitKind
 
 _UNPLANNED = {
     "network_bandwidth": "the time to send replicas is not planned",
@@ -89,35 +92,156 @@ def flag_of(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitBytes:
+    """Bytes of a version of a unit on a rank, as it lies in a snapshot; 0 where other ranks save all.
+
+    Attributes:
+        full, compute: by level.
+        weights, moments: of its two parts, at FULL.
+        live: of its tensors as the optimizer keeps them, whatever format snapshots have.
+        slot, moments_slot: that a version of it, or of its moments, may take, whatever format another start
+            used.
+        elements: numbers of its parameters that the rank saves.
+    """
+
+    full: int
+    compute: int
+    weights: int
+    moments: int
+    live: int
+    slot: int
+    moments_slot: int
+    elements: int
+
+    def at(self, part: Part, level: Level) -> int:
+        """Return the bytes at a level, of a part at FULL."""
+        if level is Level.COMPUTE:
+            return self.compute
+        return {Part.WEIGHTS: self.weights, Part.MOMENTS: self.moments}.get(part, self.full)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedRank:
+    """A rank of a stage and its units, as a strategy asks for them (`UnitSizes`).
+
+    Attributes:
+        rank: of the job, in the first of the stages that are alike.
+        group: number of its data-parallel group in the stage.
+        dp_rank: in that group.
+        sizes: of every unit that it has, also of those that other ranks save.
+        replicated: elements outside experts that all ranks of the group hold, undivided, and their bytes.
+    """
+
+    rank: int
+    group: int
+    dp_rank: int
+    ep_rank: int
+    sizes: Mapping[UnitId, UnitBytes]
+    replicated: tuple[int, int] = (0, 0)
+
+    @property
+    def units(self) -> tuple[UnitId, ...]:
+        """Whole units."""
+        return tuple(self.sizes)
+
+    def owns(self, unit: UnitId) -> bool:
+        """Return whether this rank saves any part of a unit."""
+        return self.sizes[unit.whole].full > 0
+
+    def num_bytes(self, unit: UnitId, level: Level = Level.FULL, *, alignment: int = 1) -> int:
+        """Return the bytes that it saves of a unit, with the gaps that align tensors."""
+        return round_up(self.sizes[unit.whole].at(unit.part, level), alignment)
+
+    def slot_bytes(self, unit: UnitId) -> int:
+        """Return the bytes of a slot for a unit, or for its moments."""
+        sizes = self.sizes[unit.whole]
+        return sizes.moments_slot if unit.part is Part.MOMENTS else sizes.slot
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a snapshot of everything at FULL."""
+        return sum(each.full for each in self.sizes.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers of parameters that it saves."""
+        return sum(each.elements for each in self.sizes.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStage:
+    """Pipeline stages that are alike but for the numbers of their layers.
+
+    Attributes:
+        numbers: of these stages; units and ranks are those of the first.
+        elements: of every unit, over the tensor-parallel ranks that divide it.
+    """
+
+    numbers: tuple[int, ...]
+    ranks: tuple[PlannedRank, ...]
+    elements: Mapping[UnitId, int]
+
+    def ep_ranks(self, group: int) -> list[int]:
+        """Return ``[data-parallel rank]`` the expert-parallel ranks of a data-parallel group."""
+        members = [(each.dp_rank, each.ep_rank) for each in self.ranks if each.group == group]
+        return [ep_rank for _, ep_rank in sorted(members)]
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return len({unit.layer_name for unit in self.elements if unit.kind is UnitKind.EXPERT})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """Numbers of a whole model.
+
+    Attributes:
+        num_parameters: of each once, however many ranks hold it.
+        num_experts: of an MoE layer; 0 without.
+        expert_parameters: of one expert of one layer.
+        active_share: of the experts of a layer, those that a token goes to.
+        is_grouped: whether the experts of a layer on a rank are one module in training.
+    """
+
+    num_parameters: int
+    num_experts: int = 0
+    num_moe_layers: int = 0
+    expert_parameters: int = 0
+    active_share: float = 1.0
+    is_grouped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedJob:
     """A training job that need not exist.
 
     Attributes:
-        stages: ``[stage]`` the parameters of its units.
-        bucket_parameters: elements that fill a bucket of the distributed optimizer on the first stage
-            (--overlap-grad-reduce); None: every buffer is one.
-        byte_model: bytes of a parameter.
+        stages: each kind of them once.
+        by_sharding: likewise, if replicated state were divided as "none" and "equal" do.
+        dp, ep, tp, expert_tp: data-parallel ranks (context parallelism included), those that divide the
+            experts of a layer, and those that divide tensors, outside experts and in them.
+        is_optimizer_distributed: whether each rank owns a slice of the optimizer's state, which it saves
+            whatever the sharding.
         train_iterations: of the whole training, None if that is not known.
-        active_share: of the experts of a layer, those that a token goes to.
-        live_bytes: of a parameter's master weight and moments in training, which breakpoints keep as they
-            are.
         traffic: what the pipeline sends in an iteration, if that is logged.
     """
 
-    shape: ModelShape
-    stages: tuple[Mapping[UnitId, int], ...]
-    layout: SavingLayout
-    bucket_parameters: int | None
-    byte_model: ByteModel
+    model: PlannedModel
+    stages: tuple[PlannedStage, ...]
+    dp: int
+    ep: int
+    tp: int
+    expert_tp: int
+    is_optimizer_distributed: bool
+    experts: ExpertFacts
     config: MoeFtConfig
     ranks_per_node: int
     replication_factor: int
     train_iterations: int | None
-    active_share: float
-    is_grouped: bool
     measured: Measured
-    live_bytes: int = ByteModel().optimizer
     traffic: PipelineTraffic | None = None
+    by_sharding: Mapping[str, tuple[PlannedStage, ...]] = field(default_factory=dict)
 
     def boundary_bytes(self, longest_window: int) -> int:
         """Return the bytes of the boundary log of the rank with the largest one; 0 without a log."""
@@ -127,9 +251,42 @@ class PlannedJob:
         return most_log_bytes(self.traffic, longest_window=longest_window, interval=interval)
 
     @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return sum(len(stage.numbers) for stage in self.stages)
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of all stages."""
-        return self.layout.dp * len(self.stages)
+        return sum(len(stage.numbers) * len(stage.ranks) for stage in self.stages)
+
+    @property
+    def num_expert_owners(self) -> int:
+        """Ranks that hold the same piece of an expert."""
+        stage = next(each for each in self.stages if each.num_moe_layers)
+        (expert, *_) = (unit for unit in stage.ranks[0].units if unit.kind is UnitKind.EXPERT)
+        return sum(expert in rank.sizes for rank in stage.ranks) // self.expert_tp
+
+    def divided(self, sharding: str) -> "PlannedJob":
+        """Return the job with another --moe-ft-sharding, of one whose optimizer is not distributed."""
+        strategy = replace(self.config.strategy, sharding=sharding)
+        stages = self.by_sharding["none" if sharding == "none" else "equal"]
+        return replace(self, stages=stages, config=replace(self.config, strategy=strategy))
+
+    def by_rank[Value](self, values: Sequence[Sequence[Value]]) -> list[Value]:
+        """Return ``[rank]`` values, of ``[stage][rank of the stage]`` ones of each kind of stage."""
+        ordered = {
+            number: of_stage
+            for stage, of_stage in zip(self.stages, values, strict=True)
+            for number in stage.numbers
+        }
+        return [value for number in sorted(ordered) for value in ordered[number]]
+
+    @property
+    def heaviest(self) -> PlannedRank:
+        """The rank whose snapshot of everything is the largest."""
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        return max(ranks, key=lambda rank: rank.dense_bytes)
 
     @property
     def persists(self) -> bool:
@@ -141,11 +298,13 @@ class PlannedJob:
         """Snapshots (or windows) for each one that goes to storage."""
         return max(1, self.config.storage.persist_interval)
 
-    def breakpoint_bytes(self, num_parameters: float) -> int:
-        """Return the bytes of a rank's breakpoint, whatever format snapshots have; 0 without one."""
+    @property
+    def breakpoint_bytes(self) -> int:
+        """Bytes of the largest breakpoint of a rank, whatever format snapshots have; 0 without one."""
         if not self.config.memory.breakpoints:
             return 0
-        return math.ceil(num_parameters * self.live_bytes)
+        ranks = (rank for stage in self.stages for rank in stage.ranks)
+        return max(sum(each.live for each in rank.sizes.values()) for rank in ranks)
 
     def interval(self, snapshot_bytes: int, persisted_bytes: int) -> int:
         """Return the iterations between snapshots.

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.model_size import ModelShape
-from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.planned_job import PlannedJob, PlannedModel
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
@@ -25,32 +24,38 @@ def reduction(num_bytes: float, reference_bytes: float) -> float:
     return 1 - num_bytes / reference_bytes
 
 
-def describe_shape(shape: ModelShape) -> str:
+def describe_model(model: PlannedModel) -> str:
     """Return how many parameters a model has, and how many of them are in experts."""
-    if not shape.num_moe_layers:
-        return f"{_count(shape.num_parameters)} parameters, no experts"
+    if not model.num_moe_layers:
+        return f"{_count(model.num_parameters)} parameters, no experts"
+    num_experts = model.num_moe_layers * model.num_experts
     return (
-        f"{_count(shape.num_parameters)} parameters, of which {_count(shape.num_expert_parameters)} in "
-        f"{shape.num_experts} experts of each of {shape.num_moe_layers} MoE layers "
-        f"({_count(shape.expert_parameters)} each)"
+        f"{_count(model.num_parameters)} parameters, of which "
+        f"{_count(num_experts * model.expert_parameters)} in {model.num_experts} experts of each of "
+        f"{model.num_moe_layers} MoE layers ({_count(model.expert_parameters)} each)"
     )
+
+
+def describe_layout(job: PlannedJob) -> str:
+    """Return the numbers of ranks."""
+    tensor = f"tp {job.tp}, " if job.tp > 1 else ""
+    return f"{tensor}pp {job.num_stages}, dp {job.dp}, ep {job.ep}"
 
 
 def describe_ranks(job: PlannedJob) -> str:
-    """Return the model and who saves what of it, for snapshots of master weights and moments."""
-    layout, owners = job.layout, ""
-    if job.shape.num_moe_layers:
-        ranks = "rank holds" if layout.num_groups == 1 else "ranks hold"
-        owners = f"{layout.num_groups} {ranks} each expert; "
+    """Return the model and who saves what of it, for snapshots of everything at FULL."""
+    owners = ""
+    if job.model.num_moe_layers:
+        holders = job.num_expert_owners
+        owners = f"{holders} {'rank holds' if holders == 1 else 'ranks hold'} each expert; "
     division = (
         "each rank saves its slices of the distributed optimizer"
-        if layout.is_optimizer_distributed
-        else f"optimizer on every rank, sharding {layout.sharding}"
+        if job.is_optimizer_distributed
+        else f"optimizer on every rank, sharding {job.config.strategy.sharding}"
     )
     return (
-        f"{describe_shape(job.shape)}\n"
-        f"pp {len(job.stages)}, dp {layout.dp}, ep {layout.ep}: {owners}{division}; "
-        f"{job.byte_model.optimizer} bytes of a parameter saved"
+        f"{describe_model(job.model)}\n{describe_layout(job)}: {owners}{division}; "
+        f"{job.heaviest.dense_bytes / job.heaviest.num_elements:.3g} bytes of a parameter saved"
     )
 
 
@@ -125,13 +130,14 @@ def smallest_interval(
     return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))
 
 
-def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare], num_parameters: float) -> str:
+def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
     """Return the host memory of the rank that needs the most, of a node of such ranks, and by parameter.
 
     Args:
         shares: by column, the rank's own state in one form.
     """
     factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
+    num_parameters = job.heaviest.num_elements
     own = [share.own_bytes(persists=job.persists) for share in shares.values()]
     kept = [factor * share.replica_bytes for share in shares.values()]
     both = [

@@ -53,13 +53,13 @@ def build_strategy(
         experts=experts,
         dp_ep_ranks=dp_ep_ranks,
         grouped_layers=grouped_layers(catalog.parameters),
-        replicated_bytes=_replicated_bytes(catalog),
+        replicated_bytes=replicated_bytes(catalog),
         gather=gather,
     )
     return chosen(config).build(config, facts)
 
 
-def _replicated_bytes(catalog: UnitCatalog) -> int:
+def replicated_bytes(catalog: UnitCatalog) -> int:
     """Return the bytes of non-expert parameters that all data-parallel ranks hold, undivided."""
     shared = [each for each in catalog.parameters if not each.is_sharded and not each.is_expert]
     whole = {local.name: (0, local.parameter.numel()) for local in shared}

@@ -10,7 +10,6 @@ from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.planning.host_memory import Footprint, MemoryShare
-from moe_ft.planning.ownership import saved_parameters
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_ranks, memory_table, persist_line, whole_line
 from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy, StrategyKind, WindowPlan
@@ -41,48 +40,27 @@ class Dense(StrategyKind):
     @override
     def report(self, job: PlannedJob) -> str:
         job.measured.refuse_unplanned("dense")
-        parameters = _saved(job)
-        most, num_bytes = max(parameters), job.byte_model.optimizer
+        sizes = job.by_rank([[rank.dense_bytes for rank in stage.ranks] for stage in job.stages])
+        most = max(sizes)
         size = (
-            f"snapshot: {sum(parameters) * num_bytes / 1e6:,.1f} MB in all, {most * num_bytes / 1e6:,.1f} MB "
-            f"of rank {parameters.index(most)}, which has the most"
+            f"snapshot: {sum(sizes) / 1e6:,.1f} MB in all, {most / 1e6:,.1f} MB of rank "
+            f"{sizes.index(most)}, which has the most"
         )
-        memory = memory_table(job, {"dense": _share(job, most)}, most)
-        limits = _limits(job, most * num_bytes)
-        lines = "\n".join([size, *limits, *whole_line(job, most * num_bytes)])
-        return "\n\n".join([describe_ranks(job), lines, memory])
+        lines = "\n".join([size, *_limits(job, most), *whole_line(job, most)])
+        return "\n\n".join([describe_ranks(job), lines, memory_table(job, {"dense": _share(job)})])
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:
-        parameters, num_bytes = _saved(job), job.byte_model.optimizer
-        return Footprint(
-            share=_share(job, max(parameters)), checkpoint_bytes=sum(parameters) * num_bytes
-        )
+        sizes = job.by_rank([[rank.dense_bytes for rank in stage.ranks] for stage in job.stages])
+        return Footprint(share=_share(job), checkpoint_bytes=sum(sizes))
 
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         return DenseStrategy(facts.catalog.units)
 
 
-def _share(job: PlannedJob, num_parameters: int) -> MemoryShare:
-    return MemoryShare(
-        region_bytes=num_parameters * job.byte_model.optimizer,
-        breakpoint_bytes=job.breakpoint_bytes(num_parameters),
-    )
-
-
-def _saved(job: PlannedJob) -> list[int]:
-    """Return ``[rank]`` the parameters that a rank saves."""
-    return [
-        count
-        for number, units in enumerate(job.stages)
-        for count in saved_parameters(
-            job.shape,
-            units,
-            job.layout,
-            bucket_parameters=job.bucket_parameters if number == 0 else None,
-        )
-    ]
+def _share(job: PlannedJob) -> MemoryShare:
+    return MemoryShare(region_bytes=job.heaviest.dense_bytes, breakpoint_bytes=job.breakpoint_bytes)
 
 
 def _limits(job: PlannedJob, most_bytes: int) -> list[str]:

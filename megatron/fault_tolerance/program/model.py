@@ -41,16 +41,22 @@ def build_config(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """
     check_latent_attention(args)
     with refusals_of_megatron():
-        from_args = later("megatron.training.argument_utils", "gpt_config_from_args")
-        model_config = (from_args or older_gpt.gpt_config_from_args)(args)
-        # Keep a spec that --spec gives.
-        model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
-        # Megatron builds the layers of multi-token prediction from a separate spec.
-        gpt.mtp_block_spec = mtp_spec
-        config = argument_utils.pretrain_cfg_container_from_args(
-            args, None if gpt is older_gpt else model_config
-        )
+        model_config, described = stock_config(args)
     check_mtp_place(model_config)
+    return model_config, described
+
+
+def stock_config(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return what `build_config` returns, without its checks."""
+    from_args = later("megatron.training.argument_utils", "gpt_config_from_args")
+    model_config = (from_args or older_gpt.gpt_config_from_args)(args)
+    # Keep a spec that --spec gives.
+    model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
+    # Megatron builds the layers of multi-token prediction from a separate spec.
+    gpt.mtp_block_spec = mtp_spec
+    config = argument_utils.pretrain_cfg_container_from_args(
+        args, None if gpt is older_gpt else model_config
+    )
     described = {"cfg_container": config}
     if gpt is older_gpt:
         described["model_provider"] = model_config.build

@@ -24,7 +24,6 @@ from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
-from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
@@ -134,7 +133,7 @@ def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
 def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
     versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
-    _check_sizes(args)
+    check_sizes(args)
     check_refusals(args, refusals)
     check_event_log(args.moe_ft_event_log)
 
@@ -197,13 +196,61 @@ _SIZES = (
 )
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the ranks can be divided as Megatron's arguments say."""
     for flag in _SIZES:
         size = getattr(args, flag[2:].replace("-", "_"))
         if size is not None and size < 1:
             raise ConfigError(f"{flag}={size} must be at least 1. Give a number of ranks.")
     check_world_size(args, args.world_size)
     check_experts(args.num_experts, args.expert_model_parallel_size, args.moe_router_topk)
+
+
+def check_world_size(args: argparse.Namespace, world_size: int) -> None:
+    """Raise ConfigError unless the ranks can be divided as the sizes of Megatron's arguments say."""
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"world size {world_size} must be a multiple of --tensor-model-parallel-size={tp} x "
+            f"--pipeline-model-parallel-size={pp} x --context-parallel-size={cp} = {tp * pp * cp}. "
+            "Start another number of ranks or change one of the sizes."
+        )
+    etp = tp if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
+    ep = args.expert_model_parallel_size
+    if world_size % (etp * ep * pp):
+        is_default = args.expert_tensor_parallel_size is None
+        etp_source = " (default: the tensor parallel size)" if is_default else ""
+        raise ConfigError(
+            f"world size {world_size} must be a multiple of --expert-tensor-parallel-size={etp}"
+            f"{etp_source} x --expert-model-parallel-size={ep} x "
+            f"--pipeline-model-parallel-size={pp} = {etp * ep * pp}. "
+            "Start another number of ranks or change one of the sizes."
+        )
+
+
+def check_experts(num_experts: int | None, ep: int, top_k: int) -> None:
+    """Raise ConfigError unless the ranks can share the experts, and a token has as many as it is sent to."""
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"--expert-model-parallel-size={ep} needs a model with experts. "
+                "Add --num-experts, or use --expert-model-parallel-size 1."
+            )
+        return
+    if num_experts % ep:
+        raise ConfigError(
+            f"--num-experts={num_experts} must be a multiple of --expert-model-parallel-size={ep}: "
+            "every expert-parallel rank holds the same number of experts. Change one of the two."
+        )
+    if top_k > num_experts:
+        raise ConfigError(
+            f"--moe-router-topk={top_k} must be at most --num-experts={num_experts}. "
+            "Lower the first or raise the second."
+        )
 
 
 def check_event_log(directory: str | None) -> None:

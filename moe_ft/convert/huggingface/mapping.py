@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 
-from moe_ft.config.megatron_flags import spelling
 from moe_ft.errors import ConfigError
+
+# Flags that a command line does not spell as their `dest` is.
+_SPELLED = {
+    "--add-bias-linear": "--disable-bias-linear",
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--layernorm-zero-centered-gamma": "--apply-layernorm-1p",
+}
 
 Settings = Mapping[str, Any]
 Config = Mapping[str, Any]
@@ -175,7 +181,7 @@ def flags_of(settings: Settings) -> list[str]:
     """Return the flags that make a model of the settings; a setting that is None needs none."""
     words = []
     for flag, value in settings.items():
-        word = spelling(flag.removeprefix("--").replace("-", "_"))
+        word = _SPELLED.get(flag, flag)
         if isinstance(value, bool):
             is_negative = word.startswith(("--no-", "--disable-"))
             words += [word] if value is not is_negative else []

@@ -73,11 +73,11 @@ class Partial(StrategyKind):
 
     @override
     def report(self, job: PlannedJob) -> str:
-        return render(job, self.options_in(job.config))
+        return render(job, self.options_in(job.config), self.build)
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:
-        return footprint(job, self.options_in(job.config))
+        return footprint(job, self.options_in(job.config), self.build)
 
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:

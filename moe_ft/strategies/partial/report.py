@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.lost_tokens import expected_plt
-from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import (
     describe_ranks,
@@ -19,7 +18,7 @@ from moe_ft.planning.report import (
     whole_line,
 )
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.size import SavedModel, Workload, largest_hidden_k
+from moe_ft.strategies.partial.size import Build, PartialSizes, Workload, largest_hidden_k
 
 _MAX_RANK_ROWS = 16
 
@@ -29,11 +28,14 @@ class PartialPlan:
     """The job and what follows from the options of the strategy.
 
     Attributes:
+        sizes: of what its ranks save.
         k_by_target: experts of each MoE layer in a "snapshot" and in a "persist".
     """
 
     job: PlannedJob
-    model: SavedModel
+    options: PartialConfig
+    build: Build
+    sizes: PartialSizes
     k_by_target: Mapping[str, int]
 
     @property
@@ -42,71 +44,55 @@ class PartialPlan:
         snapshot, persist = (self.workload(k).bottleneck_bytes for k in self.k_by_target.values())
         return self.job.interval(snapshot, persist)
 
-    def workload(self, k: int, sharding: Sharding | None = None) -> Workload:
+    def workload(self, k: int, sharding: str | None = None) -> Workload:
         """Return what every rank saves."""
         if sharding is None:
-            return self.model.plan_workload(k)
-        layout = replace(self.model.layout, sharding=sharding)
-        return replace(self.model, layout=layout).plan_workload(k)
+            return self.sizes.plan_workload(k)
+        divided = self.job.divided(sharding)
+        return PartialSizes(divided, self.options, self.build).plan_workload(k)
 
 
-def render(job: PlannedJob, options: PartialConfig) -> str:
+def render(job: PlannedJob, options: PartialConfig, build: Build) -> str:
     """Return the plan as text.
 
     Raises:
         ConfigError: if flags do not fit together, or a measured value would be ignored.
     """
     job.measured.refuse_unplanned("partial")
-    model = saved_model(job, options)
-    k_snapshot = _read_k(job, options, model)
+    sizes = PartialSizes(job, options, build)
+    k_snapshot = _read_k(job, options, sizes)
     plan = PartialPlan(
         job=job,
-        model=model,
+        options=options,
+        build=build,
+        sizes=sizes,
         k_by_target={"snapshot": k_snapshot, "persist": min(k_snapshot, options.k_persist)},
     )
     described = "\n".join(
         [describe_ranks(job), *_simplifications(job, options), *_adaptive_advice(plan)]
     )
     parts = [described, _size_table(plan), _rank_table(plan), _memory(plan)]
-    whole = whole_line(job, plan.workload(job.shape.num_experts).bottleneck_bytes)
+    whole = whole_line(job, plan.workload(job.model.num_experts).bottleneck_bytes)
     return "\n\n".join([*parts, *_limits(plan), *whole, *_losses(plan)])
 
 
-def footprint(job: PlannedJob, options: PartialConfig) -> Footprint:
+def footprint(job: PlannedJob, options: PartialConfig, build: Build) -> Footprint:
     """Return the room that checkpoints take, at most.
 
     A checkpoint refers to the files of as many older ones as it takes until every expert was written.
     """
-    model, num_experts = saved_model(job, options), job.shape.num_experts
-    takes_whole = job.config.storage.persists_dense
-    k = None if options.dynamic_k or takes_whole else options.k_in_memory
+    sizes, num_experts = PartialSizes(job, options, build), job.model.num_experts
     k_persist = min(options.k_persist, num_experts)
-    largest = num_experts if takes_whole else k_persist
+    largest = num_experts if job.config.storage.persists_dense else k_persist
+    share = sizes.memory_share(options.k_in_memory)
     return Footprint(
-        share=_with_breakpoint(
-            job, model.memory_share(k), model.plan_workload(num_experts).bottleneck_bytes
-        ),
-        checkpoint_bytes=model.plan_workload(largest).total_bytes,
+        share=replace(share, breakpoint_bytes=job.breakpoint_bytes),
+        checkpoint_bytes=sizes.plan_workload(largest).total_bytes,
         num_older=math.ceil(num_experts / k_persist) - 1 + job.config.storage.keeps_whole,
     )
 
 
-def saved_model(job: PlannedJob, options: PartialConfig) -> SavedModel:
-    """Return the model whose snapshots leave out what the options say."""
-    return SavedModel(
-        shape=job.shape,
-        stages=job.stages,
-        layout=job.layout,
-        byte_model=replace(
-            job.byte_model,
-            weights=0,
-            master_always_full=options.master_always_full,
-        ),
-        bucket_parameters=job.bucket_parameters,
-    )
-
-
-def _read_k(job: PlannedJob, options: PartialConfig, model: SavedModel) -> int:
+def _read_k(job: PlannedJob, options: PartialConfig, sizes: PartialSizes) -> int:
     """Return k of snapshots, an automatic one as training would choose it."""
     if options.k_in_memory is not None:
         return options.k_in_memory
@@ -114,15 +100,15 @@ def _read_k(job: PlannedJob, options: PartialConfig, model: SavedModel) -> int:
         raise ConfigError(
             "--moe-ft-k-snapshot=auto needs --iteration-s and --bandwidth: k is the number of experts that "
             "can be copied in an iteration. Give them before the --, or plan with 1 to "
-            f"{job.shape.num_experts}."
+            f"{job.model.num_experts}."
         )
-    return model.automatic_k(job.measured.budget_bytes)
+    return sizes.automatic_k(job.measured.budget_bytes)
 
 
 def _simplifications(job: PlannedJob, options: PartialConfig) -> list[str]:
     """Return lines on settings that are planned as if they were others."""
     lines = []
-    if job.is_grouped:
+    if job.model.is_grouped:
         lines.append("grouped GEMM: slices are planned as if every expert were a module of its own")
     if options.selection != "sequential":
         lines.append(f"selection {options.selection}: planned as if it were sequential")
@@ -131,12 +117,12 @@ def _simplifications(job: PlannedJob, options: PartialConfig) -> list[str]:
 
 def _adaptive_advice(plan: PartialPlan) -> list[str]:
     """Return lines on how much lighter adaptive sharding would make the heaviest rank."""
-    if plan.job.layout.is_optimizer_distributed or plan.job.layout.sharding is Sharding.ADAPTIVE:
+    if plan.job.is_optimizer_distributed or plan.job.config.strategy.sharding == "adaptive":
         return []
     lines = []
     for target, k in plan.k_by_target.items():
         now = plan.workload(k).bottleneck_bytes
-        saved = reduction(plan.workload(k, Sharding.ADAPTIVE).bottleneck_bytes, now)
+        saved = reduction(plan.workload(k, "adaptive").bottleneck_bytes, now)
         if saved >= 0.001:
             lines.append(
                 f"{target}: --moe-ft-sharding adaptive makes the heaviest rank {saved:.1%} lighter"
@@ -146,12 +132,12 @@ def _adaptive_advice(plan: PartialPlan) -> list[str]:
 
 def _size_table(plan: PartialPlan) -> str:
     """Return sizes at both levels and of full checkpoints, with this sharding and without."""
-    num_experts = plan.job.shape.num_experts
+    num_experts = plan.job.model.num_experts
     full = plan.workload(num_experts)
     checkpoints = [(name, k, plan.workload(k)) for name, k in plan.k_by_target.items()]
     checkpoints.append(("full", num_experts, full))
-    if not plan.job.layout.is_optimizer_distributed:
-        baseline = plan.workload(num_experts, Sharding.NONE)
+    if not plan.job.is_optimizer_distributed:
+        baseline = plan.workload(num_experts, "none")
         checkpoints.append(("full, sharding none", num_experts, baseline))
     headers = (
         "checkpoint",
@@ -211,22 +197,15 @@ def _rank_table(plan: PartialPlan) -> str:
 
 def _memory(plan: PartialPlan) -> str:
     """Return host memory: with this k, with one that may become all experts, and of dense snapshots."""
-    dense_bytes = plan.workload(plan.job.shape.num_experts).bottleneck_bytes
-    k, takes_whole = plan.k_by_target["snapshot"], plan.job.config.storage.persists_dense
+    k = plan.k_by_target["snapshot"]
     shares = {
-        f"k {k}": plan.model.memory_share(None if takes_whole else k),
-        "k auto, or Dynamic-K": plan.model.memory_share(None),
-        "dense": MemoryShare(region_bytes=dense_bytes),
+        f"k {k}": plan.sizes.memory_share(k),
+        "k auto, or Dynamic-K": plan.sizes.memory_share(None),
+        "dense": MemoryShare(region_bytes=plan.job.heaviest.dense_bytes),
     }
-    shares = {
-        name: _with_breakpoint(plan.job, share, dense_bytes) for name, share in shares.items()
-    }
-    return memory_table(plan.job, shares, dense_bytes / plan.model.byte_model.optimizer)
-
-
-def _with_breakpoint(job: PlannedJob, share: MemoryShare, dense_bytes: int) -> MemoryShare:
-    num_bytes = job.breakpoint_bytes(dense_bytes / job.byte_model.optimizer)
-    return replace(share, breakpoint_bytes=num_bytes)
+    num_bytes = plan.job.breakpoint_bytes
+    shares = {name: replace(share, breakpoint_bytes=num_bytes) for name, share in shares.items()}
+    return memory_table(plan.job, shares)
 
 
 def _limits(plan: PartialPlan) -> list[str]:
@@ -249,13 +228,13 @@ def _limits(plan: PartialPlan) -> list[str]:
 def _describe_copy(plan: PartialPlan, copy_s: float, budget_bytes: float) -> list[str]:
     """Return whether a snapshot stays hidden, and the largest that does."""
     hidden_s = plan.job.measured.hidden_s
-    largest = largest_hidden_k(plan.workload, plan.job.shape.num_experts, budget_bytes)
+    largest = largest_hidden_k(plan.workload, plan.job.model.num_experts, budget_bytes)
     lines = [
         f"snapshot: {copy_s:.3f} s, hidden behind {hidden_s:.3f} s of forward and backward; stall "
         f"{max(0.0, copy_s - hidden_s):.3f} s",
         f"largest k-snapshot that stays hidden: {largest or 'none, not even 1'}",
     ]
-    automatic = plan.model.automatic_k(budget_bytes)
+    automatic = plan.sizes.automatic_k(budget_bytes)
     if automatic != max(1, largest):
         lines.append(
             f"auto takes {automatic}: it allows for one rank having every selected expert that its "
@@ -266,7 +245,7 @@ def _describe_copy(plan: PartialPlan, copy_s: float, budget_bytes: float) -> lis
 
 def _losses(plan: PartialPlan) -> list[str]:
     """Return what a fault loses with sequential selection and uniform routing."""
-    num_experts, num_iterations = plan.job.shape.num_experts, plan.job.train_iterations
+    num_experts, num_iterations = plan.job.model.num_experts, plan.job.train_iterations
     k_snapshot, k_persist = plan.k_by_target.values()
     persist_interval, storage = plan.interval * plan.job.persist_interval, plan.job.config.storage
     if storage.persists_dense and not storage.persist_interval:

@@ -1,34 +1,27 @@
-"""Bytes that each rank saves with partial experts, as training divides state among ranks.
+"""Bytes that each rank of a planned job saves with partial experts, and the host memory for them.
 
-They are those of master weights and moments, without tensor parallelism; records, headers and the gaps that
-align tensors are left out. selection.py selects the experts, planning/ownership.py divides them, and
-planning/model_size.py has the sizes of models. The paper counts other bytes and other slices:
-benchmarks/paper_sizes.py.
+The strategy of training plans each snapshot; headers and records are left out. The units of a planned job are
+planning/planned_job.py. The paper counts other bytes and other slices: benchmarks/paper_sizes.py.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 
-from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.host_memory import MemoryShare, num_slots, slot_bytes
-from moe_ft.planning.model_size import ByteModel, ModelShape
-from moe_ft.planning.ownership import SavingLayout, Sharding, owned_experts, owned_others
-from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.strategies.partial.selection import (
-    Selection,
-    advance,
-    rank_counts,
-    select_sequential,
-    sequential_bottleneck,
-)
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.planning.host_memory import MemoryShare, num_slots
+from moe_ft.planning.planned_job import PlannedJob, PlannedRank, PlannedStage
+from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import UnitId, UnitKind
 
-Units = Mapping[UnitId, int]  # parameters of each
+Build = Callable[[MoeFtConfig, RankFacts], Strategy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +58,31 @@ class Workload:
         return [sum(of_rank) / len(of_rank) for of_rank in zip(*self.rotation, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedModel:
-    """A model and the ranks that save it.
+class PartialSizes:
+    """What the ranks of a job save with the options of the strategy, or with some of them changed."""
 
-    Attributes:
-        stages: ``[stage]`` the parameters of its units (planning.model_size.stage_units).
-        layout: of the ranks of each stage; expert-parallel ranks divide the experts of a layer.
-        byte_model: of what a snapshot holds: master weights and moments.
-        bucket_parameters: after which a bucket of the distributed optimizer is full on the first stage
-            (--overlap-grad-reduce); None: every buffer is one.
-    """
+    def __init__(self, job: PlannedJob, options: PartialConfig, build: Build) -> None:
+        """Collect the ranks.
 
-    shape: ModelShape
-    stages: tuple[Units, ...]
-    layout: SavingLayout
-    byte_model: ByteModel
-    bucket_parameters: int | None = None
+        Args:
+            build: of the strategy's kind, as training calls it.
+        """
+        self._job, self._options = job, options
+        self._stages = [_Stage(job, stage, build) for stage in job.stages]
+
+    def _config(self, **changes: Any) -> MoeFtConfig:
+        config = self._job.config
+        options = {**config.options, "partial": replace(self._options, **changes)}
+        return replace(config, options=options)
 
     def plan_workload(self, k: int) -> Workload:
         """Return what every rank of every stage saves while sequential selection goes around the experts."""
-        by_stage = [stage.rotation(k) for stage in self._stages()]
-        return Workload(tuple(tuple(chain(*of_ranks)) for of_ranks in zip(*by_stage, strict=True)))
+        config = self._config(
+            k_snapshot=str(k), k_persist=1, dynamic_k=False, selection="sequential"
+        )
+        by_stage = [list(stage.rotation(config, k)) for stage in self._stages]
+        rotation = zip(*by_stage, strict=True)
+        return Workload(tuple(tuple(self._job.by_rank(of_stages)) for of_stages in rotation))
 
     def automatic_k(self, budget_bytes: float) -> int:
         """Return the k that --moe-ft-k-snapshot auto takes where ranks can copy so many bytes.
@@ -94,128 +90,137 @@ class SavedModel:
         It allows for one rank having all experts that are selected on its expert-parallel rank, and so is
         less than the largest that is hidden where several ranks share these.
         """
-        return min(stage.automatic_k(budget_bytes) for stage in self._stages())
+        config = self._config(k_snapshot="auto")
+        return min(stage.heaviest(config).largest_k(budget_bytes) for stage in self._stages)
 
     def memory_share(self, k: int | None) -> MemoryShare:
         """Return the host memory of the rank that needs the most.
 
         Args:
-            k: experts of each MoE layer in a snapshot; None if it may become all of them (auto, Dynamic-K).
+            k: experts of each MoE layer in a snapshot; None for automatic k, where it may become all.
         """
-        shares = chain.from_iterable(stage.memory_shares(k) for stage in self._stages())
+        dynamic = self._options.dynamic_k and k is not None
+        config = self._config(k_snapshot="auto" if k is None else str(k), dynamic_k=dynamic)
+        shares = (share for stage in self._stages for share in stage.memory_shares(config))
         return max(shares, key=lambda share: share.own_bytes(persists=False))
-
-    def _stages(self) -> "Iterator[_Stage]":
-        for number, units in enumerate(self.stages):
-            yield _Stage(self, units, self.bucket_parameters if number == 0 else None)
 
 
 class _Stage:
-    """Bytes that the ranks of one stage save; ranks are numbered within it."""
+    """The ranks of one stage and their strategies."""
 
-    def __init__(self, model: SavedModel, units: Units, bucket_parameters: int | None) -> None:
-        moe_layers = {unit.layer_name for unit in units if unit.kind is UnitKind.EXPERT}
-        layout = model.layout
-        self._layout = layout
-        self._experts = ExpertLayout(
-            num_layers=len(moe_layers), num_experts=model.shape.num_experts, ep_size=layout.ep
-        )
-        self._owned = owned_experts(
-            model.shape, len(moe_layers), layout, bucket_parameters=bucket_parameters
-        )
-        byte_model = model.byte_model
-        self._rotating_bytes, self._fixed_bytes = byte_model.optimizer_by_rule
-        self._bytes = byte_model.optimizer
-        self._num_rotating = 2 + (not byte_model.master_always_full)
-        self._num_others = sum(
-            count for unit, count in units.items() if unit.kind is not UnitKind.EXPERT
+    def __init__(self, job: PlannedJob, stage: PlannedStage, build: Build) -> None:
+        self._job, self._stage, self._build = job, stage, build
+        self._gathered: list[list[Any]] = []
+        largest: dict[UnitId, PlannedRank] = {}
+        for rank in stage.ranks:
+            for unit in rank.units:
+                known = largest.setdefault(unit, rank)
+                if rank.num_bytes(unit) > known.num_bytes(unit):
+                    largest[unit] = rank
+        # It has every expert of the stage, so its plans say which are selected.
+        self._whole = replace(
+            stage.ranks[0], sizes={unit: rank.sizes[unit] for unit, rank in largest.items()}
         )
 
-    @property
-    def _unit_bytes(self) -> int:
-        """The most that a rank saves of an expert."""
-        return int(self._owned.max(initial=0)) * self._rotating_bytes
+    def _strategy(self, config: MoeFtConfig, rank: PlannedRank) -> PartialStrategy:
+        """Return the strategy of a rank, which gathers values of all ranks of the stage."""
+        while True:
+            try:
+                found = self._build(config, self._facts(rank))
+                return cast(PartialStrategy, found)
+            except _GatherError:
+                self._gathered.append([self._asked(config, each) for each in self._stage.ranks])
 
-    def rotation(self, k: int) -> Iterator[list[int]]:
+    def _asked(self, config: MoeFtConfig, rank: PlannedRank) -> Any:
+        """Return the next value that a rank gives to the others."""
+        try:
+            self._build(config, self._facts(rank))
+        except _GatherError as gathers:
+            return gathers.value
+        raise AssertionError("all ranks of a stage gather equally often")
+
+    def _facts(self, rank: PlannedRank) -> RankFacts:
+        answers = iter(self._gathered)
+
+        def gather(value: Any) -> list[Any]:
+            for answer in answers:
+                return answer
+            raise _GatherError(value)
+
+        return RankFacts(
+            rank=rank.rank,
+            catalog=rank,
+            experts=replace(self._job.experts, ep_rank=rank.ep_rank),
+            dp_ep_ranks=self._stage.ep_ranks(rank.group),
+            grouped_layers=frozenset(),
+            replicated_bytes=rank.replicated[1],
+            gather=gather,
+        )
+
+    def rotation(self, config: MoeFtConfig, k: int) -> Iterator[list[int]]:
         """Yield ``[rank]`` bytes, for each snapshot until the selection is that of the first."""
-        experts = self._experts
-        cursors = experts.first_cursors(k)
-        for _ in range(experts.num_experts // math.gcd(experts.num_experts, k)):
-            yield self._rank_bytes(select_sequential(experts, cursors, k))
-            cursors = advance(experts, cursors, k)
+        strategy = self._strategy(config, self._whole)
+        units = {unit: place for place, unit in enumerate(sorted(strategy.rotating))}
+        rotating = np.array([[_bytes(rank, unit) for unit in units] for rank in self._stage.ranks])
+        num_experts = self._job.model.num_experts
+        for number in range(num_experts // math.gcd(num_experts, k)):
+            window = strategy.plan_window(number)
+            (plan,) = window.snapshots
+            chosen = [units[unit] for unit in plan.rotating]
+            always = [_always_bytes(rank, plan) for rank in self._stage.ranks]
+            yield (rotating[:, chosen].sum(axis=1, dtype=np.int64) + always).tolist()
+            strategy.note_begun(window)
+            strategy.note_complete(window, number)
 
-    def _rank_bytes(self, selection: Selection) -> list[int]:
-        """Return ``[rank]`` the bytes that each saves in a snapshot."""
-        layout, experts = self._layout, self._experts
-        selected = np.zeros((experts.num_layers, experts.num_experts))
-        for layer, chosen in enumerate(selection):
-            selected[layer, list(chosen)] = 1
-        by_rank = selected.reshape(experts.num_layers, experts.ep_size, experts.num_local)
-        # In floating point, which is exact below 2 ** 53 elements and much faster.
-        elements = np.einsum("gle,lre->gr", self._owned.astype(np.float64), by_rank, optimize=True)
-        of_experts = elements.astype(np.int64) * self._rotating_bytes
-        others = self._others(rank_counts(experts, selection))
-        always = self._always_bytes()
-        return [
-            int(of_experts[divmod(rank, layout.ep)]) + always[rank // layout.ep] + others[rank]
-            for rank in range(layout.dp)
-        ]
-
-    def _always_bytes(self) -> list[int]:
-        """Return ``[group]`` what every snapshot holds of a rank's experts."""
-        return [int(count) * self._fixed_bytes for count in self._owned.sum(axis=(1, 2))]
-
-    def _others(self, counts: Sequence[int]) -> list[int]:
-        """Return ``[rank]`` the bytes of what is no expert.
-
-        Args:
-            counts: ``[expert-parallel rank]`` selected experts.
-        """
-        layout, total = self._layout, self._num_others
-        if layout.is_optimizer_distributed or layout.sharding is not Sharding.ADAPTIVE:
-            return [count * self._bytes for count in owned_others(total, layout)]
-        # Like strategy.py, which takes whole experts for the part of them that each rank saves.
-        loads = [counts[rank % layout.ep] * self._unit_bytes for rank in range(layout.dp)]
-        shares = adaptive_shares(total * self._bytes, loads)
-        ends = [share // self._bytes for share in accumulate(shares, initial=0)]
-        return [(end - start) * self._bytes for start, end in pairwise(ends)]
-
-    def automatic_k(self, budget_bytes: float) -> int:
-        """Return the largest k that every rank would vote for; see `SavedModel.automatic_k`."""
-        experts = self._experts
-        if not experts.num_layers:
-            return experts.num_experts
-        room = budget_bytes - max(self._always_bytes()) - max(self._others([0] * experts.ep_size))
-        fitting = (
-            k
-            for k in range(1, experts.num_experts + 1)
-            if sequential_bottleneck(experts, k) * self._unit_bytes <= room
+    def heaviest(self, config: MoeFtConfig) -> PartialStrategy:
+        """Return the strategy of the rank with the most in every snapshot."""
+        always = self._strategy(config, self._whole).always
+        return self._strategy(
+            config,
+            max(self._stage.ranks, key=lambda rank: sum(_bytes(rank, unit) for unit in always)),
         )
-        return max(fitting, default=1)
 
-    def memory_shares(self, k: int | None) -> Iterator[MemoryShare]:
-        """Yield what the checkpoints of the heaviest rank of each group take."""
-        experts, always = self._experts, self._always_bytes()
-        others = self._most_others(experts.num_experts if k is None else k)
-        for group, owned in enumerate(self._owned):
-            by_layer = np.count_nonzero(owned, axis=1)
-            num_units = int(by_layer.sum())
-            most = num_units if k is None else int(np.minimum(by_layer, k).sum())
-            slot = slot_bytes(int(owned.max(initial=0)), self._num_rotating)
-            ranks = others[group * experts.ep_size : (group + 1) * experts.ep_size]
-            yield MemoryShare(
-                region_bytes=always[group] + max(ranks),
-                pool_bytes=num_slots(num_units, most) * slot,
+    def memory_shares(self, config: MoeFtConfig) -> Iterator[MemoryShare]:
+        """Yield what the checkpoints take of the heaviest rank among those that save as much of experts."""
+        plans = [
+            each.snapshots[0] for each in self._strategy(config, self._whole).possible_windows()
+        ]
+        by_experts: dict[tuple[int, ...], tuple[int, PlannedRank]] = {}
+        for rank in self._stage.ranks:
+            most = max(_always_bytes(rank, plan) for plan in plans)
+            key = tuple(
+                each.full for unit, each in rank.sizes.items() if unit.kind is UnitKind.EXPERT
             )
+            if key not in by_experts or most > by_experts[key][0]:
+                by_experts[key] = most, rank
+        for most, rank in by_experts.values():
+            strategy = self._strategy(config, rank)
+            slots = num_slots(len(strategy.rotating), strategy.most_rotating)
+            slot = max(map(rank.slot_bytes, strategy.rotating), default=0)
+            yield MemoryShare(region_bytes=most, pool_bytes=slots * slot)
 
-    def _most_others(self, k: int) -> list[int]:
-        """Return ``[rank]`` the most bytes of what is no expert in any snapshot."""
-        experts, cursors = self._experts, self._experts.first_cursors(k)
-        found = [self._others([0] * experts.ep_size)]
-        for _ in range(experts.num_experts // math.gcd(experts.num_experts, k)):
-            found.append(self._others(rank_counts(experts, select_sequential(experts, cursors, k))))
-            cursors = advance(experts, cursors, k)
-        return [max(of_rank) for of_rank in zip(*found, strict=True)]
+
+class _GatherError(Exception):
+    """A rank waits for the values of the others."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _bytes(rank: PlannedRank, unit: UnitId) -> int:
+    return rank.num_bytes(unit) if unit.whole in rank.sizes else 0
+
+
+def _always_bytes(rank: PlannedRank, plan: SnapshotPlan) -> int:
+    """Return the bytes of what every snapshot holds, with the replicated state as a plan divides it."""
+    if plan.shares is None:
+        return sum(_bytes(rank, unit) for unit in plan.levels)
+    elements, num_bytes = rank.replicated
+    ends = list(accumulate(plan.shares, initial=0))
+    first, last = (elements * ends[rank.dp_rank + each] // ends[-1] for each in (0, 1))
+    experts = (unit for unit in plan.levels if unit.kind is UnitKind.EXPERT)
+    return sum(_bytes(rank, unit) for unit in experts) + (last - first) * (num_bytes // elements)
 
 
 def largest_hidden_k(

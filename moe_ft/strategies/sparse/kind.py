@@ -5,16 +5,14 @@ from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
-from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import experts_of_stage
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.positions import rank_units
 from moe_ft.strategies.sparse.report import footprint, render
 from moe_ft.strategies.sparse.strategy import SparseStrategy
-from moe_ft.units import Level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +55,7 @@ class Sparse(StrategyKind):
 
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
-        catalog = facts.catalog
-        sizes = {
-            unit: (
-                catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
-                catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
-            )
-            for unit in catalog.units
-        }
-        own_units = RankUnits(
-            ep_rank=facts.experts.ep_rank, sizes=sizes, grouped_layers=facts.grouped_layers
-        )
+        own_units = rank_units(facts.experts.ep_rank, facts.catalog, facts.grouped_layers)
         everyone = facts.gather((facts.rank, own_units))
         layers, _ = experts_of_stage(
             [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.strategies.interface import UnitSizes
 from moe_ft.strategies.sparse.popularity import Scores, fractions_of_layers, order_experts
 from moe_ft.strategies.sparse.windows import Bytes, PositionSizes, count_splits
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 
 _BACK_TO_FRONT = (
     UnitKind.OUTPUT,
@@ -36,6 +38,21 @@ class RankUnits:
     ep_rank: int
     sizes: Mapping[UnitId, tuple[int, int]]
     grouped_layers: frozenset[str] = frozenset()
+
+
+def rank_units(ep_rank: int, catalog: UnitSizes, grouped_layers: frozenset[str]) -> RankUnits:
+    """Return the units of a rank with their sizes, each tensor aligned as regions are."""
+    return RankUnits(
+        ep_rank=ep_rank,
+        sizes={
+            unit: (
+                catalog.num_bytes(unit, alignment=ALIGNMENT_BYTES),
+                catalog.num_bytes(unit, Level.COMPUTE, alignment=ALIGNMENT_BYTES),
+            )
+            for unit in catalog.units
+        },
+        grouped_layers=grouped_layers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -13,7 +13,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import (
-    describe_shape,
+    describe_layout,
+    describe_model,
     megabytes,
     memory_table,
     persist_line,
@@ -23,11 +24,12 @@ from moe_ft.planning.report import (
 )
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.cost import Machine, ettr, expect_recovery, work_to_redo
+from moe_ft.strategies.sparse.positions import StageOrder
 from moe_ft.strategies.sparse.size import (
     WindowSize,
     choose_length,
     measure_window,
-    position_sizes,
+    order_stage,
     position_work,
     region_bytes,
 )
@@ -45,43 +47,38 @@ class SparsePlan:
     Attributes:
         window: None for automatic.
         machine: None if no bandwidth was given.
+        is_grouped: whether the experts of a layer on a rank freeze together.
     """
 
     job: PlannedJob
     options: SparseConfig
     window: int | None
     machine: Machine | None
+    is_grouped: bool
 
     @property
     def num_orders(self) -> int:
         """Orders of the experts that are tried: with one owner of each it makes no difference."""
-        is_equal = self.job.layout.num_groups == 1 or not self.job.shape.num_moe_layers
-        return 1 if is_equal else _NUM_ORDERS
+        has_experts = self.job.model.num_moe_layers > 0
+        return _NUM_ORDERS if has_experts and self.job.num_expert_owners > 1 else 1
+
+    def _orders(self, seed: int) -> list[StageOrder]:
+        num_experts = self.job.model.num_experts
+        return [
+            order_stage(stage, num_experts, seed, is_grouped=self.is_grouped)
+            for stage in self.job.stages
+        ]
 
     def stages(self, seed: int = 0) -> list[PositionSizes]:
         """Return ``[stage]`` what ranks save in an order of popularity; training begins with that of 0."""
-        return [
-            position_sizes(
-                each,
-                self.job.layout,
-                self.job.byte_model,
-                np.random.default_rng(seed),
-                is_grouped=self.job.is_grouped,
-            )
-            for each in self.job.stages
-        ]
+        return [order.sizes for order in self._orders(seed)]
 
     def works(self, seed: int = 0) -> list[npt.NDArray[np.float64]]:
         """Return ``[stage][position]`` the work that freezes there, in the same order."""
+        share = self.job.model.active_share
         return [
-            position_work(
-                each,
-                self.job.layout,
-                self.job.active_share,
-                np.random.default_rng(seed),
-                is_grouped=self.job.is_grouped,
-            )
-            for each in self.job.stages
+            position_work(order, stage.elements, share, is_grouped=self.is_grouped)
+            for order, stage in zip(self._orders(seed), self.job.stages, strict=True)
         ]
 
     def choose_window(self) -> tuple[WindowSize, int]:
@@ -118,7 +115,7 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
         ConfigError: if flags do not fit together.
     """
     machine = _read_machine(job)
-    plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=machine)
+    plan = _plan(job, options, machine)
     if plan.window is None and machine is None:
         raise ConfigError(
             "--moe-ft-window=auto needs --iteration-s and --bandwidth: it is the shortest window whose "
@@ -140,21 +137,26 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
 
 def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     """Return the room that checkpoints take, at most: as much as is reserved."""
-    plan = SparsePlan(job=job, options=options, window=options.window_snapshots, machine=None)
-    reserved = plan.reserve()
-    whole = measure_window(plan.stages(), 1).dense_bytes
+    reserved = _plan(job, options, None).reserve()
     return Footprint(
-        share=_share(job, reserved, whole),
+        share=_share(job, reserved),
         checkpoint_bytes=job.num_ranks * reserved,
         num_older=int(job.config.storage.keeps_whole),
     )
 
 
-def _share(job: PlannedJob, region_bytes: int, dense_bytes: int) -> MemoryShare:
-    return MemoryShare(
-        region_bytes=region_bytes,
-        breakpoint_bytes=job.breakpoint_bytes(dense_bytes / job.byte_model.optimizer),
+def _plan(job: PlannedJob, options: SparseConfig, machine: Machine | None) -> SparsePlan:
+    return SparsePlan(
+        job=job,
+        options=options,
+        window=options.window_snapshots,
+        machine=machine,
+        is_grouped=job.model.is_grouped,
     )
+
+
+def _share(job: PlannedJob, region_bytes: int) -> MemoryShare:
+    return MemoryShare(region_bytes=region_bytes, breakpoint_bytes=job.breakpoint_bytes)
 
 
 def _read_machine(job: PlannedJob) -> Machine | None:
@@ -184,21 +186,17 @@ def _read_machine(job: PlannedJob) -> Machine | None:
 
 
 def _describe(plan: SparsePlan) -> str:
-    layout, byte_model = plan.job.layout, plan.job.byte_model
-    optimizer = "distributed" if layout.is_optimizer_distributed else "on every rank"
+    job, rank = plan.job, plan.job.heaviest
+    optimizer = "distributed" if job.is_optimizer_distributed else "on every rank"
+    compute = sum(each.compute for each in rank.sizes.values()) / rank.num_elements
     lines = [
-        describe_shape(plan.job.shape),
-        f"pp {len(plan.job.stages)}, dp {layout.dp}, ep {layout.ep}; sharding {layout.sharding}; optimizer "
-        f"{optimizer}; {byte_model.optimizer} bytes per parameter at FULL, {byte_model.weights} at COMPUTE",
+        describe_model(job.model),
+        f"{describe_layout(job)}; sharding {job.config.strategy.sharding}; optimizer {optimizer}; "
+        f"{rank.dense_bytes / rank.num_elements:.3g} bytes per parameter at FULL, {compute:.3g} at COMPUTE",
     ]
-    if plan.job.is_grouped:
+    if plan.is_grouped:
         lines.append(
             "grouped GEMM: a rank's experts of a layer freeze together, so they are saved together"
-        )
-    if plan.job.bucket_parameters is not None and layout.is_optimizer_distributed:
-        lines.append(
-            "--overlap-grad-reduce: slices of the first stage are planned for buffers of one bucket, the "
-            "least even"
         )
     if plan.num_orders > 1:
         lines.append(
@@ -280,8 +278,8 @@ def _memory(plan: SparsePlan, window: WindowSize) -> str:
         "reserved": plan.reserve(),
         "dense": window.dense_bytes,
     }
-    shares = {name: _share(plan.job, size, window.dense_bytes) for name, size in regions.items()}
-    return memory_table(plan.job, shares, window.dense_bytes / plan.job.byte_model.optimizer)
+    shares = {name: _share(plan.job, size) for name, size in regions.items()}
+    return memory_table(plan.job, shares)
 
 
 def _storage(plan: SparsePlan, window: WindowSize) -> list[str]:
@@ -331,12 +329,12 @@ def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
 
 def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
     """Return what frozen units save if experts freeze the other way, where that makes a difference."""
-    if plan.job.shape.num_experts == plan.job.layout.ep or not plan.job.shape.num_moe_layers:
+    if plan.job.model.num_experts in (0, plan.job.ep):
         return ""
-    other = replace(plan, job=replace(plan.job, is_grouped=not plan.job.is_grouped), window=length)
+    other = replace(plan, is_grouped=not plan.is_grouped, window=length)
     window, order = other.choose_window()
     recovery = expect_recovery(window, machine, other.works(order), plan.job.measured.restart_s)
-    way = "with" if other.job.is_grouped else "without"
+    way = "with" if other.is_grouped else "without"
     return (
         f", {recovery.frozen_s:.3f} s {way} grouped GEMM (largest snapshot "
         f"{megabytes(window.largest_bytes)} MB)"

@@ -1,8 +1,7 @@
-"""Bytes of sparse windows of a model that need not exist: snapshots, windows, host memory.
+"""Bytes of sparse windows of a job that need not exist: snapshots, windows, host memory.
 
-There is no tensor parallelism. Headers, records and the gaps that align tensors are left out. strategy.py
-orders and cuts units while training runs; planning/model_size.py has the sizes of models, cost.py the stalls
-and recoveries.
+Headers and records are left out. strategy.py orders and cuts units while training runs. The units of a job
+are in planning/planned_job.py; cost.py has stalls and recoveries.
 """
 
 import math
@@ -12,19 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import ByteModel
-from moe_ft.planning.ownership import SavingLayout, owned_slices
-from moe_ft.strategies.sparse.popularity import Scores
-from moe_ft.strategies.sparse.positions import (
-    from_back_to_front,
-    order_units,
-    spread_over_ranks,
-)
+from moe_ft.planning.experts import experts_of_stage
+from moe_ft.planning.planned_job import PlannedStage
+from moe_ft.strategies.sparse.positions import StageOrder, StageUnits, rank_units
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,
     WindowCuts,
-    count_splits,
     cut_window,
     reserved_window_bytes,
     shortest_window,
@@ -32,141 +24,47 @@ from moe_ft.strategies.sparse.windows import (
 )
 from moe_ft.units import UnitId, UnitKind
 
-Units = Mapping[UnitId, int]  # parameters of each
-Numbers = npt.NDArray[np.int64]
 
-
-def position_sizes(
-    units: Units,
-    layout: SavingLayout,
-    byte_model: ByteModel,
-    popularity: np.random.Generator | None = None,
-    *,
-    is_grouped: bool = False,
-) -> PositionSizes:
-    """Return what every rank of a stage saves at each position of its order.
-
-    Experts come first, then everything else back to front, both spread over the ranks that own them
-    (positions.py). A rank saves the slices that it owns (planning/ownership.py). The distributed optimizer
-    has one buffer of experts and one of everything else; with --overlap-grad-reduce the first stage has
-    smaller buffers, and more even slices.
+def order_stage(
+    stage: PlannedStage, num_experts: int, seed: int, *, is_grouped: bool
+) -> StageOrder:
+    """Return the units of a stage as the strategy orders them.
 
     Args:
-        layout: of its ranks; experts are divided among them in equal numbers.
-        byte_model: master weights and moments are what FULL is, weights what COMPUTE is.
-        popularity: draws how popular experts are; from seed 0 the order that training begins with. None:
-            the order of the model.
+        seed: draws how popular experts are; 0 draws the order that training begins with.
         is_grouped: whether a rank's experts of a layer are one module, frozen only as a whole.
-
-    Raises:
-        PlanError: if COMPUTE is larger than FULL.
     """
-    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
-    experts = np.zeros((layout.dp, len(columns[0].units)), np.int64)
-    for ep_rank, column in enumerate(columns):
-        experts[ep_rank :: layout.ep] = column.owned
-    elements = np.concatenate([experts, _others_of(units, layout)[1]], axis=1)
-    modules = [[unit.layer_name for unit in column.units] for column in columns]
-    return PositionSizes(
-        full=elements * byte_model.optimizer,
-        compute=elements * byte_model.weights,
-        splits=count_splits(modules, elements.shape[1]) if is_grouped else None,
-    )
+    layers, _ = experts_of_stage([rank.units for rank in stage.ranks], num_experts)
+    grouped = frozenset(layers if is_grouped else ())
+    ranks = [rank_units(rank.ep_rank, rank, grouped) for rank in stage.ranks]
+    scores = np.random.default_rng(seed).random((len(layers), max(1, num_experts)))
+    return StageUnits(ranks, layers).order(scores)
 
 
 def position_work(
-    units: Units,
-    layout: SavingLayout,
-    active_share: float,
-    popularity: np.random.Generator | None = None,
-    *,
-    is_grouped: bool = False,
+    order: StageOrder, elements: Mapping[UnitId, int], active_share: float, *, is_grouped: bool
 ) -> npt.NDArray[np.float64]:
     """Return ``[position]`` the parameters that a token passes through and that freeze there, on average.
 
     Experts that are one module are frozen for as long as the first of them is.
 
     Args:
+        elements: parameters of each unit.
         active_share: of the experts of a layer, those that a token goes to.
     """
-    columns = _columns(units, layout, popularity, is_grouped=is_grouped)
-    experts = np.zeros(len(columns[0].units))
-    for column in columns:
+    work = np.zeros(order.sizes.num_positions)
+    for number, column in enumerate(order.columns.values()):
         firsts: dict[str, int] = {}
-        for place, unit in enumerate(column.units):
-            at = firsts.setdefault(unit.layer_name, place) if is_grouped else place
-            experts[at] += units[unit]
-    others, _ = _others_of(units, layout)
-    # An embedding is looked up: there is no matrix product whose gradient could be left out.
-    others_work = [0 if unit.kind is UnitKind.EMBEDDING else units[unit] for unit in others]
-    return np.concatenate([experts * active_share, others_work])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Column:
-    """The experts of an expert-parallel rank, in the order in which they are saved.
-
-    Attributes:
-        owned: ``[rank, position]`` the parameters that each of the ranks that have them saves.
-    """
-
-    units: list[UnitId]
-    owned: Numbers
-
-
-def _columns(
-    units: Units,
-    layout: SavingLayout,
-    popularity: np.random.Generator | None,
-    *,
-    is_grouped: bool,
-) -> list[_Column]:
-    """Return ``[expert-parallel rank]`` its experts as the strategy orders them."""
-    by_ep_rank = _experts_of(units, layout.ep)
-    scores = _draw_scores(by_ep_rank, popularity)
-    columns = []
-    for own in by_ep_rank:
-        owned = owned_slices([[units[unit]] for unit in own], layout.num_groups, layout)
-        modules = [unit.layer_name for unit in own] if is_grouped else None
-        order = order_units(scores, _places(own), modules, owned)
-        columns.append(_Column(units=[own[place] for place in order], owned=owned[:, order]))
-    return columns
-
-
-def _experts_of(units: Units, ep: int) -> list[list[UnitId]]:
-    """Return ``[expert-parallel rank]`` its experts, in the order of the model."""
-    experts = sorted(unit for unit in units if unit.kind is UnitKind.EXPERT)
-    if not experts:
-        return [[] for _ in range(ep)]
-    num_layers, num_experts = len({unit.layer_name for unit in experts}), experts[-1].expert + 1
-    layout = ExpertLayout(num_layers=num_layers, num_experts=num_experts, ep_size=ep)
-    return [[unit for unit in experts if layout.rank_of(unit.expert) == rank] for rank in range(ep)]
-
-
-def _others_of(units: Units, layout: SavingLayout) -> tuple[list[UnitId], Numbers]:
-    """Return the units that are no experts, in order, and ``[rank, unit]`` the parameters that it saves."""
-    names = [unit for unit in units if unit.kind is not UnitKind.EXPERT]
-    owned = owned_slices([[units[unit]] for unit in names], layout.dp, layout)
-    back_to_front = sorted(range(len(names)), key=lambda index: from_back_to_front(names[index]))
-    spread = spread_over_ranks(owned[:, back_to_front])
-    order = [back_to_front[place] for place in spread]
-    return [names[index] for index in order], owned[:, order]
-
-
-def _draw_scores(
-    by_ep_rank: Sequence[Sequence[UnitId]], popularity: np.random.Generator | None
-) -> Scores:
-    """Return ``[layer, expert]`` how popular experts are, all equal if that is not drawn."""
-    num_layers = len({unit.layer_name for unit in by_ep_rank[0]})
-    shape = (num_layers, 1 + max((unit.expert for unit in by_ep_rank[-1]), default=-1))
-    return np.zeros(shape) if popularity is None else popularity.random(shape)
-
-
-def _places(experts: Sequence[UnitId]) -> list[tuple[int, int]]:
-    """Return for each expert the index of its layer among the MoE layers, and its number."""
-    layers = sorted({(unit.block, unit.layer) for unit in experts})
-    index = {layer: number for number, layer in enumerate(layers)}
-    return [(index[unit.block, unit.layer], unit.expert) for unit in experts]
+        for place, unit in enumerate(column):
+            if unit is None:
+                continue
+            if unit.kind is UnitKind.EXPERT:
+                at = firsts.setdefault(unit.layer_name, place) if is_grouped else place
+                work[at] += elements[unit] * active_share
+            # An embedding is looked up: there is no matrix product whose gradient could be left out.
+            elif number == 0 and unit.kind is not UnitKind.EMBEDDING:
+                work[place] += elements[unit]
+    return work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,329 @@
+"""The job that `python -m moe_ft plan` plans, from the command line of training.
+
+Megatron's own parser reads it, and stages.py builds what it describes, without memory and without a GPU.
+
+Megatron's local implementation is built, also for a model that trains with Transformer Engine, whose modules
+need a GPU: each expert is a module of its own, and multi-latent attention whose queries are not compressed
+has one norm less. Only Transformer Engine's Adam is precision-aware: its settings say what it keeps.
+
+moe_ft/commands/command_line.py finds this file by name, since it lies above.
+"""
+
+import argparse
+import difflib
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.training import arguments as megatron_arguments
+
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.cpu.defaults import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.program.arguments import add_flags, refusals_of_megatron
+from megatron.fault_tolerance.program.stages import build_stages
+from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
+from megatron.fault_tolerance.program.validation import REFUSALS
+from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
+from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
+from megatron.fault_tolerance.seams.settings import (
+    check_sizes,
+    check_state_dtype,
+    check_upstream_log,
+    config_from_arguments,
+    planned_iterations,
+)
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.rules import Rule
+from moe_ft.errors import ConfigError
+from moe_ft.planning.experts import ExpertFacts
+from moe_ft.planning.placement import default_replication_factor
+from moe_ft.planning.planned_job import (
+    Measured,
+    PlannedJob,
+    PlannedModel,
+    PlannedStage,
+    flag_of,
+)
+from moe_ft.state.tensors import inner_optimizers
+from moe_ft.units import UnitKind
+
+_PRECISIONS = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.uint8,
+}
+_MOST_RANKS = 1_000_000  # a plan lists each
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_AT_LEAST_1 = (*_REQUIRED, "vocab_size", "padded_vocab_size", "micro_batch_size", "seq_length")
+_ANY_LENGTH = 4096  # of sequences, where no size depends on it
+# What only Transformer Engine can do. A note says so, except of the optimizer, which is described.
+_NEEDS_KERNELS = {
+    "moe_grouped_gemm": False,
+    "use_precision_aware_optimizer": False,
+    "main_params_dtype": "fp32",
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+    "fp8": None,
+    "fp4": None,
+    "te_precision_config_file": None,
+}
+
+
+def plan_job(
+    flags: Sequence[str],
+    config: MoeFtConfig,
+    measured: Measured,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    runs_script: bool = False,
+) -> tuple[PlannedJob, list[str]]:
+    """Return the job that flags describe, and lines on what is not counted and what was built.
+
+    No process group may exist. CUDA calls of this process are answered by the CPU from here on.
+
+    Args:
+        flags: of training, those of Megatron and of moe_ft.
+        runs_script: whether a script reads them too: unknown flags are then taken as its own.
+
+    Raises:
+        ConfigError: if a flag is unknown or missing, or training would refuse it.
+    """
+    if world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
+            "a plan lists each. Give the numbers of the job."
+        )
+    if measured.storage_bandwidth is not None and not config.storage.persists:
+        raise ConfigError(
+            f"--storage-bandwidth={measured.storage_bandwidth:g} needs checkpoints that go to storage. Add "
+            "--moe-ft-persist-dir URL to the flags of training, or leave it out."
+        )
+    cpu_device.install()
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # Megatron asserts it for some layouts
+    with _quiet():
+        args, notes = _read(flags, world_size, runs_script=runs_script)
+        given = argparse.Namespace(**vars(args))
+        vars(args).update(_NEEDS_KERNELS, **UNFUSED_DEFAULTS, **CPU_DEFAULTS)
+        with refusals_of_megatron():
+            megatron_arguments.validate_args(args)
+            built = list(build_stages(args, config, partial(_describe_optimizer, given)))
+    by_sharding = {
+        sharding: _alike([each.by_sharding[sharding] for each in built])
+        for sharding in built[0].by_sharding
+    }
+    stages = by_sharding["none" if config.strategy.sharding == "none" else "equal"]
+    seen = {unit: count for each in built for unit, count in each.counted.items()}
+    experts = [unit for unit in seen if unit.kind is UnitKind.EXPERT]
+    num_experts = args.num_experts or 0
+    first = stages[0].ranks[0]
+    job = PlannedJob(
+        model=PlannedModel(
+            num_parameters=sum(seen.values()),
+            num_experts=num_experts,
+            num_moe_layers=len({unit.layer_name for unit in experts}),
+            expert_parameters=max((seen[unit] for unit in experts), default=0),
+            active_share=min(1.0, args.moe_router_topk / max(1, num_experts)),
+            is_grouped=given.moe_grouped_gemm,
+        ),
+        stages=stages,
+        dp=len(stages[0].ep_ranks(first.group)),
+        ep=args.expert_model_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        expert_tp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        is_optimizer_distributed=args.use_distributed_optimizer,
+        experts=ExpertFacts(
+            num_experts=num_experts,
+            ep_rank=0,
+            ep_size=args.expert_model_parallel_size,
+            tokens_per_sample=1,
+            planned_samples=1,
+            samples_per_iteration=1,
+        ),
+        config=config,
+        ranks_per_node=ranks_per_node,
+        replication_factor=_replication(config, world_size, ranks_per_node),
+        train_iterations=planned_iterations(given) or None,
+        measured=measured,
+        traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
+        by_sharding=by_sharding,
+    )
+    kinds = ", ".join(str(stage.numbers[0]) for stage in stages)
+    notes.append(
+        f"built without memory: the stages {kinds} of {len(built)}, one rank of each and the slices of the "
+        f"{len(stages[0].ranks)} ranks of a stage"
+    )
+    return job, notes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what Megatron says of a job that does not run."""
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _read(
+    flags: Sequence[str], world_size: int, *, runs_script: bool
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return Megatron's arguments, completed where no size depends on them, and notes."""
+    parsers: list[argparse.ArgumentParser] = []
+
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(add_flags(parser))
+        return parsers[0]
+
+    check_yaml(flags)
+    with Patches() as patches:
+        patches.set(sys, "argv", [sys.argv[0], *flags])
+        args = megatron_arguments.parse_args(add, ignore_unknown_args=True)
+    args.rank, args.world_size = 0, world_size
+    args.use_gloo_process_groups, args.fake_process_group = False, False
+    notes = _unknown(parsers[0], flags, runs_script=runs_script)
+    _check(args, SEAM_REFUSALS if runs_script else REFUSALS)
+    _complete(args)
+    for name in ("fp8", "fp4", "te_precision_config_file"):
+        if getattr(args, name):
+            flag = next(each.option_strings[0] for each in parsers[0]._actions if each.dest == name)
+            notes.append(f"{flag}: the scales and histories of its modules are not counted")
+    if args.moe_router_enable_expert_bias:
+        notes.append(
+            "--moe-router-enable-expert-bias: the biases of routers, one number an expert, are not counted"
+        )
+    return args, notes
+
+
+def _unknown(
+    parser: argparse.ArgumentParser, flags: Sequence[str], *, runs_script: bool
+) -> list[str]:
+    """Return a line on each flag of a script; raise ConfigError if there is no script."""
+    unknown = [word.partition("=")[0] for word in parser.parse_known_args(list(flags))[1]]
+    notes = []
+    for flag in (word for word in unknown if word.startswith("-")):
+        if not runs_script or flag.startswith("--moe-ft-"):
+            close = difflib.get_close_matches(flag, parser._option_string_actions, 1)
+            hint = f" Is it {close[0]}?" if close else ""
+            raise ConfigError(
+                f"{flag} is neither a flag of Megatron nor of moe_ft.{hint} Correct it."
+            )
+        notes.append(f"{flag}: taken as a flag of the script, and not counted")
+    if unknown and not notes:
+        raise ConfigError(f"'{unknown[0]}' belongs to no flag. Correct it.")
+    return notes
+
+
+def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
+    """Check the flags as a start would, but for directories, data and packages of this machine."""
+    for name in _REQUIRED:
+        if getattr(args, name) is None:
+            raise ConfigError(
+                f"{flag_of(name)} not given: the sizes of the model follow from the flags of training. Give "
+                "the whole command line after the --."
+            )
+    for name in _AT_LEAST_1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(
+                f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a "
+                "larger one."
+            )
+    if args.use_checkpoint_args or args.use_mp_args_from_checkpoint_args:
+        raise ConfigError(
+            "--use-checkpoint-args cannot be planned: plan opens no checkpoint. Give the flags themselves."
+        )
+    check_sizes(args)
+    check_refusals(args, refusals)
+    check_state_dtype(args, config_from_arguments(args).precision)
+    check_upstream_log(args)
+    missing = [
+        flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
+    ]
+    if missing and args.moe_ft_upstream_log:
+        raise ConfigError(
+            f"{', '.join(missing)} not given: --moe-ft-upstream-log keeps what the stages send to each "
+            "other, whose size follows from it. Give the whole command line after the --."
+        )
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Set what a training must give and no size depends on, and the size of the vocabulary."""
+    if args.text_dir is not None and args.tokenizer_model is None:
+        args.vocab_size = BYTE_VOCABULARY
+    elif args.padded_vocab_size is None and (
+        args.vocab_size is None or args.tokenizer_type not in (None, "NullTokenizer")
+    ):
+        raise ConfigError(
+            "the size of the vocabulary is not known: plan opens no tokenizer. Add --padded-vocab-size N to "
+            "the flags of training; training prints it as 'padded vocab'."
+        )
+    if args.max_position_embeddings is None:
+        if (
+            args.position_embedding_type == "learned_absolute"
+            and not args.use_rotary_position_embeddings
+        ):
+            raise ConfigError(
+                "--max-position-embeddings not given: with --position-embedding-type=learned_absolute, the "
+                "default, every position has parameters. Give it, or --position-embedding-type rope."
+            )
+        args.max_position_embeddings = args.seq_length or _ANY_LENGTH
+    args.seq_length = args.seq_length or args.max_position_embeddings
+    args.micro_batch_size, args.lr = args.micro_batch_size or 1, args.lr or 1.0
+
+
+def _replication(config: MoeFtConfig, world_size: int, ranks_per_node: int) -> int:
+    num_nodes = math.ceil(world_size / ranks_per_node)
+    given = config.memory.num_replicas
+    if given is None:
+        return default_replication_factor(num_nodes)
+    if given >= num_nodes:
+        raise ConfigError(
+            f"--moe-ft-replication-factor={given} must be less than the {num_nodes} nodes that {world_size} "
+            f"ranks are on with --ranks-per-node={ranks_per_node}: replicas go to other nodes. Lower one of "
+            "the two."
+        )
+    return given
+
+
+def _alike(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
+    """Return each kind of stages once: those that differ in the numbers of their layers alone are one."""
+    kinds: dict[Hashable, PlannedStage] = {}
+    for stage in stages:
+        layers = list(dict.fromkeys((unit.block, unit.layer) for unit in stage.elements))
+        places = {layer: place for place, layer in enumerate(layers)}
+        key = tuple(
+            (unit.kind, unit.block, unit.expert, places[unit.block, unit.layer], each)
+            for rank in stage.ranks
+            for unit, each in rank.sizes.items()
+        )
+        known = kinds.get(key)
+        numbers = stage.numbers if known is None else (*known.numbers, *stage.numbers)
+        kinds[key] = replace(known or stage, numbers=numbers)
+    return tuple(kinds.values())
+
+
+def _describe_optimizer(given: argparse.Namespace, optimizer: Any) -> None:
+    """Let the optimizer say what Transformer Engine's Adam would keep."""
+    if not given.use_precision_aware_optimizer:
+        return
+    for inner in inner_optimizers(optimizer):
+        inner.config.use_precision_aware_optimizer = True
+        inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            setattr(inner.config, name, _PRECISIONS[getattr(given, name)])
+        inner.optimizer.store_param_remainders = given.main_params_dtype == "fp32"

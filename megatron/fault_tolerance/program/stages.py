@@ -1,0 +1,328 @@
+"""Pipeline stages of a job that need not exist: Megatron's model and optimizer, without memory for them.
+
+Each stage is built once, on the meta device and in a fake world: Megatron makes the groups of one rank, and
+nothing is sent. The other ranks of a stage hold the same tensors, other slices of them, and other experts.
+Slices come from the mapping of Megatron's distributed optimizer, which is asked for each rank; experts are
+numbered on. Nothing of the state is typed in: state/ names the units and their tensors, as in training.
+
+plan.py reads the command line.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import global_vars, initialize, training
+from megatron.training.models.gpt import GPTModelBuilder
+
+from megatron.fault_tolerance.program.model import embedding_ranks, stock_config
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.arithmetic import round_up
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.format.entries import TensorEntry, tensor_bytes
+from moe_ft.format.packings import ALIGNMENT_BYTES
+from moe_ft.loop.training_loop import state_places
+from moe_ft.planning.planned_job import PlannedRank, PlannedStage, UnitBytes
+from moe_ft.recovery.assembly import replicated_bytes, slice_assignment
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import GroupPlace, LocalParameter, local_parameters
+from moe_ft.state.tensors import inner_optimizers
+from moe_ft.strategies.registry import chosen
+from moe_ft.units import Level, Part, UnitId, UnitKind
+
+# By the name that this file gives each: Megatron's.
+_GROUPS = {
+    "dp": "DATA_PARALLEL_GROUP_WITH_CP",
+    "expt_dp": "EXPERT_DATA_PARALLEL_GROUP",
+    "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP",
+}
+_TYPES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+
+Function = Callable[..., Any]
+Slices = Mapping[str, tuple[int, int]]  # by name of a parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BuiltStage:
+    """A stage that was built.
+
+    Attributes:
+        by_sharding: the stage as --moe-ft-sharding divides replicated state.
+        counted: parameters of its units that are no copies of another stage's.
+    """
+
+    by_sharding: Mapping[str, PlannedStage]
+    counted: Mapping[UnitId, int]
+
+
+def build_stages(
+    args: argparse.Namespace, config: MoeFtConfig, describe_optimizer: Callable[[Any], None]
+) -> Iterator[BuiltStage]:
+    """Yield each pipeline stage of a job, built as one of its ranks.
+
+    Args:
+        args: Megatron's validated arguments, of what can be built on this machine.
+        describe_optimizer: makes Megatron's outermost optimizer say what the one of training keeps.
+    """
+    rank, number = 0, 0
+    while True:
+        megatron_config = stock_config(args)
+        with _world(args, megatron_config, rank) as world:
+            with _without_memory():
+                groups = ProcessGroupCollection.use_mpu_process_groups()
+                model = GPTModelBuilder(megatron_config.model).build_distributed_models(
+                    pg_collection=groups,
+                    ddp_config=megatron_config.ddp,
+                    overlap_param_gather_with_optimizer_step=args.overlap_param_gather_with_optimizer_step,
+                    data_parallel_random_init=False,
+                )
+                settings, overrides = training.get_megatron_optimizer_config(args)
+                optimizer = get_megatron_optimizer(
+                    settings, model, config_overrides=overrides, use_gloo_process_groups=False
+                )
+            describe_optimizer(optimizer)
+            parameters = local_parameters(
+                model, optimizer, state_places(groups), slice_assignment("equal")
+            )
+            yield _Ranks(config, optimizer, parameters, world, rank).built(number)
+        (pipeline,) = (ranks for ranks in world.ranks["pp"] if rank in ranks)
+        number += 1
+        if number == len(pipeline):
+            return
+        rank = pipeline[number]
+
+
+class _World:
+    """Groups that Megatron makes, of all ranks, as seen by one of them.
+
+    Attributes:
+        ranks: by name of a group in `_GROUPS`, those of each group.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, list[list[int]]] = {name: [] for name in _GROUPS}
+
+    def note(self, original: Function, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        """Note the ranks of a group, and make it if this rank is in it."""
+        for name, description in _GROUPS.items():
+            if kwargs["group_desc"] == description:
+                self.ranks[name].append(list(ranks))
+        return original(ranks, *args, **kwargs) if dist.get_rank() in ranks else None
+
+    def places(self, name: str) -> dict[int, tuple[int, GroupPlace]]:
+        """Return the number of each rank's group, and its place in there."""
+        return {
+            rank: (number, GroupPlace(rank=place, size=len(ranks)))
+            for number, ranks in enumerate(self.ranks[name])
+            for place, rank in enumerate(ranks)
+        }
+
+
+@contextmanager
+def _world(args: argparse.Namespace, megatron_config: Any, rank: int) -> Iterator[_World]:
+    """Let this process be a rank of the job, whose peers do not exist."""
+    world, args.rank, args.fake_process_group = _World(), rank, True
+    assert not dist.is_initialized(), "a plan is made where nothing trains"
+    with Patches() as patches:
+        patches.set(global_vars, "_GLOBAL_ARGS", args)
+        patches.wrap(parallel_state, "create_group", world.note)
+        try:
+            initialize._initialize_distributed(
+                partial(embedding_ranks, megatron_config.model), None, None
+            )
+            initialize._set_random_seed(args.seed)
+            yield world
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Make tensors on the meta device, whatever device Megatron names, and send nothing."""
+
+    def gather(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    with Patches() as patches, torch.device("meta"):
+        patches.set(torch.cuda, "current_device", lambda: torch.device("meta"))
+        patches.set(torch.Tensor, "type", _type_of)
+        patches.set(dist, "all_reduce", lambda *args, **kwargs: None)
+        patches.set(dist, "all_gather_object", gather)
+        yield
+
+
+def _type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the name by which Megatron's optimizers tell types, as if the tensor were on a GPU."""
+    if args or kwargs:
+        return tensor.to(*args, **kwargs)
+    return f"torch.cuda.{_TYPES.get(tensor.dtype, tensor.dtype)}Tensor"
+
+
+class _Shard:
+    """A group, of which Megatron's mapping asks the place of a rank."""
+
+    def __init__(self, place: GroupPlace) -> None:
+        self._place = place
+
+    def rank(self) -> int:
+        """Return the place of the rank."""
+        return self._place.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._place.size
+
+
+class _Ranks:
+    """The ranks of a stage of which one was built."""
+
+    def __init__(
+        self,
+        config: MoeFtConfig,
+        optimizer: Any,
+        parameters: Sequence[LocalParameter],
+        world: _World,
+        rank: int,
+    ) -> None:
+        self._config, self._optimizer, self._parameters = config, optimizer, parameters
+        self._places = {name: world.places(name) for name in _GROUPS}
+        self._own_ep_rank = self._places["ep"][rank][1].rank
+        self._num_local = len({each.unit.expert for each in parameters if each.unit.expert >= 0})
+        self._sizes: dict[tuple[str, bool, int], Mapping[UnitId, UnitBytes]] = {}
+        self._replicated = self._count_replicated()
+
+    def built(self, number: int) -> BuiltStage:
+        """Return the stage of this number with all its ranks."""
+        ep_size = next(iter(self._places["ep"].values()))[1].size
+        elements: dict[UnitId, int] = defaultdict(int)
+        counted: dict[UnitId, int] = defaultdict(int)
+        for local in self._parameters:
+            count = local.parameter.numel() * local.entry.tp_size
+            is_copy = getattr(local.parameter, "shared_embedding", False)
+            for ep_rank in range(ep_size if local.is_expert else 1):
+                unit = self._numbered(local.unit, ep_rank)
+                elements[unit] += count
+                counted[unit] += count * (not is_copy or unit.kind is not UnitKind.OUTPUT)
+        pipelines = self._places["pp"].items()
+        members = sorted(rank for rank, (_, each) in pipelines if each.rank == number)
+        by_sharding = {
+            sharding: PlannedStage(
+                numbers=(number,),
+                ranks=tuple(self._planned(rank, sharding) for rank in members),
+                elements=elements,
+            )
+            for sharding in ("none", "equal")
+        }
+        return BuiltStage(by_sharding=by_sharding, counted=counted)
+
+    def _numbered(self, unit: UnitId, ep_rank: int) -> UnitId:
+        """Return a unit of the rank that was built as another expert-parallel rank has it."""
+        if unit.kind is not UnitKind.EXPERT:
+            return unit
+        return replace(unit, expert=unit.expert + (ep_rank - self._own_ep_rank) * self._num_local)
+
+    def _planned(self, rank: int, sharding: str) -> PlannedRank:
+        group, dp = self._places["dp"][rank]
+        ep_rank = self._places["ep"][rank][1].rank
+        others = self._sizes_of(dp, sharding, is_expert=False)
+        expt_dp = self._places["expt_dp"][rank][1]
+        experts = self._sizes_of(expt_dp, sharding, is_expert=True)
+        units = dict.fromkeys(each.unit for each in self._parameters)
+        return PlannedRank(
+            rank=rank,
+            group=group,
+            dp_rank=dp.rank,
+            ep_rank=ep_rank,
+            sizes={
+                self._numbered(unit, ep_rank): found
+                for unit in units
+                if (found := others.get(unit) or experts.get(unit))
+            },
+            replicated=self._replicated,
+        )
+
+    def _sizes_of(
+        self, place: GroupPlace, sharding: str, *, is_expert: bool
+    ) -> Mapping[UnitId, UnitBytes]:
+        """Return what a rank at a place among those with the same parameters saves of their units."""
+        key = (sharding, is_expert, place.rank)
+        if key not in self._sizes:
+            own = [each for each in self._parameters if each.is_expert == is_expert]
+            slices = self._slices(own, place, sharding)
+            self._sizes[key] = self._measure(own, slices)
+        return self._sizes[key]
+
+    def _measure(self, own: Sequence[LocalParameter], slices: Slices) -> Mapping[UnitId, UnitBytes]:
+        moved = [
+            replace(each, start=slices[each.name][0], end=slices[each.name][1]) for each in own
+        ]
+        leaves_out = chosen(self._config).leaves_out_frozen
+        packings = self._config.precision.packings
+        catalog = UnitCatalog(moved, leaves_out_frozen=leaves_out, packings=packings)
+        live = UnitCatalog(moved, leaves_out_frozen=leaves_out)
+        return {unit: _bytes_of(unit, catalog, live) for unit in catalog.units}
+
+    def _slices(self, own: Sequence[LocalParameter], place: GroupPlace, sharding: str) -> Slices:
+        """Return the slices that Megatron's optimizer gives a rank, and those of what it does not divide."""
+        names = {each.parameter: each.name for each in own if each.is_sharded}
+        slices = dict.fromkeys(names.values(), (0, 0))
+        for inner in inner_optimizers(self._optimizer) if names else ():
+            for buffer in inner.buffers:
+                if buffer.params[0] not in names:
+                    continue
+                with Patches() as patches:
+                    patches.set(buffer, "data_parallel_group", _Shard(place))
+                    (buckets,) = inner._build_gbuf_range_map(buffer).values()
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        slices[names[parameter]] = ranges["param"].start, ranges["param"].end
+        shared = [each for each in own if not each.is_sharded]
+        assign = slice_assignment(sharding)
+        assigned = assign([each.parameter.numel() for each in shared], place.size)[place.rank]
+        return slices | {each.name: one for each, one in zip(shared, assigned, strict=True)}
+
+    def _count_replicated(self) -> tuple[int, int]:
+        """Return elements and bytes outside experts that all data-parallel ranks hold, undivided."""
+        shared = [each for each in self._parameters if not each.is_sharded and not each.is_expert]
+        catalog = UnitCatalog(
+            shared, leaves_out_frozen=False, packings=self._config.precision.packings
+        )
+        return sum(each.parameter.numel() for each in shared), replicated_bytes(catalog)
+
+
+def _bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes:
+    is_expert = unit.kind is UnitKind.EXPERT
+
+    def part(which: Part) -> int:
+        tensors = catalog.tensors(replace(unit, part=which), Level.FULL)
+        return _placed(tensors) if is_expert else 0
+
+    return UnitBytes(
+        full=_placed(catalog.tensors(unit, Level.FULL)),
+        compute=_placed(catalog.tensors(unit, Level.COMPUTE)),
+        weights=part(Part.WEIGHTS),
+        moments=part(Part.MOMENTS),
+        live=_placed(live.tensors(unit, Level.FULL)),
+        slot=catalog.most_bytes(unit),
+        moments_slot=catalog.most_bytes(replace(unit, part=Part.MOMENTS)) if is_expert else 0,
+        elements=sum(each.end - each.start for each in catalog.parameters_of(unit)),
+    )
+
+
+def _placed(tensors: Sequence[TensorEntry]) -> int:
+    """Return the bytes that tensors of a unit take, as engine/memory/layout.py places them."""
+    end = 0
+    for tensor in tensors:
+        end = round_up(end, ALIGNMENT_BYTES) + tensor_bytes(tensor)
+    return end
