@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heapreplace
-from typing import override
 
-from benchmarks.paper_models import non_expert_modules
+from benchmarks.paper_models import ModelShape, Sharding, non_expert_modules
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import ByteModel, ModelShape
-from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
 from moe_ft.strategies.partial.size import Workload
@@ -35,35 +32,70 @@ class NonExpertUnit(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperLayout(SavingLayout):
+class PaperLayout:
     """The ranks of a stage and who of them saves what.
 
     Slices of a distributed optimizer are equal, also those of each expert.
 
     Attributes:
+        dp: data-parallel ranks, all of which hold the non-experts.
+        ep: expert-parallel ranks; dp / ep groups of them hold the same experts. Rank r is rank r % ep
+            of group r // ep.
+        is_optimizer_distributed: whether each rank owns a slice of the optimizer's state already, which
+            it saves whatever the sharding.
         expert_unit: smallest part of the experts.
         non_expert_unit: smallest part of the non-experts.
     """
 
+    dp: int
+    ep: int
+    sharding: Sharding = Sharding.EQUAL
+    is_optimizer_distributed: bool = True
     expert_unit: ExpertUnit = ExpertUnit.FRACTION
     non_expert_unit: NonExpertUnit = NonExpertUnit.ELEMENT
 
+    @property
+    def num_groups(self) -> int:
+        """Expert-parallel groups, that is, ranks that hold the same experts."""
+        return self.dp // self.ep
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperBytes(ByteModel):
-    """Bytes per parameter, those of the weights that the forward pass uses among them.
+class PaperBytes:
+    """Bytes per parameter that a checkpoint holds, by class, and which classes leave experts out.
+
+    The default is MoC-System's equation 6: experts that are not selected are left out altogether. Its
+    measurements (Fig. 10a, Table 3) follow only if the master weights of all experts are saved.
 
     Attributes:
-        weights_always_full: whether experts that are not selected save their weights too.
+        weights: of the weights that the forward pass uses.
+        master: of the optimizer's own weights.
+        moments: of its first and second moments.
+        master_always_full: whether experts that are not selected save their master weights too.
+        weights_always_full: the same for weights.
         moments_always_full: the same for moments.
     """
 
+    weights: int = 2
+    master: int = 4
+    moments: int = 8
+    master_always_full: bool = False
     weights_always_full: bool = False
     moments_always_full: bool = False
 
     @property
-    @override
+    def optimizer(self) -> int:
+        """B_o: bytes of the optimizer's state for a parameter."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything for a parameter."""
+        return self.weights + self.optimizer
+
+    @property
     def optimizer_by_rule(self) -> tuple[int, int]:
+        """Bytes of the optimizer's state that (only selected, all) experts save."""
         always = self.master * self.master_always_full + self.moments * self.moments_always_full
         return self.optimizer - always, always
 

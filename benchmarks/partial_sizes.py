@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paper_models import PRESETS
+from benchmarks.paper_models import PRESETS, ModelShape, Sharding, planned_preset
 from benchmarks.paper_sizes import (
     NonExpertUnit,
     PaperBytes,
@@ -26,10 +26,10 @@ from benchmarks.paper_sizes import (
     checkpoint_bytes,
     paper_workload,
 )
-from moe_ft.planning.model_size import ModelShape, stage_units
-from moe_ft.planning.ownership import SavingLayout, Sharding
 from moe_ft.planning.report import reduction
-from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.kind import PARTIAL
+from moe_ft.strategies.partial.size import PartialSizes
 
 CASES = {"Case 1": (8, 8), "Case 2": (16, 16), "Case 3": (16, 8)}  # Table 2: (dp, ep)
 KS = (1, 2, 4, 8, 16)
@@ -190,25 +190,16 @@ def training_rows() -> Iterator[Row]:
     for (model, shape), (case, (dp, ep)) in itertools.product(PRESETS.items(), CASES.items()):
         if shape.num_experts % ep:
             continue
+        flags = ("--moe-ft-strategy", "partial")
+        replicated = planned_preset(shape, *flags, dp=dp, ep=ep)
+        jobs = [planned_preset(shape, *flags, "--use-distributed-optimizer", dp=dp, ep=ep)]
+        jobs += [replicated.divided(sharding) for sharding in Sharding]
+        sizes = [PartialSizes(job, PartialConfig(), PARTIAL.build) for job in jobs]
         for k in _ks(shape):
-            workloads = [
-                SavedModel(
-                    shape=shape,
-                    stages=tuple(stage_units(shape, 1)),
-                    layout=layout,
-                    byte_model=PaperBytes(weights=0),
-                ).plan_workload(k)
-                for layout in _training_layouts(dp, ep)
-            ]
+            workloads = [each.plan_workload(k) for each in sizes]
             num_bytes = workloads[0].total_bytes
-            sizes = (f"{workload.bottleneck_bytes / 1e6:,.1f}" for workload in workloads)
-            yield model, case, k, f"{num_bytes / 1e6:,.0f}", f"{num_bytes / dp / 1e6:,.1f}", *sizes
-
-
-def _training_layouts(dp: int, ep: int) -> Iterator[SavingLayout]:
-    yield SavingLayout(dp=dp, ep=ep)
-    for sharding in Sharding:
-        yield SavingLayout(dp=dp, ep=ep, sharding=sharding, is_optimizer_distributed=False)
+            most = (f"{workload.bottleneck_bytes / 1e6:,.1f}" for workload in workloads)
+            yield model, case, k, f"{num_bytes / 1e6:,.0f}", f"{num_bytes / dp / 1e6:,.1f}", *most
 
 
 def _claim(row: Sequence[object]) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paper_models import PRESETS
+from benchmarks.paper_models import PRESETS, planned_preset
 from benchmarks.routing_trace import load_routing, spread
 from benchmarks.sparse_figures import paper_parts
 from benchmarks.sparse_modules import module_rows
@@ -36,11 +36,10 @@ from benchmarks.sparse_orders import (
     tokens_of,
     trace_rows,
 )
-from moe_ft.planning.model_size import ByteModel, stage_units
-from moe_ft.planning.ownership import SavingLayout
+from moe_ft.planning.planned_job import PlannedStage
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.size import Units, position_sizes
+from moe_ft.strategies.sparse.size import order_stage
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,
@@ -57,6 +56,7 @@ Row = Sequence[object]
 def slice_rows() -> Iterator[Row]:
     """Yield how large the largest snapshot is, in % of a dense one, with slices as ranks own them."""
     model = PRESETS["gpt-350m-16e"]
+    flags = ("--use-distributed-optimizer", "--moe-ft-strategy", "sparse")
     for shape, dp, ep in (
         (model, 8, 8),
         (model, 16, 8),
@@ -64,17 +64,21 @@ def slice_rows() -> Iterator[Row]:
         (model, 64, 8),
         (replace(model, moe_layers=()), 8, 1),
     ):
-        (units,) = stage_units(shape, 1)
-        layout = SavingLayout(dp=dp, ep=ep)
-        owned = position_sizes(units, layout, ByteModel())
+        (stage,) = planned_preset(shape, *flags, dp=dp, ep=ep).stages
+        num_experts = shape.num_experts if shape.moe_layers else 0
 
-        def draw(units: Units = units, layout: SavingLayout = layout) -> list[PositionSizes]:
-            seeds = map(np.random.default_rng, range(_NUM_ORDERS))
-            return [position_sizes(units, layout, ByteModel(), seed) for seed in seeds]
+        def draw(
+            stage: PlannedStage = stage, num_experts: int = num_experts
+        ) -> list[PositionSizes]:
+            return [
+                order_stage(stage, num_experts, seed, is_grouped=False).sizes
+                for seed in range(_NUM_ORDERS)
+            ]
 
-        with mock.patch("moe_ft.strategies.sparse.size.spread_over_ranks", _keep_order):
+        with mock.patch("moe_ft.strategies.sparse.positions.spread_over_ranks", _keep_order):
             by_popularity_alone = draw()
         spread_over_owners = draw()
+        owned = spread_over_owners[0]
         # A rank whose slice has a part of everything, which all have if ranks own parts of every unit.
         mean = replace(owned, full=_mean_rank(owned.full), compute=_mean_rank(owned.compute))
         name = f"{shape.num_experts} experts" if shape.num_moe_layers else "no experts"

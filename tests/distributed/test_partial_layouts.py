@@ -1,43 +1,24 @@
 """Partial checkpoints in several layouts: all tokens are counted, and each rank saves what `plan` says."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
-from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
-from moe_ft.planning.ownership import SavingLayout, Sharding
-from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.commands.command_line import plan_job, read_command
+from moe_ft.planning.planned_job import Measured
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.kind import PARTIAL as PARTIAL_KIND
+from moe_ft.strategies.partial.size import PartialSizes
 from tests.demo_model import RERUNS
 from tests.jobs import CheckpointJob
 from tests.partial_runs import LAYERS, PARTIAL, follow, recount
 from tests.shares import share_of
 
-# The model of tests/demo_model.py, as `plan` describes it.
-DEMO = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    num_experts=4,
-    moe_layers=(0, 1, 2, 3),
-    ffn_hidden_size=64,
-    vocab_size=256,
-    num_positions=0,
-    has_output_layer=True,
-    is_gated=True,
-    has_bias=False,
-)
 
-
-def planned_bytes(layout: SavingLayout, num_stages: int = 1, **changes: Any) -> list[list[int]]:
+def planned_bytes(*flags: str, num_ranks: int) -> list[list[int]]:
     """Return ``[rank][snapshot]`` the bytes that `plan` expects with one expert per layer."""
-    shape = replace(DEMO, **changes)
-    model = SavedModel(
-        shape=shape,
-        stages=tuple(stage_units(shape, num_stages)),
-        layout=layout,
-        byte_model=ByteModel(weights=0),
-    )
-    return [list(of_rank) for of_rank in zip(*model.plan_workload(1).rotation, strict=True)]
+    command = read_command(flags)
+    planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
+    workload = PartialSizes(planned, PartialConfig(), PARTIAL_KIND.build).plan_workload(1)
+    return [list(of_rank) for of_rank in zip(*workload.rotation, strict=True)]
 
 
 def saved_bytes(job: CheckpointJob, until: int) -> list[list[int]]:
@@ -72,8 +53,9 @@ def test_replicated_state_is_saved_and_recovered_however_it_is_divided(
     counted = recount(job, 1, layers=LAYERS[:3])
     follow(counted, 0, 0, recovery["restored_iteration"])
     assert recovery["lost_per_expert"] == counted.recover(recovery["restored_iteration"])
-    layout = SavingLayout(dp=2, ep=2, sharding=Sharding(sharding), is_optimizer_distributed=False)
-    planned = planned_bytes(layout, num_layers=3, moe_layers=(0, 1, 2))
+    planned = planned_bytes(
+        *(*job.base, "--num-layers", "3", *PARTIAL, "--moe-ft-sharding", sharding), num_ranks=2
+    )
     assert saved_bytes(job, 6) == [of_rank[:3] for of_rank in planned]
 
 
@@ -109,15 +91,8 @@ def test_layouts_count_the_tokens_of_each_stage(
         lost.update(counted.recover(recovery["restored_iteration"]))
     assert recovery["lost_per_expert"] == lost
     assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
-    num_stages = layout.get("pp", 1)
-    saving = SavingLayout(
-        dp=4 // num_stages,
-        ep=2,
-        sharding=Sharding.ADAPTIVE,
-        is_optimizer_distributed=is_sharded,
-    )
     planned = planned_bytes(
-        saving, num_stages, num_layers=num_layers, moe_layers=tuple(range(num_layers))
+        *(*job.base, *PARTIAL, "--moe-ft-sharding", "adaptive"), num_ranks=job.num_ranks
     )
     assert saved_bytes(job, 4) == [of_rank[:2] for of_rank in planned]
 

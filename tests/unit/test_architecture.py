@@ -79,6 +79,7 @@ LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.keeper.target", LAUNCHER),
+    ("moe_ft.commands.command_line", "megatron.fault_tolerance.program.plan"),
     ("moe_ft.convert.huggingface.deepseek", "megatron.fault_tolerance.program.deepseek_layers"),
     (
         "moe_ft.convert.huggingface.query_groups",

@@ -17,9 +17,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,6 @@ from moe_ft.planning.planned_job import (
     Measured,
     PlannedJob,
     PlannedModel,
-    PlannedStage,
     flag_of,
 )
 from moe_ft.state.tensors import inner_optimizers
@@ -67,8 +65,17 @@ _MOST_RANKS = 1_000_000  # a plan lists each
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (*_REQUIRED, "vocab_size", "padded_vocab_size", "micro_batch_size", "seq_length")
 _ANY_LENGTH = 4096  # of sequences, where no size depends on it
-# What only Transformer Engine can do. A note says so, except of the optimizer, which is described.
+# What only Transformer Engine or a GPU can do: no size depends on it, a note says so, or it is described.
 _NEEDS_KERNELS = {
+    "perform_initialization": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "cross_entropy_loss_fusion": False,
+    "tp_comm_overlap": False,
+    "recompute_granularity": None,
+    "cuda_graph_impl": "none",
+    "fp8_param_gather": False,
     "moe_grouped_gemm": False,
     "use_precision_aware_optimizer": False,
     "main_params_dtype": "fp32",
@@ -117,25 +124,21 @@ def plan_job(
     with _quiet():
         args, notes = _read(flags, world_size, runs_script=runs_script)
         given = argparse.Namespace(**vars(args))
-        vars(args).update(_NEEDS_KERNELS, **UNFUSED_DEFAULTS, **CPU_DEFAULTS)
+        vars(args).update(_NEEDS_KERNELS | UNFUSED_DEFAULTS | CPU_DEFAULTS)
         with refusals_of_megatron():
             megatron_arguments.validate_args(args)
-            built = list(build_stages(args, config, partial(_describe_optimizer, given)))
-    by_sharding = {
-        sharding: _alike([each.by_sharding[sharding] for each in built])
-        for sharding in built[0].by_sharding
-    }
-    stages = by_sharding["none" if config.strategy.sharding == "none" else "equal"]
-    seen = {unit: count for each in built for unit, count in each.counted.items()}
-    experts = [unit for unit in seen if unit.kind is UnitKind.EXPERT]
+            built = build_stages(args, config, partial(_describe_optimizer, given))
+    is_whole = config.strategy.sharding == "none" and not args.use_distributed_optimizer
+    stages = built.by_sharding["none" if is_whole else "equal"]
+    experts = [unit for unit in built.parameters if unit.kind is UnitKind.EXPERT]
     num_experts = args.num_experts or 0
     first = stages[0].ranks[0]
     job = PlannedJob(
         model=PlannedModel(
-            num_parameters=sum(seen.values()),
+            num_parameters=sum(built.parameters.values()),
             num_experts=num_experts,
             num_moe_layers=len({unit.layer_name for unit in experts}),
-            expert_parameters=max((seen[unit] for unit in experts), default=0),
+            expert_parameters=max((built.parameters[unit] for unit in experts), default=0),
             active_share=min(1.0, args.moe_router_topk / max(1, num_experts)),
             is_grouped=given.moe_grouped_gemm,
         ),
@@ -159,12 +162,12 @@ def plan_job(
         train_iterations=planned_iterations(given) or None,
         measured=measured,
         traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
-        by_sharding=by_sharding,
+        by_sharding=built.by_sharding,
     )
     kinds = ", ".join(str(stage.numbers[0]) for stage in stages)
     notes.append(
-        f"built without memory: the stages {kinds} of {len(built)}, one rank of each and the slices of the "
-        f"{len(stages[0].ranks)} ranks of a stage"
+        f"planned from Megatron's model without memory: {job.num_stages} stages, of which {kinds} differ, "
+        f"one rank of each, and the slices of the {len(stages[0].ranks)} ranks of a stage"
     )
     return job, notes
 
@@ -298,23 +301,6 @@ def _replication(config: MoeFtConfig, world_size: int, ranks_per_node: int) -> i
             "the two."
         )
     return given
-
-
-def _alike(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
-    """Return each kind of stages once: those that differ in the numbers of their layers alone are one."""
-    kinds: dict[Hashable, PlannedStage] = {}
-    for stage in stages:
-        layers = list(dict.fromkeys((unit.block, unit.layer) for unit in stage.elements))
-        places = {layer: place for place, layer in enumerate(layers)}
-        key = tuple(
-            (unit.kind, unit.block, unit.expert, places[unit.block, unit.layer], each)
-            for rank in stage.ranks
-            for unit, each in rank.sizes.items()
-        )
-        known = kinds.get(key)
-        numbers = stage.numbers if known is None else (*known.numbers, *stage.numbers)
-        kinds[key] = replace(known or stage, numbers=numbers)
-    return tuple(kinds.values())
 
 
 def _describe_optimizer(given: argparse.Namespace, optimizer: Any) -> None:

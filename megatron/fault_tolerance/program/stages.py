@@ -9,17 +9,18 @@ plan.py reads the command line.
 """
 
 import argparse
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize, training
 from megatron.training.models.gpt import GPTModelBuilder
@@ -53,63 +54,73 @@ Slices = Mapping[str, tuple[int, int]]  # by name of a parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BuiltStage:
-    """A stage that was built.
+class BuiltStages:
+    """The stages of a job.
 
     Attributes:
-        by_sharding: the stage as --moe-ft-sharding divides replicated state.
-        counted: parameters of its units that are no copies of another stage's.
+        by_sharding: each kind of stages once, as --moe-ft-sharding divides replicated state; "equal" alone if
+            the distributed optimizer divides all.
+        parameters: of every unit of the model, copies in other stages left out.
     """
 
-    by_sharding: Mapping[str, PlannedStage]
-    counted: Mapping[UnitId, int]
+    by_sharding: Mapping[str, tuple[PlannedStage, ...]]
+    parameters: Mapping[UnitId, int]
 
 
 def build_stages(
     args: argparse.Namespace, config: MoeFtConfig, describe_optimizer: Callable[[Any], None]
-) -> Iterator[BuiltStage]:
-    """Yield each pipeline stage of a job, built as one of its ranks.
+) -> BuiltStages:
+    """Build each pipeline stage of a job as one of its ranks.
 
     Args:
         args: Megatron's validated arguments, of what can be built on this machine.
         describe_optimizer: makes Megatron's outermost optimizer say what the one of training keeps.
     """
-    rank, number = 0, 0
-    while True:
-        megatron_config = stock_config(args)
-        with _world(args, megatron_config, rank) as world:
-            with _without_memory():
-                groups = ProcessGroupCollection.use_mpu_process_groups()
-                model = GPTModelBuilder(megatron_config.model).build_distributed_models(
-                    pg_collection=groups,
-                    ddp_config=megatron_config.ddp,
-                    overlap_param_gather_with_optimizer_step=args.overlap_param_gather_with_optimizer_step,
-                    data_parallel_random_init=False,
-                )
-                settings, overrides = training.get_megatron_optimizer_config(args)
-                optimizer = get_megatron_optimizer(
-                    settings, model, config_overrides=overrides, use_gloo_process_groups=False
-                )
+    kinds: dict[Hashable, _Ranks] = {}
+    parameters: dict[UnitId, int] = {}
+    pipeline = [0]  # the first rank of each stage, known once a world is made
+    for number in range(args.pipeline_model_parallel_size):
+        stock = stock_config(args)
+        with _world(args, stock, pipeline[number]) as world, _without_memory():
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            model = GPTModelBuilder(stock.model).build_distributed_models(
+                pg_collection=groups,
+                ddp_config=stock.ddp,
+                overlap_param_gather_with_optimizer_step=args.overlap_param_gather_with_optimizer_step,
+                data_parallel_random_init=False,
+            )
+            settings, overrides = training.get_megatron_optimizer_config(args)
+            optimizer = get_megatron_optimizer(
+                settings, model, config_overrides=overrides, use_gloo_process_groups=False
+            )
             describe_optimizer(optimizer)
-            parameters = local_parameters(
+            own = local_parameters(
                 model, optimizer, state_places(groups), slice_assignment("equal")
             )
-            yield _Ranks(config, optimizer, parameters, world, rank).built(number)
-        (pipeline,) = (ranks for ranks in world.ranks["pp"] if rank in ranks)
-        number += 1
-        if number == len(pipeline):
-            return
-        rank = pipeline[number]
+        pipeline = next(ranks for ranks in world.ranks["pp"] if world.rank in ranks)
+        ranks = _Ranks(config, optimizer, own, world)
+        parameters |= ranks.count(with_copies=False)
+        kinds.setdefault(ranks.kind(), ranks).numbers.append(number)
+    is_divided = all(ranks.is_divided for ranks in kinds.values())
+    return BuiltStages(
+        by_sharding={
+            sharding: tuple(ranks.planned_stage(sharding) for ranks in kinds.values())
+            for sharding in (("equal",) if is_divided else ("none", "equal"))
+        },
+        parameters=parameters,
+    )
 
 
 class _World:
     """Groups that Megatron makes, of all ranks, as seen by one of them.
 
     Attributes:
+        rank: this one.
         ranks: by name of a group in `_GROUPS`, those of each group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.ranks: dict[str, list[list[int]]] = {name: [] for name in _GROUPS}
 
     def note(self, original: Function, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -129,16 +140,17 @@ class _World:
 
 
 @contextmanager
-def _world(args: argparse.Namespace, megatron_config: Any, rank: int) -> Iterator[_World]:
+def _world(args: argparse.Namespace, stock: Any, rank: int) -> Iterator[_World]:
     """Let this process be a rank of the job, whose peers do not exist."""
-    world, args.rank, args.fake_process_group = _World(), rank, True
     assert not dist.is_initialized(), "a plan is made where nothing trains"
+    world = _World(rank)
+    args.rank, args.fake_process_group = rank, True
     with Patches() as patches:
         patches.set(global_vars, "_GLOBAL_ARGS", args)
         patches.wrap(parallel_state, "create_group", world.note)
         try:
             initialize._initialize_distributed(
-                partial(embedding_ranks, megatron_config.model), None, None
+                functools.partial(embedding_ranks, stock.model), None, None
             )
             initialize._set_random_seed(args.seed)
             yield world
@@ -185,7 +197,12 @@ class _Shard:
 
 
 class _Ranks:
-    """The ranks of a stage of which one was built."""
+    """The ranks of a stage of which one was built.
+
+    Attributes:
+        numbers: of the stages that are like it.
+        is_divided: whether the distributed optimizer divides all that several ranks hold.
+    """
 
     def __init__(
         self,
@@ -193,51 +210,82 @@ class _Ranks:
         optimizer: Any,
         parameters: Sequence[LocalParameter],
         world: _World,
-        rank: int,
     ) -> None:
+        self.numbers: list[int] = []
+        self.is_divided = all(each.is_sharded for each in parameters)
         self._config, self._optimizer, self._parameters = config, optimizer, parameters
-        self._places = {name: world.places(name) for name in _GROUPS}
-        self._own_ep_rank = self._places["ep"][rank][1].rank
+        self._world = world
+        self._ep_ranks = next(ranks for ranks in world.ranks["ep"] if world.rank in ranks)
         self._num_local = len({each.unit.expert for each in parameters if each.unit.expert >= 0})
         self._sizes: dict[tuple[str, bool, int], Mapping[UnitId, UnitBytes]] = {}
-        self._replicated = self._count_replicated()
 
-    def built(self, number: int) -> BuiltStage:
-        """Return the stage of this number with all its ranks."""
-        ep_size = next(iter(self._places["ep"].values()))[1].size
-        elements: dict[UnitId, int] = defaultdict(int)
-        counted: dict[UnitId, int] = defaultdict(int)
-        for local in self._parameters:
-            count = local.parameter.numel() * local.entry.tp_size
-            is_copy = getattr(local.parameter, "shared_embedding", False)
-            for ep_rank in range(ep_size if local.is_expert else 1):
-                unit = self._numbered(local.unit, ep_rank)
-                elements[unit] += count
-                counted[unit] += count * (not is_copy or unit.kind is not UnitKind.OUTPUT)
-        pipelines = self._places["pp"].items()
-        members = sorted(rank for rank, (_, each) in pipelines if each.rank == number)
-        by_sharding = {
-            sharding: PlannedStage(
-                numbers=(number,),
-                ranks=tuple(self._planned(rank, sharding) for rank in members),
-                elements=elements,
+    def kind(self) -> Hashable:
+        """Return what stages have in common that differ in the numbers of their layers alone."""
+        layers = dict.fromkeys((each.unit.block, each.unit.layer) for each in self._parameters)
+        places = {layer: place for place, layer in enumerate(layers)}
+        units = (
+            (
+                (each.unit.kind, each.unit.block, each.unit.expert),
+                places[each.unit.block, each.unit.layer],
+                (each.entry.shape, each.entry.tp_size, each.parameter.dtype, each.is_sharded),
             )
-            for sharding in ("none", "equal")
-        }
-        return BuiltStage(by_sharding=by_sharding, counted=counted)
+            for each in self._parameters
+        )
+        buckets = (
+            (bucket.offset, bucket.grad_data.numel())
+            for buffer in self._buffers()
+            for bucket in buffer.buckets
+        )
+        return tuple(units), tuple(buckets)
+
+    def _buffers(self) -> Iterator[Any]:
+        for inner in inner_optimizers(self._optimizer):
+            yield from getattr(inner, "buffers", ())
+
+    def count(self, *, with_copies: bool) -> dict[UnitId, int]:
+        """Return the parameters of every unit of the stage, over all ranks that divide it.
+
+        Args:
+            with_copies: whether an output that shares the embedding's weights counts.
+        """
+        counts: dict[UnitId, int] = defaultdict(int)
+        for local in self._parameters:
+            is_copy = getattr(local.parameter, "shared_embedding", False)
+            if is_copy and local.unit.kind is UnitKind.OUTPUT and not with_copies:
+                continue
+            for ep_rank in range(len(self._ep_ranks) if local.is_expert else 1):
+                unit = self._numbered(local.unit, ep_rank)
+                counts[unit] += local.parameter.numel() * local.entry.tp_size
+        return counts
+
+    def planned_stage(self, sharding: str) -> PlannedStage:
+        """Return the stage with all its ranks."""
+        places = {name: self._world.places(name) for name in _GROUPS}
+        own = places["pp"][self._world.rank][1].rank
+        members = sorted(rank for rank, (_, place) in places["pp"].items() if place.rank == own)
+        return PlannedStage(
+            numbers=tuple(self.numbers),
+            ranks=tuple(
+                self._planned_rank(rank, {name: of[rank] for name, of in places.items()}, sharding)
+                for rank in members
+            ),
+            elements=self.count(with_copies=True),
+        )
 
     def _numbered(self, unit: UnitId, ep_rank: int) -> UnitId:
         """Return a unit of the rank that was built as another expert-parallel rank has it."""
         if unit.kind is not UnitKind.EXPERT:
             return unit
-        return replace(unit, expert=unit.expert + (ep_rank - self._own_ep_rank) * self._num_local)
+        own = self._ep_ranks.index(self._world.rank)
+        return replace(unit, expert=unit.expert + (ep_rank - own) * self._num_local)
 
-    def _planned(self, rank: int, sharding: str) -> PlannedRank:
-        group, dp = self._places["dp"][rank]
-        ep_rank = self._places["ep"][rank][1].rank
+    def _planned_rank(
+        self, rank: int, places: Mapping[str, tuple[int, GroupPlace]], sharding: str
+    ) -> PlannedRank:
+        group, dp = places["dp"]
+        ep_rank = places["ep"][1].rank
         others = self._sizes_of(dp, sharding, is_expert=False)
-        expt_dp = self._places["expt_dp"][rank][1]
-        experts = self._sizes_of(expt_dp, sharding, is_expert=True)
+        experts = self._sizes_of(places["expt_dp"][1], sharding, is_expert=True)
         units = dict.fromkeys(each.unit for each in self._parameters)
         return PlannedRank(
             rank=rank,
@@ -271,28 +319,28 @@ class _Ranks:
         packings = self._config.precision.packings
         catalog = UnitCatalog(moved, leaves_out_frozen=leaves_out, packings=packings)
         live = UnitCatalog(moved, leaves_out_frozen=leaves_out)
-        return {unit: _bytes_of(unit, catalog, live) for unit in catalog.units}
+        return {unit: bytes_of(unit, catalog, live) for unit in catalog.units}
 
     def _slices(self, own: Sequence[LocalParameter], place: GroupPlace, sharding: str) -> Slices:
         """Return the slices that Megatron's optimizer gives a rank, and those of what it does not divide."""
         names = {each.parameter: each.name for each in own if each.is_sharded}
         slices = dict.fromkeys(names.values(), (0, 0))
-        for inner in inner_optimizers(self._optimizer) if names else ():
-            for buffer in inner.buffers:
-                if buffer.params[0] not in names:
-                    continue
-                with Patches() as patches:
-                    patches.set(buffer, "data_parallel_group", _Shard(place))
-                    (buckets,) = inner._build_gbuf_range_map(buffer).values()
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        slices[names[parameter]] = ranges["param"].start, ranges["param"].end
+        for buffer in self._buffers() if names else ():
+            if buffer.params[0] not in names:
+                continue
+            with Patches() as patches:
+                patches.set(buffer, "data_parallel_group", _Shard(place))
+                (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    slices[names[parameter]] = ranges["param"].start, ranges["param"].end
         shared = [each for each in own if not each.is_sharded]
         assign = slice_assignment(sharding)
         assigned = assign([each.parameter.numel() for each in shared], place.size)[place.rank]
         return slices | {each.name: one for each, one in zip(shared, assigned, strict=True)}
 
-    def _count_replicated(self) -> tuple[int, int]:
+    @functools.cached_property
+    def _replicated(self) -> tuple[int, int]:
         """Return elements and bytes outside experts that all data-parallel ranks hold, undivided."""
         shared = [each for each in self._parameters if not each.is_sharded and not each.is_expert]
         catalog = UnitCatalog(
@@ -301,7 +349,8 @@ class _Ranks:
         return sum(each.parameter.numel() for each in shared), replicated_bytes(catalog)
 
 
-def _bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes:
+def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes:
+    """Return what a rank saves of a unit; a second catalog says it of the unpacked state."""
     is_expert = unit.kind is UnitKind.EXPERT
 
     def part(which: Part) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.paper_models import PRESETS
+from benchmarks.paper_models import PRESETS, ModelShape, Sharding
 from benchmarks.paper_sizes import (
     ExpertUnit,
     NonExpertUnit,
@@ -19,11 +19,9 @@ from benchmarks.paper_sizes import (
     rank_bytes,
 )
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.model_size import ModelShape
-from moe_ft.planning.ownership import Sharding
 from moe_ft.planning.report import reduction
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
-from tests.unit.moe_ft.planning.shapes import TINY, shapes
+from tests.unit.benchmarks.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
 MASTER_IN_FULL = PaperBytes(master_always_full=True)

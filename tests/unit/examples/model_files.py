@@ -4,17 +4,15 @@ import functools
 import math
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ft.commands.command_line import read_command
-from moe_ft.planning.described_job import describe_job
+from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.ownership import saved_parameters
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.planning.report import table
 from moe_ft.strategies import registry
-from moe_ft.units import UnitKind
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "slurm" / "models"
@@ -93,9 +91,8 @@ def plan_of(name: str, strategy: str) -> Plan:
     command.config.validate(model.world_size)
     speeds = {"bandwidth": 25e9, "storage_bandwidth": 250e6, "network_bandwidth": 1.25e9}
     names = {"dense": list(speeds)[:2], "sparse": list(speeds)}.get(strategy, [])
-    job = describe_job(
-        command.args,
-        command.config,
+    job, _ = plan_job(
+        command,
         Measured(iteration_s=model.iteration_s, **{each: speeds[each] for each in names}),
         world_size=model.world_size,
         ranks_per_node=model.ranks_per_node,
@@ -161,29 +158,30 @@ def gpu_memory(name: str) -> tuple[int, int]:
     """
     job, flags = plan_of(name, "dense").job, read_model(name).flags
     given = dict(zip(flags, flags[1:], strict=False))
-    shape, num_stages = job.shape, len(job.stages)
     tokens = int(given["--seq-length"]) * int(given["--micro-batch-size"])
+    hidden, vocabulary = int(given["--hidden-size"]), int(given["--padded-vocab-size"])
     found = []
-    for stage, units in enumerate(job.stages):
-        experts = sum(count for unit, count in units.items() if unit.kind is UnitKind.EXPERT)
-        held = sum(units.values()) - experts + experts // job.layout.ep
-        state = 6 * held + 12 * max(saved_parameters(shape, units, job.layout))
-        layers = len({unit.layer_name for unit in units if unit.layer >= 0})
-        inputs = 2 * tokens * shape.hidden_size * layers * (num_stages - stage)
-        loss = 10 * tokens * shape.vocab_size if stage == num_stages - 1 else 0
-        found.append((state, inputs + _layer_bytes(job, tokens) + loss))
+    for stage in job.stages:
+        (number, *_) = stage.numbers
+        held = sum(stage.elements[unit] for unit in stage.ranks[0].units)
+        state = 6 * held + 12 * max(rank.num_elements for rank in stage.ranks)
+        layers = len({unit.layer_name for unit in stage.elements if unit.layer >= 0})
+        inputs = 2 * tokens * hidden * layers * (job.num_stages - number)
+        loss = 10 * tokens * vocabulary if number == job.num_stages - 1 else 0
+        found.append((state, inputs + _layer_bytes(given, tokens) + loss))
     return max(found, key=sum)
 
 
-def _layer_bytes(job: PlannedJob, tokens: int) -> int:
+def _layer_bytes(given: Mapping[str, str], tokens: int) -> int:
     """Return the bytes of one MoE layer's activations and of their gradients."""
-    shape = job.shape
-    latent, heads = shape.latent_attention, shape.num_attention_heads
-    width = shape.kv_channels * heads * 4
-    if latent is not None:
-        query = latent.head_width + latent.position_width
-        width = heads * 2 * (query + latent.value_width)
-    routed = round(job.active_share * shape.num_experts)
-    expert = 2 * shape.hidden_size + 3 * shape.moe_ffn_hidden_size
-    shared = 3 * shape.shared_expert_hidden_size
-    return 2 * 2 * tokens * (width + 4 * shape.hidden_size + routed * expert + shared)
+    hidden, heads = int(given["--hidden-size"]), int(given["--num-attention-heads"])
+    width = int(given.get("--kv-channels", hidden // heads)) * heads * 4
+    if "--kv-lora-rank" in given:
+        sizes = (
+            given[f"--{name}"] for name in ("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+        )
+        width = heads * 2 * sum(map(int, sizes))
+    routed = int(given["--moe-router-topk"])
+    expert = 2 * hidden + 3 * int(given.get("--moe-ffn-hidden-size", given["--ffn-hidden-size"]))
+    shared = 3 * int(given.get("--moe-shared-expert-intermediate-size", 0))
+    return 2 * 2 * tokens * (width + 4 * hidden + routed * expert + shared)

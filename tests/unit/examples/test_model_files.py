@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,8 @@ from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from moe_ft.convert.huggingface.config_file import FAMILIES
 from moe_ft.convert.huggingface.mapping import flags_of
-from moe_ft.planning.model_size import unit_parameters
 from moe_ft.planning.report import megabytes
-from moe_ft.units import UnitKind
+from moe_ft.units import UnitId, UnitKind
 from tests.unit.examples.model_files import (
     FOLDER,
     MODELS,
@@ -114,14 +114,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_model_has_the_published_parameters(name: str) -> None:
     job = plan_of(name, "dense").job
-    units = {
-        unit: count for unit, count in unit_parameters(job.shape).items() if unit.block != "mtp"
-    }
+    units: dict[UnitId, int] = {}
+    for stage in job.stages:
+        for shift in (number - stage.numbers[0] for number in stage.numbers):
+            of_stage = ((unit, shift, count) for unit, count in stage.elements.items())
+            units |= {
+                replace(unit, layer=unit.layer + 1000 * each): count
+                for unit, each, count in of_stage
+                if unit.block != "mtp"
+            }
     total = sum(units.values())
     experts = sum(count for unit, count in units.items() if unit.kind is UnitKind.EXPERT)
     expected, active = PUBLISHED[name]
     assert total == pytest.approx(expected, rel=0.01)
-    assert total - experts * (1 - job.active_share) == pytest.approx(active, rel=0.025)
+    assert total - experts * (1 - job.model.active_share) == pytest.approx(active, rel=0.025)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -92,16 +92,6 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "note: --moe-ft-window changes nothing with --moe-ft-strategy=dense" in text
 
 
-def test_virtual_stages_of_a_layout_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    place = SMALL.index("--pipeline-model-parallel-size")
-    flags = (*SMALL[:place], "--pipeline-model-parallel-size", "2", "--moe-ft-strategy", "dense")
-    note = "note: --pipeline-model-parallel-layout: each stage is planned as if"
-    for layout, is_named in (("Ett|ttL", False), ("Et|t|t|tL", True)):
-        words = (*flags, "--pipeline-model-parallel-layout", layout)
-        assert main(["plan", "--world-size", "4", "--", *words]) == 0
-        assert (note in capsys.readouterr().out) is is_named
-
-
 def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "--world-size", "8", "--ranks-per-node", "4", "--", "torchrun")
     launch = ("--nproc-per-node", "gpu", "pretrain_gpt_moe.py")
@@ -133,10 +123,6 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
         (
             "--world-size 99999999 -- SMALL",
             r"99999999 ranks \(--world-size, or .* must be at most 1000000.* Give the numbers",
-        ),
-        (
-            "WORLD --num-layers 99999999",
-            r"799999992 experts of all layers \(--num-layers times .* must be at most 1000000",
         ),
         ("--ranks-per-node 0 -- SMALL", "--ranks-per-node=0 must be a whole number, at least 1"),
         (

@@ -1,10 +1,11 @@
 """Jobs that flags describe, for tests of plans."""
 
+import functools
 import re
+from dataclasses import replace
 from typing import Any
 
-from moe_ft.commands.command_line import read_command
-from moe_ft.planning.described_job import describe_job
+from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 
@@ -29,14 +30,14 @@ def planned_job(
     *flags: str, world_size: int = 8, ranks_per_node: int = 8, **measured: Any
 ) -> PlannedJob:
     """Return the job that flags of training and measured values describe."""
+    job = _built(flags, world_size, ranks_per_node)
+    return replace(job, measured=Measured(**measured))
+
+
+@functools.cache
+def _built(flags: tuple[str, ...], world_size: int, ranks_per_node: int) -> PlannedJob:
     command = read_command(flags)
-    return describe_job(
-        command.args,
-        command.config,
-        Measured(**measured),
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-    )
+    return plan_job(command, Measured(), world_size=world_size, ranks_per_node=ranks_per_node)[0]
 
 
 def planned(strategy: str, *flags: str, **facts: Any) -> str:

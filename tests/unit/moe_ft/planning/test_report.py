@@ -8,8 +8,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.report import (
     boundary_line,
+    describe_model,
     describe_ranks,
-    describe_shape,
     memory_table,
     persist_line,
     reduction,
@@ -23,19 +23,14 @@ STORED = ("--moe-ft-persist-dir", "/x")
 
 def test_llama_like_model_has_the_parameters_of_its_shape() -> None:
     # Mixtral 8x7B: 46.70e9 parameters.
-    shape = planned_job(
+    model = planned_job(
         *("--num-layers", "32", "--hidden-size", "4096", "--num-experts", "8", "--swiglu"),
         *("--ffn-hidden-size", "14336", "--num-attention-heads", "32", "--group-query-attention"),
         *("--num-query-groups", "8", "--vocab-size", "32000", "--position-embedding-type", "rope"),
         *("--normalization", "RMSNorm", "--disable-bias-linear"),
         "--untie-embeddings-and-output-weights",
-    ).shape
-    assert describe_shape(shape).startswith("46.703e9 parameters, of which 45.097e9 in 8 experts")
-
-
-def test_experts_of_some_layers_are_counted() -> None:
-    shape = planned_job(*LARGE, "--num-layers", "12", "--moe-layer-freq", "[0,1]*6").shape
-    assert "16 experts of each of 6 MoE layers" in describe_shape(shape)
+    ).model
+    assert describe_model(model).startswith("46.703e9 parameters, of which 45.097e9 in 8 experts")
 
 
 def test_holders_of_an_expert_are_named() -> None:
@@ -48,14 +43,14 @@ def test_holders_of_an_expert_are_named() -> None:
 
 def test_memory_grows_with_storage_and_replicas() -> None:
     share = {"column": MemoryShare(region_bytes=10**7, pool_bytes=10**6)}
-    alone = memory_table(planned_job(*LARGE, world_size=4), share, 10**6)
+    alone = memory_table(planned_job(*LARGE, world_size=4), share)
     assert row(alone, "a rank's own, MB")[1] == "21.0"
     assert row(alone, "a node of 4, at most, MB")[1] == "84.0"
     job = planned_job(*LARGE, *STORED, world_size=16, ranks_per_node=2)
-    kept = memory_table(job, share, 10**6)
+    kept = memory_table(job, share)
     assert row(kept, "a rank's own, MB")[1] == "31.0"
     assert row(kept, "replicas that it keeps (2), MB")[1] == "42.0"
-    assert row(kept, "bytes per parameter, all")[1] == "73.0"
+    assert row(kept, "a rank, MB")[1] == "73.0"
 
 
 @pytest.mark.parametrize(("planned", "verdict"), [(3, "is enough"), (2, "is too short")])

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from megatron.fault_tolerance.program.stages import bytes_of
 from moe_ft.config.config import (
     MemoryConfig,
     MoeFtConfig,
@@ -21,9 +21,14 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.model_size import ByteModel, ModelShape, stage_units
-from moe_ft.planning.ownership import SavingLayout
 from moe_ft.planning.placement import place_replicas
+from moe_ft.planning.planned_job import (
+    Measured,
+    PlannedJob,
+    PlannedModel,
+    PlannedRank,
+    PlannedStage,
+)
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import RankSizes, build_strategy, measure_sizes
 from moe_ft.recovery.job_memory import check_memory
@@ -31,44 +36,75 @@ from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.size import SavedModel
+from moe_ft.strategies.registry import chosen
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.size import position_sizes, region_bytes
-from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.together import run_together
 
-DP, EP = 4, 2
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=64,
-    num_experts=8,
-    moe_layers=(0, 1),
-    moe_ffn_hidden_size=512,
-    has_bias=False,
-    vocab_size=4096,
-    num_positions=0,
-)
-LAYOUT = SavingLayout(dp=DP, ep=EP, is_optimizer_distributed=False)
-(UNITS,) = stage_units(SHAPE, 1)
-MODEL = SavedModel(shape=SHAPE, stages=(UNITS,), layout=LAYOUT, byte_model=ByteModel(weights=0))
-OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
-
-
-def sparse_share(window: int) -> MemoryShare:
-    sizes = position_sizes(UNITS, LAYOUT, ByteModel(), np.random.default_rng(0))
-    return MemoryShare(region_bytes=region_bytes([sizes], window, MEMORY_MARGIN))
-
-
-CASES: Mapping[str, tuple[PartialConfig | SparseConfig | None, MemoryShare]] = {
-    "dense": (None, MemoryShare(region_bytes=SHAPE.num_parameters * 12 // DP)),
-    "partial-k1": (PartialConfig(k_snapshot="1"), MODEL.memory_share(1)),
-    "partial-auto": (PartialConfig(), MODEL.memory_share(None)),
-    "partial-dynamic": (PartialConfig(k_snapshot="1", dynamic_k=True), MODEL.memory_share(None)),
-    "sparse-3": (SparseConfig(window="3"), sparse_share(3)),
-    "sparse-auto": (SparseConfig(), sparse_share(8)),
+DP, EP, NUM_EXPERTS = 4, 2, 8
+UNITS = {
+    UnitId(kind=UnitKind.EMBEDDING): 4096 * 64,
+    **{UnitId(kind=UnitKind.NON_EXPERT, layer=layer): 16640 for layer in range(2)},
+    **{UnitId(kind=UnitKind.ROUTER, layer=layer): 512 for layer in range(2)},
+    **{
+        UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert): 65536
+        for layer in range(2)
+        for expert in range(NUM_EXPERTS)
+    },
+    UnitId(kind=UnitKind.FINAL_NORM): 128,
 }
+OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
+FACTS = ExpertFacts(
+    num_experts=NUM_EXPERTS,
+    ep_rank=0,
+    ep_size=EP,
+    tokens_per_sample=1,
+    planned_samples=100,
+    samples_per_iteration=1,
+)
+CASES: Mapping[str, PartialConfig | SparseConfig | None] = {
+    "dense": None,
+    "partial-k1": PartialConfig(k_snapshot="1"),
+    "partial-auto": PartialConfig(),
+    "partial-dynamic": PartialConfig(k_snapshot="1", dynamic_k=True),
+    "sparse-3": SparseConfig(window="3"),
+    "sparse-auto": SparseConfig(),
+}
+
+
+def planned_share(strategy: PartialConfig | SparseConfig | None) -> MemoryShare:
+    """Return the host memory that plan says."""
+    catalogs = [catalog_of(rank) for rank in range(DP)]
+    ranks = tuple(
+        PlannedRank(
+            rank=rank,
+            group=0,
+            dp_rank=rank,
+            ep_rank=rank % EP,
+            sizes={unit: bytes_of(unit, catalog, catalog) for unit in catalog.units},
+        )
+        for rank, catalog in enumerate(catalogs)
+    )
+    config = config_of(strategy)
+    job = PlannedJob(
+        model=PlannedModel(
+            num_parameters=sum(UNITS.values()), num_experts=NUM_EXPERTS, num_moe_layers=2
+        ),
+        stages=(PlannedStage(numbers=(0,), ranks=ranks, elements=UNITS),),
+        dp=DP,
+        ep=EP,
+        tp=1,
+        expert_tp=1,
+        is_optimizer_distributed=False,
+        experts=FACTS,
+        config=config,
+        ranks_per_node=DP,
+        replication_factor=0,
+        train_iterations=None,
+        measured=Measured(),
+    )
+    return chosen(config).footprint(job).share
 
 
 def config_of(strategy: PartialConfig | SparseConfig | None) -> MoeFtConfig:
@@ -84,7 +120,7 @@ def config_of(strategy: PartialConfig | SparseConfig | None) -> MoeFtConfig:
 def catalog_of(rank: int) -> UnitCatalog:
     """Return the units of a data-parallel rank, divided as state/parameters.py does."""
     group, ep_rank = divmod(rank, EP)
-    num_local = SHAPE.num_experts // EP
+    num_local = NUM_EXPERTS // EP
     experts = [
         unit
         for unit in UNITS
@@ -118,14 +154,7 @@ def sizes_of(config: MoeFtConfig) -> list[RankSizes]:
     """Return what each rank reserves, by the code of a start."""
 
     def of_rank(rank: int, gather: Any) -> RankSizes:
-        facts = ExpertFacts(
-            num_experts=SHAPE.num_experts,
-            ep_rank=rank % EP,
-            ep_size=EP,
-            tokens_per_sample=1,
-            planned_samples=100,
-            samples_per_iteration=1,
-        )
+        facts = replace(FACTS, ep_rank=rank % EP)
         catalog = catalog_of(rank)
         ep_ranks = [each % EP for each in range(DP)]
         strategy = build_strategy(config, catalog, facts, ep_ranks, gather, rank)
@@ -155,7 +184,8 @@ def topology_of(sizes: list[RankSizes]) -> Topology:
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_that_is_checked_at_start_is_what_plan_says(name: str, tmp_path: Path) -> None:
-    strategy, share = CASES[name]
+    strategy = CASES[name]
+    share = planned_share(strategy)
     topology = topology_of(sizes_of(config_of(strategy)))
     for persists, factor in ((False, 0), (True, 2)):
         expected = share.total_bytes(persists=persists, replication_factor=factor)

@@ -148,11 +148,6 @@ def test_grouped_gemm_makes_no_difference_with_one_expert_on_a_rank() -> None:
     assert text.endswith("of the conversion at best")
 
 
-def test_smaller_buckets_than_planned_are_named() -> None:
-    text = plan_small(*WINDOW_3, "--overlap-grad-reduce")
-    assert "--overlap-grad-reduce: slices of the first stage are planned for buffers of one" in text
-
-
 @pytest.mark.parametrize(
     ("flags", "facts", "message"),
     [

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megatron.fault_tolerance.seams.settings import check_experts, check_world_size
 from moe_ft.errors import ConfigError
-from moe_ft.planning.parallel_sizes import check_experts, check_world_size
 
 
 def sizes(**changes: Any) -> Namespace:
