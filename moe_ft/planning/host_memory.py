@@ -7,8 +7,6 @@ left out.
 
 from dataclasses import dataclass
 
-from moe_ft.format.packings import Packing, pieces
-
 NUM_REPLICA_REGIONS = 2
 
 
@@ -27,19 +25,6 @@ def num_slots(num_units: int, most_in_snapshot: int) -> int:
     are being written to storage; after a recovery also those that only the recovered index names.
     """
     return num_units + 2 * most_in_snapshot if num_units else 0
-
-
-def slot_bytes(num_elements: int, num_tensors: int) -> int:
-    """Return the bytes of a slot, whose unit another start may have kept in any format.
-
-    Args:
-        num_tensors: fp32 tensors of as many elements: the master weights, the moments.
-    """
-    most = max(
-        sum(piece.num_bytes for piece in pieces("F32", num_elements, packing))
-        for packing in Packing
-    )
-    return num_tensors * most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

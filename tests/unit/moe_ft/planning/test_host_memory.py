@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.host_memory import MemoryShare, num_regions, num_slots, slot_bytes
+from moe_ft.planning.host_memory import MemoryShare, num_regions, num_slots
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 
 
@@ -16,10 +16,6 @@ def test_regions_are_as_many_as_their_uses() -> None:
 
 def test_pool_has_slots_for_the_newest_versions_a_snapshot_and_what_is_written() -> None:
     assert num_slots(8, 2) == 12
-
-
-def test_slot_has_room_for_the_largest_format() -> None:
-    assert slot_bytes(800, 3) == 3 * 800 * 4.125  # split into weight, remainder and a bit
 
 
 @pytest.mark.parametrize(
