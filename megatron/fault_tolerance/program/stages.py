@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,21 +182,6 @@ def _type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return f"torch.cuda.{_TYPES.get(tensor.dtype, tensor.dtype)}Tensor"
 
 
-class _Shard:
-    """A group, of which Megatron's mapping asks the place of a rank."""
-
-    def __init__(self, place: GroupPlace) -> None:
-        self._place = place
-
-    def rank(self) -> int:
-        """Return the place of the rank."""
-        return self._place.rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._place.size
-
-
 class _Ranks:
     """The ranks of a stage of which one was built.
 
@@ -328,8 +314,9 @@ class _Ranks:
         for buffer in self._buffers() if names else ():
             if buffer.params[0] not in names:
                 continue
+            shard = SimpleNamespace(rank=lambda: place.rank, size=lambda: place.size)
             with Patches() as patches:
-                patches.set(buffer, "data_parallel_group", _Shard(place))
+                patches.set(buffer, "data_parallel_group", shard)
                 (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
