@@ -158,7 +158,7 @@ class PlannedRank:
         return sizes.moments_slot if unit.part is Part.MOMENTS else sizes.slot
 
     @property
-    def dense_bytes(self) -> int:
+    def full_bytes(self) -> int:
         """Bytes of a snapshot of everything at FULL."""
         return sum(each.full for each in self.sizes.values())
 
@@ -286,7 +286,7 @@ class PlannedJob:
     def heaviest(self) -> PlannedRank:
         """The rank whose snapshot of everything is the largest."""
         ranks = [rank for stage in self.stages for rank in stage.ranks]
-        return max(ranks, key=lambda rank: rank.dense_bytes)
+        return max(ranks, key=lambda rank: rank.full_bytes)
 
     @property
     def persists(self) -> bool:

@@ -55,7 +55,7 @@ def describe_ranks(job: PlannedJob) -> str:
     )
     return (
         f"{describe_model(job.model)}\n{describe_layout(job)}: {owners}{division}; "
-        f"{job.heaviest.dense_bytes / job.heaviest.num_elements:.3g} bytes of a parameter saved"
+        f"{job.heaviest.full_bytes / job.heaviest.num_elements:.3g} bytes of a parameter saved"
     )
 
 

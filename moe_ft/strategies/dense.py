@@ -40,7 +40,7 @@ class Dense(StrategyKind):
     @override
     def report(self, job: PlannedJob) -> str:
         job.measured.refuse_unplanned("dense")
-        sizes = job.by_rank([[rank.dense_bytes for rank in stage.ranks] for stage in job.stages])
+        sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
         most = max(sizes)
         size = (
             f"snapshot: {sum(sizes) / 1e6:,.1f} MB in all, {most / 1e6:,.1f} MB of rank "
@@ -51,7 +51,7 @@ class Dense(StrategyKind):
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:
-        sizes = job.by_rank([[rank.dense_bytes for rank in stage.ranks] for stage in job.stages])
+        sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
         return Footprint(share=_share(job), checkpoint_bytes=sum(sizes))
 
     @override
@@ -60,7 +60,7 @@ class Dense(StrategyKind):
 
 
 def _share(job: PlannedJob) -> MemoryShare:
-    return MemoryShare(region_bytes=job.heaviest.dense_bytes, breakpoint_bytes=job.breakpoint_bytes)
+    return MemoryShare(region_bytes=job.heaviest.full_bytes, breakpoint_bytes=job.breakpoint_bytes)
 
 
 def _limits(job: PlannedJob, most_bytes: int) -> list[str]:

@@ -81,4 +81,4 @@ def rotation_of(planned: PlannedJob, strategy: str) -> list[list[int]]:
         workload = PartialSizes(planned, PartialConfig(), PARTIAL.build).plan_workload(K)
         return [list(each) for each in workload.rotation]
     stages = planned.stages
-    return [planned.by_rank([[rank.dense_bytes for rank in stage.ranks] for stage in stages])]
+    return [planned.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in stages])]

@@ -201,7 +201,7 @@ def _memory(plan: PartialPlan) -> str:
     shares = {
         f"k {k}": plan.sizes.memory_share(k),
         "k auto, or Dynamic-K": plan.sizes.memory_share(None),
-        "dense": MemoryShare(region_bytes=plan.job.heaviest.dense_bytes),
+        "dense": MemoryShare(region_bytes=plan.job.heaviest.full_bytes),
     }
     num_bytes = plan.job.breakpoint_bytes
     shares = {name: replace(share, breakpoint_bytes=num_bytes) for name, share in shares.items()}

@@ -192,7 +192,7 @@ def _describe(plan: SparsePlan) -> str:
     lines = [
         describe_model(job.model),
         f"{describe_layout(job)}; sharding {job.config.strategy.sharding}; optimizer {optimizer}; "
-        f"{rank.dense_bytes / rank.num_elements:.3g} bytes per parameter at FULL, {compute:.3g} at COMPUTE",
+        f"{rank.full_bytes / rank.num_elements:.3g} bytes per parameter at FULL, {compute:.3g} at COMPUTE",
     ]
     if plan.is_grouped:
         lines.append(

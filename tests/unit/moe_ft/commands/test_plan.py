@@ -121,7 +121,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
             "--world-size=0 must be a whole number, at least 1. Give a larger",
         ),
         (
-            "--world-size 99999999 -- SMALL",
+            "--world-size 99999999 -- SMALL DENSE",
             r"99999999 ranks \(--world-size, or .* must be at most 1000000.* Give the numbers",
         ),
         ("--ranks-per-node 0 -- SMALL", "--ranks-per-node=0 must be a whole number, at least 1"),

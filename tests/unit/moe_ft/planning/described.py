@@ -25,11 +25,20 @@ SMALL = (
     *("--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
 )
 
+_EXPERTS = SMALL.index("--num-experts"), SMALL.index("--expert-model-parallel-size")
+WITHOUT_EXPERTS = tuple(
+    word
+    for place, word in enumerate(SMALL)
+    if place not in {at + 1 for at in _EXPERTS} | {*_EXPERTS}
+)
+
 
 def planned_job(
     *flags: str, world_size: int = 8, ranks_per_node: int = 8, **measured: Any
 ) -> PlannedJob:
     """Return the job that flags of training and measured values describe."""
+    if "--moe-ft-strategy" not in flags:
+        flags = (*flags, "--moe-ft-strategy", "dense")
     job = _built(flags, world_size, ranks_per_node)
     return replace(job, measured=Measured(**measured))
 

@@ -5,7 +5,13 @@ import pytest
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.dense import DENSE
 from moe_ft.strategies.interface import Counting
-from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, planned_job, row
+from tests.unit.moe_ft.planning.described import (
+    LARGE_OF_8,
+    WITHOUT_EXPERTS,
+    planned,
+    planned_job,
+    row,
+)
 from tests.unit.moe_ft.strategies.stage import CATALOG, build, config_of
 
 
@@ -30,7 +36,7 @@ def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
         bandwidth=1e9,
         storage_bandwidth=100e6,
     )
-    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 0, which has the most" in text
+    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 4, which has the most" in text
     assert "copied in 2.800 s" in text
     assert "stall 0.800 s, 10.0% of the time with --moe-ft-interval 4" in text
     assert "persist: 28.004 s; smallest interval 15 iterations; the one planned, 8, is too" in text
@@ -39,8 +45,7 @@ def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
 
 
 def test_model_without_experts_is_planned() -> None:
-    flags = [*SMALL, "--num-experts", "0", "--expert-model-parallel-size", "1"]
-    text = planned("dense", *flags, world_size=2)
+    text = planned("dense", *WITHOUT_EXPERTS, world_size=2)
     assert "parameters, no experts" in text
     assert row(text, "bytes per parameter, all")[1] == "24.0"
 

@@ -7,7 +7,14 @@ import pytest
 
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.sparse.kind import SPARSE
-from tests.unit.moe_ft.planning.described import LARGE_OF_8, SMALL, planned, planned_job, row
+from tests.unit.moe_ft.planning.described import (
+    LARGE_OF_8,
+    SMALL,
+    WITHOUT_EXPERTS,
+    planned,
+    planned_job,
+    row,
+)
 
 MEASURED: dict[str, Any] = {"iteration_s": 1.0, "bandwidth": 5e6}
 TWO_NODES: dict[str, Any] = {"ranks_per_node": 2, "network_bandwidth": 4.6e6}
@@ -120,7 +127,7 @@ def test_times_are_left_out_without_bandwidths() -> None:
 
 
 def test_model_without_experts_is_planned_layer_by_layer() -> None:
-    text = plan_small("--num-experts", "0", "--expert-model-parallel-size", "1", *WINDOW_3)
+    text = planned("sparse", *WITHOUT_EXPERTS, *WINDOW_3, world_size=4)
     assert "parameters, no experts" in text
     assert "orders of popularity" not in text
 
