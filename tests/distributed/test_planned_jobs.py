@@ -7,9 +7,8 @@ from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.kind import PARTIAL
 from moe_ft.strategies.partial.size import PartialSizes
-from tests.checkpoint_job import CheckpointJob
 from tests.demo_model import deepseek_flags, layout_flags, model_flags
-from tests.harness import run_with_restarts
+from tests.jobs import CheckpointJob
 from tests.partial_runs import PARTIAL as PARTIAL_FLAGS
 from tests.shares import share_of
 
@@ -56,16 +55,14 @@ CHOSEN = ("pp2 ep2", "tp2 ep2, whole experts", "deepseek")
 
 @pytest.mark.parametrize("strategy", ["dense", "partial"])
 @pytest.mark.parametrize("name", share_of(LAYOUTS, *CHOSEN))
-def test_ranks_save_what_plan_says(
-    dataset_flags: list[str], job: CheckpointJob, name: str, strategy: str
-) -> None:
+def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str) -> None:
     num_ranks, model = LAYOUTS[name]
     own: tuple[str, ...] = ("--moe-ft-strategy", "dense")
     if strategy == "partial":
         own = (*PARTIAL_FLAGS, "--moe-ft-k-snapshot", str(K))
-    flags = [*job.flags(*own)[len(job.base) :], *model, "--train-iters", "4", *dataset_flags]
-    results = run_with_restarts(flags, num_ranks, log_dir=job.folder, max_restarts=0)
-    results[-1].check()
+    job.num_ranks = num_ranks
+    job.base = [*model, "--train-iters", "4", *job.place.dataset_flags]
+    job.run(*own).check()
     command = read_command([*model, *own])
     planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
     expected = rotation_of(planned, strategy)

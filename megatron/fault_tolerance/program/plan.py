@@ -26,12 +26,15 @@ import torch
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.cpu.defaults import CPU_DEFAULTS, UNFUSED_DEFAULTS
-from megatron.fault_tolerance.program.arguments import add_flags, refusals_of_megatron
+from megatron.fault_tolerance.cpu.device import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.program.arguments import (
+    REFUSALS,
+    add_flags,
+    refusals_of_megatron,
+)
 from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
-from megatron.fault_tolerance.program.validation import REFUSALS
-from megatron.fault_tolerance.seams.loop_facts import pipeline_traffic
+from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (

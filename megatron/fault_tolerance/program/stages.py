@@ -24,12 +24,13 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize, training
-from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.fault_tolerance.program.model import embedding_ranks, stock_config
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.versions import installed_version, later
 from moe_ft.arithmetic import round_up
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.errors import ConfigError
 from moe_ft.format.entries import TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.loop.training_loop import state_places
@@ -77,16 +78,21 @@ def build_stages(
         args: Megatron's validated arguments, of what can be built on this machine.
         describe_optimizer: makes Megatron's outermost optimizer say what the one of training keeps.
     """
+    if (builder := later("megatron.training.models.gpt", "GPTModelBuilder")) is None:
+        raise ConfigError(
+            f"moe_ft plan needs megatron-core 0.19 or newer, and {installed_version()} is used. Put a newer "
+            "one first on PYTHONPATH."
+        )
     kinds: dict[Hashable, _Ranks] = {}
     parameters: dict[UnitId, int] = {}
     pipeline = [0]  # the first rank of each stage, known once a world is made
     for number in range(args.pipeline_model_parallel_size):
-        stock = stock_config(args)
-        with _world(args, stock, pipeline[number]) as world, _without_memory():
+        model_config, described = stock_config(args)
+        with _world(args, model_config, pipeline[number]) as world, _without_memory():
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            model = GPTModelBuilder(stock.model).build_distributed_models(
+            model = builder(model_config).build_distributed_models(
                 pg_collection=groups,
-                ddp_config=stock.ddp,
+                ddp_config=described["cfg_container"].ddp,
                 overlap_param_gather_with_optimizer_step=args.overlap_param_gather_with_optimizer_step,
                 data_parallel_random_init=False,
             )
@@ -141,7 +147,7 @@ class _World:
 
 
 @contextmanager
-def _world(args: argparse.Namespace, stock: Any, rank: int) -> Iterator[_World]:
+def _world(args: argparse.Namespace, model_config: Any, rank: int) -> Iterator[_World]:
     """Let this process be a rank of the job, whose peers do not exist."""
     assert not dist.is_initialized(), "a plan is made where nothing trains"
     world = _World(rank)
@@ -151,7 +157,7 @@ def _world(args: argparse.Namespace, stock: Any, rank: int) -> Iterator[_World]:
         patches.wrap(parallel_state, "create_group", world.note)
         try:
             initialize._initialize_distributed(
-                functools.partial(embedding_ranks, stock.model), None, None
+                functools.partial(embedding_ranks, model_config), None, None
             )
             initialize._set_random_seed(args.seed)
             yield world
