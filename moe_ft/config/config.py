@@ -197,6 +197,12 @@ class RecoveryConfig(Part):
         reason="a healthy rank on a busy machine may be silent for a moment",
         remedy="Give a number of seconds",
     )
+    layout: str = setting(
+        "same",
+        "same = state of another number of ranks, or of other parallel sizes, is refused; any = it is "
+        "divided again among the ranks of this start",
+        choices=("same", "any"),
+    )
     on_missing: str = setting(
         "start",
         "when there is nothing to recover from: start (from --load, or afresh) or fail; state that is there "

@@ -1,9 +1,47 @@
 """The run that wrote a file: its starts, and the settings that its state depends on."""
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+
+# A setting besides the flags that decides which slices a rank has, such as the sizes of buckets.
+CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
+# Settings that decide how state is divided among ranks and in which order numbers are summed up, not what the
+# state is: of the fingerprint, then of the replay settings.
+_LAYOUT = frozenset(
+    "--" + name.replace("_", "-")
+    for name in [
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "pipeline_model_parallel_layout",
+        "pipeline_model_parallel_size",
+        "tensor_model_parallel_size",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "mtp_standalone",
+        "use_tp_pp_dp_mapping",
+        "ddp_bucket_size",
+        "ddp_num_buckets",
+        "use_distributed_optimizer",
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        "overlap_param_gather_with_optimizer_step",
+        "virtual_pipeline_model_parallel_size",
+        "world_size",
+        "moe_grouped_gemm",
+        "sequence_parallel",
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+        "max_seqlen_per_dp_cp_rank",
+        "microbatch_group_size_per_vp_stage",
+        "overlap_grad_reduce",
+        "distributed_backend",
+    ]
+) | {CUTS}
 
 
 class Start(NamedTuple):
@@ -58,6 +96,30 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def start(self) -> Start:
         """The start that wrote it."""
         return self.history[-1]
+
+
+def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide more than how state is divided among ranks."""
+    return {name: value for name, value in settings.items() if name not in _LAYOUT}
+
+
+def has_other_layout(identity: Identity, ours: Mapping[str, Any], world_size: int) -> bool:
+    """Return whether state is divided among other ranks, or in another way, than by a start.
+
+    Args:
+        ours, world_size: the fingerprint and the number of ranks of that start.
+    """
+    theirs = identity.fingerprint
+    names = _LAYOUT & ours.keys() & theirs.keys()
+    return identity.world_size != world_size or any(ours[name] != theirs[name] for name in names)
+
+
+def layout_of(identity: Identity) -> str:
+    """Return a name for the layout that wrote something: equal for equal layouts, never empty."""
+    names = sorted(_LAYOUT & identity.fingerprint.keys())
+    values = [identity.world_size, *((name, identity.fingerprint[name]) for name in names)]
+    # One object for all versions is sent only once.
+    return sys.intern(msgspec.json.encode(values).decode())
 
 
 def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

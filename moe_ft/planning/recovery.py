@@ -5,7 +5,7 @@ recovery/inventory.py finds the versions, recovery/fetch.py reads them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -37,6 +37,8 @@ class Version:
         superseded: names of starts that the writer knew of and did not continue.
         began_with: flags that loaded the run's first weights; empty without.
         file: its entry in the manifest; None in memory.
+        layout: name of the layout that its writer had; empty for that of this start.
+        world_size: ranks of its writer's job, if that had another layout; else 0.
     """
 
     rank: int
@@ -52,6 +54,8 @@ class Version:
     superseded: tuple[str, ...] = ()
     began_with: str = ""
     file: FileEntry | None = None
+    layout: str = ""
+    world_size: int = 0
 
     @property
     def start(self) -> Start:
@@ -92,7 +96,8 @@ class StagePlan:
         target: iteration of the state that the stage ends with.
         replay_from: iteration of the state that is put back first; the iterations from there to the target
             are replayed.
-        sources: for every rank of the stage the places where it can read its state, best first.
+        sources: for every rank of the stage the places where it can read its state, best first. A state of
+            another layout is that of all its ranks.
     """
 
     target: int
@@ -127,6 +132,20 @@ class Plan:
         """Return the places where a rank can read its state, best first."""
         return next(stage.sources[rank] for stage in self.stages.values() if rank in stage.sources)
 
+    def _copies(self) -> Iterator[list[Source]]:
+        """Yield for each reader the sources of one writer's state: copies of the same."""
+        for stage in self.stages.values():
+            for sources in stage.sources.values():
+                by_writer: dict[int, list[Source]] = defaultdict(list)
+                for source in sources:
+                    by_writer[source.version.rank].append(source)
+                yield from by_writer.values()
+
+    @property
+    def is_other_layout(self) -> bool:
+        """True if the state must be divided again among the ranks of this start."""
+        return bool(self.version.layout)
+
     @property
     def is_local(self) -> bool:
         """True if some stages run iterations again alone, see planning/local_recovery.py."""
@@ -145,11 +164,9 @@ class Plan:
 
     @property
     def rests_on_storage(self) -> bool:
-        """True if some rank can read its state on storage alone."""
+        """True if some rank's state can be read on storage alone."""
         return any(
-            all(source.tier is Tier.STORAGE for source in sources)
-            for stage in self.stages.values()
-            for sources in stage.sources.values()
+            all(source.tier is Tier.STORAGE for source in copies) for copies in self._copies()
         )
 
     @property
@@ -161,9 +178,7 @@ class Plan:
     def rests_on_breakpoints(self) -> bool:
         """True if all that some rank has of this state is its breakpoint."""
         return any(
-            all(source.version.is_breakpoint for source in sources)
-            for stage in self.stages.values()
-            for sources in stage.sources.values()
+            all(source.version.is_breakpoint for source in copies) for copies in self._copies()
         )
 
     @property
@@ -219,7 +234,9 @@ def plan_recovery(
     rejected: list[Rejection] = []
     for start, found in families.items():
         for key in sorted(found, reverse=True):
-            if missing := [rank for rank in range(len(node_of)) if rank not in found[key]]:
+            (first, *_), *_ = found[key].values()
+            num_ranks = first.world_size or len(node_of)
+            if missing := [rank for rank in range(num_ranks) if rank not in found[key]]:
                 reason = f"iteration {key[0]}: no state of {_name_ranks(missing)} in any tier"
                 rejected.append(Rejection(iteration=key[0], start=start, reason=reason))
             else:
@@ -227,7 +244,7 @@ def plan_recovery(
     known = _known_names(versions)
     progress = {start: max(found)[0] for start, found in complete.items()}
     histories = order_histories(versions)
-    left: dict[History, dict[int, tuple[Source, ...]]] = {}
+    left: dict[tuple[History, str], dict[int, tuple[Source, ...]]] = {}
     plans = []
     for start in order_starts(progress, known):
         for family in complete[start]:
@@ -235,8 +252,8 @@ def plan_recovery(
             own = by_rank[0][0]
             # Later starts may have nothing complete except for single units.
             run = next(each for each in histories if is_alive(own.iteration, own.history, each))
-            if run not in left:
-                left[run] = left_of(run, versions, node_of)
+            if (run, own.layout) not in left:
+                left[run, own.layout] = left_of(run, versions, node_of, own.layout)
             plans.append(
                 Plan(
                     iteration=own.iteration,
@@ -244,7 +261,7 @@ def plan_recovery(
                     history=run,
                     start=start,
                     stages=_plan_stages(own, by_rank, node_of, stages),
-                    elsewhere=left[run],
+                    elsewhere=left[run, own.layout],
                 )
             )
     return plans, rejected
@@ -259,8 +276,12 @@ def _plan_stages(
     """Return the plan of every stage: all put back the same window and replay it to its end.
 
     Snapshots may have divided among the ranks what several of them hold in another way than breakpoints do,
-    so these come first only where all ranks have one and some rank has nothing else.
+    so these come first only where all ranks have one and some rank has nothing else. Of a state of another
+    layout every rank may need something of all ranks.
     """
+    if version.layout:
+        everything = [each for found in by_rank.values() for each in found]
+        by_rank = dict.fromkeys(range(len(node_of)), everything)
     kinds = [{each.is_breakpoint for each in found} for found in by_rank.values()]
     comes_first = all(True in each for each in kinds) and any(False not in each for each in kinds)
 
@@ -295,18 +316,24 @@ def order_histories(versions: Sequence[Version]) -> list[History]:
 
 
 def left_of(
-    run: History, versions: Sequence[Version], node_of: Sequence[str]
+    run: History, versions: Sequence[Version], node_of: Sequence[str], layout: str = ""
 ) -> dict[int, tuple[Source, ...]]:
-    """Return for every rank everything that a run has left, best first."""
+    """Return for every rank everything that a run has left in a layout, best first.
+
+    Of the layout of this start that is what a rank of the same number has left, of another that of all ranks.
+    """
     alive: dict[int, list[Version]] = defaultdict(list)
     is_left: dict[tuple[int, Start], bool] = {}
     for version in versions:
         key = version.iteration, version.start
         if key not in is_left:
             is_left[key] = is_alive(version.iteration, version.history, run)
-        if is_left[key]:
-            alive[version.rank].append(version)
-    return {rank: order_sources(alive[rank], node) for rank, node in enumerate(node_of)}
+        if is_left[key] and version.layout == layout:
+            alive[-1 if layout else version.rank].append(version)
+    return {
+        rank: order_sources(alive[-1 if layout else rank], node)
+        for rank, node in enumerate(node_of)
+    }
 
 
 def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:

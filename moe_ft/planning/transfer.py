@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from operator import add, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ft.errors import PlanError
 
@@ -27,11 +27,12 @@ class Block(NamedTuple):
     """Block of a rank's tensor, and its place in a tensor of the model.
 
     Attributes:
+        tensor: name of the tensor of the model, hashable.
         offset: of the block in the tensor of the model.
         start: of the block in the rank's tensor, which has `local_shape`.
     """
 
-    tensor: Hashable
+    tensor: Any
     offset: Dims
     extent: Dims
     local_shape: Dims
@@ -39,9 +40,9 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements [first, last) of a block, in its own order; `owner` is whoever has or needs them."""
+    """Elements [first, last) of a block, in its own order; `owner`, hashable, has or needs them."""
 
-    owner: Hashable
+    owner: Any
     block: Block
     first: int
     last: int
@@ -75,7 +76,7 @@ class Box(NamedTuple):
     strides: Dims
 
 
-def cut(owner: Hashable, blocks: Iterable[Block], start: int, end: int) -> Iterator[Part]:
+def cut(owner: Any, blocks: Iterable[Block], start: int, end: int) -> Iterator[Part]:
     """Yield the parts of blocks that the flat range [start, end) of a rank's tensor has."""
     for block in blocks:
         first, last = (
@@ -119,9 +120,9 @@ class TransferPlan[Place: Hashable]:
 def plan_transfer[Place: Hashable](
     have: Iterable[Part],
     wanted: Iterable[Part],
-    copies_of: Callable[[Hashable], Sequence[Place]],
-    cost: Callable[[Place, Hashable], int],
-    order: Callable[[Hashable], int],
+    copies_of: Callable[[Any], Sequence[Place]],
+    cost: Callable[[Place, Any], int],
+    order: Callable[[Any], int],
 ) -> TransferPlan[Place]:
     """Plan what moves where. Each element that somebody has moves once to each who needs it.
 
@@ -177,9 +178,9 @@ def _balance[Place: Hashable](
 
 
 class _Holdings:
-    """What there is of the tensors of a model, arranged for questions."""
+    """Parts that exist of the tensors of a model, arranged for questions."""
 
-    def __init__(self, parts: Iterable[Part], order: Callable[[Hashable], int]) -> None:
+    def __init__(self, parts: Iterable[Part], order: Callable[[Any], int]) -> None:
         cells: dict[Hashable, dict[tuple[Dims, Dims], list[Part]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -202,7 +203,7 @@ class _Holdings:
                     yield move
 
 
-def _disjoint(parts: list[Part], order: Callable[[Hashable], int]) -> tuple[list[Part], list[int]]:
+def _disjoint(parts: list[Part], order: Callable[[Any], int]) -> tuple[list[Part], list[int]]:
     """Return disjoint parts of one block, and where they begin."""
     found: list[Part] = []
     end = 0

@@ -29,6 +29,7 @@ from moe_ft.recovery.persist_directory import (
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
+from moe_ft.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,18 +70,22 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
     directory = together(open_persist_directory)
     troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
     together(lambda: check_memory(site, met.peers))
-    memory = RankMemory(
-        site.node_dir,
-        site.rank,
-        site.topology,
-        sources_of(met.peers, site.rank),
-        persists=site.writes_to_storage,
-    )
     return Claimed(
-        memory=memory,
+        memory=memory_of(site, met.peers, site.topology),
         storage=directory.storage,
         lock=directory.lock,
         trouble=next(troubles, None),
+    )
+
+
+def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) -> RankMemory:
+    """Return a rank's share of its node's memory, with the sizes that a topology says; nothing is opened."""
+    return RankMemory(
+        site.node_dir,
+        site.rank,
+        topology,
+        sources_of(peers, site.rank),
+        persists=site.writes_to_storage,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_ft.engine.links.peers import PeerConnection
-from moe_ft.format.entries import FROZEN, lossy_packings
+from moe_ft.format.entries import FROZEN, UnitEntry, lossy_packings
 from moe_ft.format.index import Index
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, Tier
@@ -45,6 +45,7 @@ class Fetched:
             empty for a window of one.
         borders: of a rank that runs iterations again with some stages alone.
         unreadable: places of logs and records that these lack, and of the state if some of it is missing.
+        stored_as: entries of what was read, if units were put together from them.
     """
 
     index: Index | None = None
@@ -54,6 +55,7 @@ class Fetched:
     missing: tuple[str, ...] = ()
     borders: Borders | None = None
     unreadable: frozenset[Place] = frozenset()
+    stored_as: Sequence[UnitEntry] = ()
 
     def close(self) -> None:
         """Close what borders are fetched with: the plan is given up."""
@@ -68,7 +70,8 @@ class Fetched:
     @property
     def lossy(self) -> dict[str, str]:
         """Formats of the tensors that were kept in fewer bits than they have, by tensor key."""
-        return lossy_packings(fetched.entry for fetched in self.units.values())
+        own = (fetched.entry for fetched in self.units.values())
+        return lossy_packings((*own, *self.stored_as))
 
     def position_of(self, fetched: FetchedUnit) -> int:
         """Return the number of the snapshot that has a unit at FULL."""

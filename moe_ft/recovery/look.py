@@ -9,13 +9,15 @@ the nodes is the newest state of the run, also while storage cannot be read.
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.files.private_files import read_private, write_atomically
+from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
 from moe_ft.recovery.choice import Wish
@@ -84,6 +86,7 @@ def look(met: Met, claimed: Claimed) -> Found:
     # Storage is broadcast: the gather pads what every rank sends to the longest.
     for found in (*everyone.gather(own), everyone.broadcast(stored)):
         inventory.merge(found)
+    mark_other_layouts(inventory, met.fingerprint, met.facts.world_size)
     attempts = everyone.gather(read_attempts(site.node_dir) if site.is_lowest_on_node else [])
     noted = [each for found in attempts for each in found]
     return Found(
@@ -92,6 +95,27 @@ def look(met: Met, claimed: Claimed) -> Found:
         failed=failed_too_often(noted),
         failed_locally=failed_locally(noted),
     )
+
+
+def mark_other_layouts(
+    inventory: Inventory, fingerprint: Mapping[str, Any], world_size: int
+) -> None:
+    """Mark the versions of other layouts than that of this start, and leave out their logs.
+
+    What is known by rank means nothing there: a log is that of another stage.
+    """
+    others = {
+        identity.start: (layout_of(identity), identity.world_size)
+        for _, identity in inventory.identities
+        if has_other_layout(identity, fingerprint, world_size)
+    }
+    inventory.logs = [each for each in inventory.logs if each.history[-1] not in others]
+    inventory.versions = [
+        replace(each, layout=others[each.start][0], world_size=others[each.start][1])
+        if each.start in others
+        else each
+        for each in inventory.versions
+    ]
 
 
 def note_start(met: Met, found: Found, *, has_begun: bool) -> None:

@@ -24,6 +24,7 @@ from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, StorageAwayError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
+from moe_ft.format.identity import CUTS
 from moe_ft.planning.placement import default_replication_factor, place_replicas
 from moe_ft.planning.remains import Pipelines
 from moe_ft.recovery.assembly import (
@@ -44,9 +45,6 @@ from moe_ft.state.tensors import inner_optimizers
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import RankInfo, Topology
-
-# Everything besides the flags that decides which slices a rank has, such as the sizes of buckets.
-_CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 
 # Model chunks, Megatron's outermost optimizer and its scheduler.
 Built = tuple[Any, Any, Any]
@@ -190,7 +188,7 @@ def meet(
         ranks=ranks,
         strategy=strategy,
         site=site,
-        fingerprint={**facts.fingerprint, _CUTS: _checksum_of_cuts(live, ranks)},
+        fingerprint={**facts.fingerprint, CUTS: _checksum_of_cuts(live, ranks)},
         breakpoint=breakpoint_,
         peers=_place_replicas(config, topology),
         server=server,

@@ -53,6 +53,21 @@ class Notices:
             recovery = "some stages recover alone" if plan.is_local else "all stages recover"
             say(f"{recovery}, up to iteration {plan.iteration}; {blocked_by}")
 
+    def say_divided(self, plan: Plan) -> None:
+        """Print that a state of another layout is divided again, and what that changes; else nothing."""
+        if not plan.is_other_layout or self._site.rank != 0:
+            return
+        ranks, now = plan.version.world_size, len(self._site.topology.ranks)
+        again = (
+            f"; {plan.num_replays} iterations run again, equal up to the order of sums"
+            if plan.num_replays
+            else ""
+        )
+        say(
+            f"iteration {plan.iteration} was written in another layout by {ranks} ranks: it is divided among "
+            f"{now} ranks, which draw new random numbers{again}"
+        )
+
     def say_load(self, plans: Sequence[Plan], problems: Sequence[str]) -> None:
         """Print that --load comes before the state of moe_ft."""
         if self._site.rank == 0:

@@ -15,7 +15,9 @@ from moe_ft.format.identity import (
     Identity,
     changed_settings,
     differing_settings,
+    has_other_layout,
     incomparable_settings,
+    without_layout,
 )
 from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
@@ -28,6 +30,7 @@ from moe_ft.recovery.notices import Notices
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
+_DRAWING = ("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +114,9 @@ def _plan_local(
     plans: Sequence[Plan], versions: Sequence[Version], found: Found, met: Met
 ) -> tuple[LocalPlan | None, str]:
     """Return a recovery of some stages alone, if that helps, and what hinders a better one."""
+    versions = [
+        each for each in versions if not each.layout
+    ]  # no rank alone has what a stage needs
     if met.pipelines is None:
         is_asked = met.config.recovery.recovery == "auto"
         never = why_never_alone(met.facts, met.config) if is_asked else ""
@@ -241,11 +247,21 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
         )
     unknown = incomparable_settings(met.fingerprint, identity.fingerprint)
     notices.say_incomparable(where, unknown)
-    differences = differing_settings(met.fingerprint, identity.fingerprint)
+    theirs = without_layout(identity.fingerprint)
+    differences = differing_settings(met.fingerprint, theirs)
+    is_other = has_other_layout(identity, met.fingerprint, met.facts.world_size)
+    hint = ""
+    if not differences and is_other and met.config.recovery.layout == "same":
+        differences = differing_settings(met.fingerprint, identity.fingerprint) or [
+            f"{identity.world_size} ranks there, {met.facts.world_size} now"
+        ]
+        hint = "To divide it again among the ranks of now, add --moe-ft-layout any. Otherwise start"
+    elif any(name.startswith("--padded-vocab-size") for name in differences):
+        hint = "Choose --make-vocab-size-divisible-by so that the vocabulary is padded alike. Start"
     if differences:
         raise ConfigError(
             f"{where} holds the state of another model, layout or data: "
-            f"{'; '.join(differences[:5])}. Start with the settings of that run, name another "
+            f"{'; '.join(differences[:5])}. {hint or 'Start'} with the settings of that run, name another "
             "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
             "clean`, or ignore it with --moe-ft-recover-from load."
         )
@@ -256,6 +272,10 @@ def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: N
     if candidate.num_replays == 0:
         return
     theirs = msgspec.json.decode(candidate.version.replay_settings)
+    if candidate.is_other_layout:
+        theirs = without_layout(theirs)
+        replay_settings = without_layout(replay_settings)
+        check_draws_nothing(candidate, theirs)
     notices.say_incomparable(
         f"the window of iteration {candidate.iteration}",
         incomparable_settings(replay_settings, theirs),
@@ -267,4 +287,18 @@ def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: N
             f"{'; '.join(differences[:5])}. Start with the settings of that run; to change them, end it "
             "first, with --exit-interval and --moe-ft-persist-dir, where the last state is written as a "
             "whole. Or ignore it with --moe-ft-recover-from load."
+        )
+
+
+def check_draws_nothing(candidate: Plan, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if iterations draw random numbers: in another layout they are other numbers."""
+    drawing = [f"{name} {settings[name]}" for name in _DRAWING if settings.get(name)]
+    if drawing:
+        raise ConfigError(
+            f"--moe-ft-layout=any: iteration {candidate.iteration} is in a window of "
+            f"{candidate.version.window} snapshots, and recovering it runs iterations again, which draw "
+            f"other random numbers in another layout ({', '.join(drawing)}). Start in the layout of that "
+            "run with --exit-interval 1 and --moe-ft-persist-dir, which writes the state as a whole, and "
+            "change the layout then; `python -m moe_ft convert --densify` does the same. Or recover a whole "
+            "state, which --moe-ft-persist-dense-interval writes while training runs."
         )

@@ -4,10 +4,14 @@ Memory with the recovered state stays until a newer window replaces it, and peer
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
+from moe_ft.config.fields import size_text
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.memory.job_directory import rank_and_holder
@@ -21,14 +25,17 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
 from moe_ft.planning.recovery import Family, Source, Tier
-from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.claim import Claimed, memory_of
 from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.job_memory import measure
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored
 from moe_ft.recovery.site import Site
 from moe_ft.strategies.interface import Strategy
-from moe_ft.topology import RankInfo
+from moe_ft.topology import RankInfo, Topology
+
+_MOST_POOLS = 16  # of other layouts in one directory
 
 
 def protect(
@@ -48,6 +55,11 @@ def protect(
     Raises:
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
+    if restored is not None and restored.plan.is_other_layout:
+        met, claimed = clear_of_pools(met, claimed)
+        make_room(met.site, met.peers, _needed(restored))
+        missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes)
+        met.ranks.check_together(partial(check_room, met.site, missing))
     site, peers = met.site, _peers_of(met)
     engine = _build(met, claimed, identity, lock, origins, trouble)
     iteration = met.facts.iteration if restored is None else restored.plan.iteration
@@ -153,7 +165,9 @@ def hand_over(
     family = kept[0].version.family  # a plan has some for every rank
     is_stored = any(source.tier is Tier.STORAGE for source in kept)
     # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
-    is_at_risk = strategy.saves_all and not is_stored
+    # A state of another layout is kept as it is, in the regions and directories of the ranks that were.
+    is_moved = any(source.version.layout for source in (*sources, *kept))
+    is_at_risk = strategy.saves_all and not is_stored and not is_moved
     if _is_of_family(fetched, family):
         is_in_place = is_at_risk and _is_in_place(fetched)
         window = _window_of(fetched) if is_at_risk and not is_in_place else None
@@ -163,7 +177,7 @@ def hand_over(
         indexes=frozenset(
             node_dir / each.source.version.path
             for name, each in fetched.units.items()
-            if name in rotating and each.tier is Tier.MEMORY
+            if name in rotating and each.tier is Tier.MEMORY and not is_moved
         ),
         rotating={
             name: version
@@ -176,8 +190,10 @@ def hand_over(
         family=family,
         replay_from=min(each.replay_from for each in (plan, restored.kept) if each is not None),
         is_on_storage=strategy.saves_all
+        and not is_moved
         and any(_is_stored_state(source, plan.iteration) for source in sources),
         window=window,
+        is_moved=is_moved,
         peers_without=_peers_without(kept, peers)
         if is_in_place or window is not None
         else frozenset(),
@@ -275,7 +291,7 @@ def make_room(
         is_needed = False
         for data in [
             *directory.glob("region_*.safetensors"),
-            *directory.glob("breakpoint.safetensors"),
+            *directory.glob("breakpoint*.safetensors"),
         ]:
             index = data.with_suffix(".json")
             if not any(holds(index, *state) for state in needed):
@@ -286,3 +302,64 @@ def make_room(
         others = [*directory.glob("pool_*.safetensors"), *directory.glob("boundary_*")]
         for path in others if not is_needed else ():
             path.unlink(missing_ok=True)
+
+
+def check_room(site: Site, missing: Sequence[int]) -> None:
+    """Compare the memory that a node needs next to the state of another layout with what it has.
+
+    Args:
+        missing: ``[rank]`` bytes that are not reserved yet.
+
+    Raises:
+        ConfigError: if that is too much.
+    """
+    memory = site.config.memory
+    added = sum(missing[info.rank] for info in site.topology.on_node(site.node))
+    kept, free = measure(site.node_dir)[0], shutil.disk_usage(site.node_dir).free
+    what = (
+        f"node {site.node} keeps the state of another layout ({size_text(kept)}) until all ranks have a "
+        f"snapshot, and needs {size_text(added)} next to it"
+    )
+    remedy = (
+        "Lower --moe-ft-replication-factor for this start, use more nodes, or recover from "
+        "--moe-ft-persist-dir after `python -m moe_ft clean`."
+    )
+    limit = memory.host_memory_limit_bytes
+    if limit is not None and kept + added > limit:
+        raise ConfigError(
+            f"--moe-ft-layout=any with --moe-ft-host-memory-limit={memory.host_memory_limit}: {what}, more "
+            f"than the limit. Raise it if the node has the memory. {remedy}"
+        )
+    if added > free:
+        raise ConfigError(
+            f"--moe-ft-layout=any with --moe-ft-memory-dir={memory.memory_dir}: {what}; its file system has "
+            f"{size_text(free)} left. Enlarge it (mount -o remount,size=...). {remedy}"
+        )
+
+
+def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
+    """Return memory whose pools are not those of another layout. Called by all ranks.
+
+    A pool's name is its geometry, which may be the same: its slots would then be filled with versions of this
+    layout while the state that was recovered is still needed.
+    """
+    taken = set()
+    for more in range(_MOST_POOLS):
+        memory = memory_of(met.site, met.peers, _with_slots(met.site.topology, more))
+        pools = [memory.pool, *(each.pool for each in memory.replicas.values())]
+        if any(pool is not None and pool.data_path.exists() for pool in pools):
+            taken.add(more)
+    everywhere = set[int]().union(*met.ranks.everyone.gather(taken))
+    more = min({*range(_MOST_POOLS + 1)} - everywhere)
+    site = replace(met.site, topology=_with_slots(met.site.topology, more))
+    claimed.memory.close()
+    memory = memory_of(site, met.peers, site.topology)
+    return replace(met, site=site), replace(claimed, memory=memory)
+
+
+def _with_slots(topology: Topology, more: int) -> Topology:
+    ranks = (
+        replace(info, num_slots=info.num_slots + more) if info.num_slots else info
+        for info in topology.ranks
+    )
+    return Topology(ranks=tuple(ranks))

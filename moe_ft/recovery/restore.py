@@ -109,8 +109,10 @@ def restore(
     kept = plan_to_keep(plan, plans)
     conversion = Conversion(agreed, met.live)
     conversion.load(0)
-    path, index = ("", None) if met.strategy.saves_all else _find_persisted(plan, met, readers)
-    pooled, in_memory = _find_pooled(agreed.fetched, kept, met, readers)
+    path, index = find_persisted(plan, met, readers)
+    pooled, in_memory = None, None
+    if not plan.is_other_layout:  # else all versions are new to this rank's pool
+        pooled, in_memory = _find_pooled(agreed.fetched, kept, met, readers)
     return Restored(
         plan=plan,
         fetched=agreed.fetched,
@@ -175,8 +177,16 @@ def _own_regions(kept: Plan | None, met: Met, readers: Readers) -> Iterator[Stat
             yield reader
 
 
-def _find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str, Index | None]:
-    """Return the path and the index of this rank in the newest checkpoint that the run still has."""
+def find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str | None, Index | None]:
+    """Return the path and the index of this rank in the newest checkpoint that the run still has.
+
+    A checkpoint of another layout is nothing that those of this one can build on: the path is then None, so
+    that everything is written again. The start after a change of layout may have written none.
+    """
+    if met.strategy.saves_all:
+        return "", None
+    if plan.is_other_layout:
+        return None, None
     stored = [
         source
         for source in plan.elsewhere.get(met.site.rank, ())
@@ -185,7 +195,7 @@ def _find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str, Index 
     for source in sorted(stored, key=lambda each: -each.version.iteration):
         if (reader := readers.open(source)) is not None:
             return source.version.path, reader.index
-    return "", None
+    return None if met.config.recovery.layout == "any" else "", None
 
 
 def _resume_strategy(

@@ -48,6 +48,7 @@ from moe_ft.recovery.plan import (
     unread,
 )
 from moe_ft.recovery.protect import protect
+from moe_ft.recovery.relayout import fetch_relayout
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import say
@@ -188,7 +189,10 @@ def _recover(
         candidate = candidates.choice.plans[0]
         check_plan(candidate, found, met, notices)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
-            fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
+            if candidate.is_other_layout:
+                fetched = fetch_relayout(candidate, met, readers, candidates.most_iteration)
+            else:
+                fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
             agreed, lacking = agree(candidate, fetched, met)
             rejected += lacking
             unread += readers.problems
@@ -204,6 +208,7 @@ def _recover(
             rejected += passed_over(candidate, candidates.plans)
             notices.say_rejected(candidate, inventory, rejected)
             notices.say_others(inventory, candidate.lineage)
+            notices.say_divided(candidate)
             notices.say_blocked_by(candidate, candidates.blocked_by)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, candidates.plans)

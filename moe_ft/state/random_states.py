@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import RandomStates
@@ -53,6 +53,18 @@ def encode_rng(values: Mapping[str, Any]) -> RandomStates:
 def current_rng() -> RandomStates:
     """Return the random number states as they are now, in the form that records have."""
     return encode_rng(on_cpu(capture_rng()))
+
+
+def seeded_states(seed: int) -> RandomStates:
+    """Return the states that Megatron makes of a seed on this rank; those of now stay as they are."""
+    before = current_rng()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    found = current_rng()
+    apply_rng(before)
+    return found
 
 
 def rng_values(rng: RandomStates) -> dict[str, Any]:

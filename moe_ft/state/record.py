@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from megatron.core import num_microbatches_calculator
 
 from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.format.encoding import finite_or_name
@@ -33,6 +34,12 @@ from moe_ft.state.tensors import (
 # Values of a parameter group that come from the command line, where each start may change them. They are in
 # the record for the readers of converted checkpoints, and are not put back.
 _SETTINGS = ("max_lr", "min_lr")
+
+
+def current_num_microbatches() -> int | None:
+    """Return the micro-batches of an iteration in Megatron's loop; None in a loop of another kind."""
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    return None if calculator is None else calculator.get()
 
 
 class LoopCounters(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,8 +32,10 @@ _NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|launche
 # Also what a process leaves that is killed while it writes.
 _FILE = re.compile(rf"{_NAMES}|\.({_NAMES})\.\d+")
 _DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")
-BREAKPOINT = "breakpoint"  # the region of a rank's breakpoint, which has no number
-INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT})\.json")
+BREAKPOINT = (
+    "breakpoint"  # the region of a rank's breakpoint, which has a number only next to another
+)
+INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT}(_\d+)?)\.json")
 
 
 def job_directory(memory_dir: str, job_id: str) -> Path:
@@ -58,7 +60,7 @@ def replica_directory(node_dir: Path, source: int, holder: int) -> Path:
 
 def is_breakpoint(path: PurePath) -> bool:
     """Return whether an index, or a data file, is that of a breakpoint."""
-    return path.name.partition(".")[0] == BREAKPOINT
+    return re.split(r"[._]", path.name)[0] == BREAKPOINT
 
 
 def rank_and_holder(name: str) -> tuple[int | None, int | None]:

@@ -36,7 +36,7 @@ from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
 _OURS = re.compile(
-    r"((region_\d+|breakpoint)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)"
+    r"((region_\d+|breakpoint(_\d+)?)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)"
     rf"|{BOUNDARY_FILE_NAME.pattern}"
 )
 
@@ -97,6 +97,11 @@ class RankMemory:
     def num_own_bytes(self) -> int:
         """Bytes of this rank's regions, pool and breakpoint: the state in them."""
         return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
+
+    @property
+    def num_missing_bytes(self) -> int:
+        """Bytes that `open` will take, besides the files that are there."""
+        return sum(file.num_bytes for file in self._files() if not file.is_in_place)
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything; raises OSError if the memory directory cannot be made or has no room.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +135,12 @@ class Region(IndexedFile):
     the copy worker. Replicas stay in the role FREE and belong to the threads of peers' connections.
 
     Attributes:
-        number: of the region in its directory; less than 0 for that of the breakpoint.
+        number: of the region in its directory; less than 0 for that of the breakpoint, counted down.
     """
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
-        name = BREAKPOINT if number < 0 else f"region_{number}"
+        name = f"region_{number}" if number >= 0 else BREAKPOINT
+        name += f"_{-1 - number}" if number < -1 else ""
         super().__init__(directory / f"{name}.safetensors", num_bytes)
         self.directory, self.number = directory, number
         self.role = Role.FREE
@@ -168,8 +170,12 @@ class Region(IndexedFile):
 
 
 def breakpoint_region(directory: Path, num_bytes: int) -> Region:
-    """Return the region of a rank's breakpoint (engine/breakpoints.py)."""
-    return Region(directory, -1, num_bytes)
+    """Return the region of a rank's breakpoint (engine/breakpoints.py).
+
+    It stays clear of one of another size, which may still be needed.
+    """
+    found = (Region(directory, number, num_bytes) for number in count(-1, -1))
+    return next(each for each in found if each.is_in_place or not each.data_path.exists())
 
 
 def _touch(mapping: mmap.mmap) -> None:

@@ -45,6 +45,8 @@ class Handover:
         needs_breakpoint: whether the recovery rests on breakpoints, which must be kept as long.
         is_on_storage: whether storage has this state as one snapshot of everything.
         window: what was read, unless all of it lies in a region of this rank, or storage has it too.
+        is_moved: whether another layout wrote it. No rank has its own state anywhere then, and the first
+            window is due at once.
         peers_without: peers of this rank that do not have it; none if storage has.
     """
 
@@ -56,6 +58,7 @@ class Handover:
     window: FetchedWindow | None = None
     peers_without: frozenset[int] = frozenset()
     needs_breakpoint: bool = False
+    is_moved: bool = False
     replay_from: int = 0
 
     @property

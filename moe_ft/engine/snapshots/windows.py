@@ -6,6 +6,7 @@ engine/snapshots/writer.py. A region is overwritten only when every rank has com
 sent it to the peers that take it, so there always is one that all ranks have.
 """
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
@@ -125,6 +126,8 @@ class Windows:
             self.versions.adopt(restored.rotating)
             self.complete_iteration = restored.iteration
         self.last_iteration = iteration
+        if restored is not None and restored.is_moved:  # no rank has its own state: one is due
+            self.last_iteration = -sys.maxsize
         for plan in self._strategy.possible_windows():
             self._layout(plan)()  # now, because it would hold up an iteration
         self._num_lasting = len(self._layouts)

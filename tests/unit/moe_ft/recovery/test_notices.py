@@ -1,5 +1,7 @@
 """Messages of a start on state that it does not use, and its refusals to begin without it."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -171,3 +173,18 @@ def test_changed_flags_of_the_script_are_said_once_with_both_values(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe_ft: warning: flags of the training script have changed. If they")
     assert line.endswith("undisturbed job: --corpus: a there, b now; --log: x there, y now")
+
+
+def test_state_of_another_layout_is_said_to_be_divided_again_with_both_numbers_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (own,), _ = plans_of(versions_of((start(0, 0),), 7, window=3))
+    versions = versions_of((start(0, 0),), 7, window=3)
+    (other,), _ = plans_of([replace(each, layout="other", world_size=1) for each in versions])
+    notices().say_divided(own)
+    notices(rank=1).say_divided(other)
+    assert capsys.readouterr().err == ""
+    notices().say_divided(other)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "by 1 ranks: it is divided among 2 ranks" in line
+    assert "2 iterations run again, equal up to the order of sums" in line

@@ -224,3 +224,15 @@ def test_state_that_is_partly_in_a_pool_is_not_handed_over() -> None:
     pooled = {name: msgspec.structs.replace(unit, file="pool_1x64") for name, unit in units}
     index = msgspec.structs.replace(WINDOW.index, units=pooled)
     assert hand([AT_2], fetched(index)).window is None
+
+
+def test_state_of_another_layout_stays_where_it_is_and_a_window_is_due_at_once() -> None:
+    """Regions hold that of the ranks that were: sent on or taken for its own it would be that of another."""
+    moved = [replace(each, version=replace(each.version, layout="other")) for each in (OWN, AT_2)]
+    handed = hand(moved)
+    assert handed.is_moved
+    assert (handed.window, handed.peers_without) == (None, frozenset())
+    assert handed.family == OWN.version.family
+    stored = replace(STORED, version=replace(STORED.version, layout="other", window=1))
+    assert not hand([stored]).is_on_storage
+    assert not hand([OWN]).is_moved

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.memory.job_directory import own_directory, replica_directory
+from moe_ft.engine.memory.job_directory import (
+    INDEX_NAME,
+    is_breakpoint,
+    own_directory,
+    replica_directory,
+)
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.builders import (
@@ -147,3 +152,25 @@ def test_slots_of_the_boundary_log_are_opened_and_those_of_another_log_removed(
     assert memory.num_own_bytes == 2 * SIZE  # of state
     memory.remove()
     assert not directory.exists()
+
+
+def test_breakpoint_of_another_size_stays_until_what_others_have_left_is_removed(
+    tmp_path: Path,
+) -> None:
+    """A start in another layout recovers from it, and may fail before there is anything newer."""
+    memory = memory_of(tmp_path, with_breakpoint())
+    memory.open(None)
+    assert memory.breakpoint is not None
+    memory.breakpoint.commit(b"{}", 5)
+    memory.close()
+    other = memory_of(tmp_path, with_breakpoint(8192))
+    assert other.breakpoint is not None
+    assert other.num_missing_bytes == 8192
+    other.open(None)
+    assert memory.breakpoint.index_path.exists()
+    assert is_breakpoint(other.breakpoint.index_path)
+    assert INDEX_NAME.fullmatch(other.breakpoint.index_path.name)
+    assert other.num_missing_bytes == 0
+    other.remove_left_overs()
+    assert files(own_directory(tmp_path / "a", 0)) >= {other.breakpoint.data_path.name}
+    assert not memory.breakpoint.data_path.exists()

@@ -1,0 +1,96 @@
+"""State that another layout has left: its places in the model, which version of each unit is there, progress.
+
+A version counts only if all of a unit is there in it, in the ranges of whatever ranks that were. Pure:
+planning/transfer.py plans what moves, recovery/relayout.py reads it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from moe_ft.errors import PlanError
+from moe_ft.format.entries import GlobalPlace
+from moe_ft.format.records import ExpertProgress
+from moe_ft.planning.transfer import Block, Dims, Part, plan_transfer
+
+VersionNumber = tuple[int, int]  # incarnation, iteration: the greater, the later
+
+
+class ModelTensor(NamedTuple):
+    """One tensor of the model; those of experts, stacked in Megatron's checkpoints, are tensors of their own.
+
+    Attributes:
+        key: in Megatron's checkpoints.
+        index: position in what is stacked; empty for anything else.
+        kind: of state, such as ``param`` or ``exp_avg``.
+    """
+
+    key: str
+    index: Dims
+    kind: str
+
+
+def blocks_of(places: Iterable[GlobalPlace], shape: Dims, kind: str) -> list[Block]:
+    """Return the blocks of a rank's tensor of a shape."""
+    found = []
+    for place in places:
+        stacked = len(place.shape) - len(place.extent)
+        tensor = ModelTensor(place.key, place.offset[:stacked], kind)
+        found.append(Block(tensor, place.offset[stacked:], place.extent, shape, place.start))
+    return found
+
+
+def wholes_of(places: Iterable[GlobalPlace], kind: str) -> list[Block]:
+    """Return the whole tensors of the model that a rank's tensor is part of."""
+    found = []
+    for place in places:
+        stacked = len(place.shape) - len(place.extent)
+        whole = place.shape[stacked:]
+        tensor = ModelTensor(place.key, place.offset[:stacked], kind)
+        found.append(Block(tensor, (0,) * len(whole), whole, whole, (0,) * len(whole)))
+    return found
+
+
+def choose_version(
+    parts: Mapping[VersionNumber, Sequence[Part]],
+    wholes: Sequence[Block],
+    is_allowed: Callable[[VersionNumber], bool],
+) -> VersionNumber | None:
+    """Return the newest version in which all of some tensors is there; None if there is none.
+
+    Args:
+        parts: what there is of these tensors, by version.
+        is_allowed: whether a version may be used.
+    """
+    wanted = [Part(None, block, 0, prod(block.extent)) for block in wholes]
+    for version in sorted(filter(is_allowed, parts), reverse=True):
+        found = plan_transfer(
+            parts[version], wanted, lambda _: (None,), lambda *_: 0, lambda owner: 0
+        )
+        if not found.missing:
+            return version
+    return None
+
+
+def merge_progress(found: Sequence[ExpertProgress]) -> ExpertProgress | None:
+    """Return the progress of the experts of all stages together; None if nobody has counted any.
+
+    Args:
+        found: of the ranks that were, the lowest first. Those of one stage have noted the same.
+
+    Raises:
+        PlanError: if stages select experts in different ways.
+    """
+    if not found:
+        return None
+    choices = {(each.k_snapshot, each.k_persist, each.least_k, each.interval) for each in found}
+    if len(choices) > 1:
+        raise PlanError(f"stages save different numbers of experts: {sorted(choices)}")
+    tokens: dict[str, tuple[int, ...]] = {}
+    gaps = {}
+    for each in found:
+        tokens |= each.routed_tokens
+        gaps |= each.gaps
+    return msgspec.structs.replace(found[0], routed_tokens=tokens, gaps=gaps)

@@ -1,0 +1,215 @@
+"""Jobs that continue in another layout, and their tensors before and after, put together independently.
+
+Before: by the reader of `convert`, from what the dead job has left. After: from the live tensors of all
+ranks, by code of its own. Both must be the same, bit for bit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.training import get_tensorboard_writer
+
+import pretrain_gpt_moe
+from moe_ft.convert.assembly import read_tensor
+from moe_ft.convert.source import open_source
+from moe_ft.convert.tensors import find_tensors
+from moe_ft.recovery import start
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.restore import Restored
+from moe_ft.state.slices import describe, live_tensor
+from moe_ft.state.tensors import buffer_places
+from moe_ft.units import Level
+from tests.demo_model import layout_flags, model_flags
+from tests.harness import JobResult, events, run_ranks
+from tests.stock import scalars_of
+
+Tensors = dict[tuple[str, str], torch.Tensor]  # by name in the model and kind
+ANY = ("--moe-ft-layout", "any")
+_KINDS = {"param": "master", "master_param": "master"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks and how they divide a model; further flags as `model_flags` takes them."""
+
+    ranks: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = [f"{name}{size}" for name, size in self.sizes.items()]
+        return "-".join([f"{self.ranks}ranks", *named, *map(str, self.changes)])
+
+
+class LayoutJob:
+    """Job whose starts have different layouts."""
+
+    def __init__(self, folder: Path, memory_dir: Path, **common: Any) -> None:
+        self.folder, self.memory = folder, memory_dir
+        self.storage = folder / "storage"
+        self._common = {"train_iters": 8, "lr_decay_style": "cosine", **common}
+        self._count = 0
+
+    def run(
+        self,
+        layout: Layout,
+        *flags: str,
+        strategy: str = "dense",
+        nodes: Sequence[str] | None = None,
+    ) -> JobResult:
+        """Start the job once."""
+        self._count += 1
+        words = [
+            *self._model(layout),
+            *("--moe-ft-strategy", strategy, "--moe-ft-job-id", "job"),
+            *("--moe-ft-memory-dir", str(self.memory), "--moe-ft-event-log", str(self.start)),
+            *("--moe-ft-fault-report-grace-s", "0.5"),
+            *(() if "--moe-ft-interval" in flags else ("--moe-ft-interval", "1")),
+            *flags,
+        ]
+        return self._run(layout, words, self.start, nodes)
+
+    @property
+    def start(self) -> Path:
+        """The folder of the last start."""
+        return self.folder / f"start_{self._count}"
+
+    def undisturbed(self, layout: Layout) -> dict[int, float]:
+        """Return the losses of the job without checkpoints, by iteration."""
+        folder = self.folder / "undisturbed"
+        self._run(layout, self._model(layout), folder, None).check()
+        return losses_of(folder)
+
+    def _model(self, layout: Layout) -> list[str]:
+        model = model_flags(**{**self._common, **layout.changes})
+        return [*model, *layout_flags(layout.sizes), "--mock-data"]
+
+    def _run(
+        self, layout: Layout, words: list[str], folder: Path, nodes: Sequence[str] | None
+    ) -> JobResult:
+        board = ["--tensorboard-dir", str(folder / "board"), "--tensorboard-log-interval", "1"]
+        return run_ranks(
+            train_and_dump,
+            layout.ranks,
+            [*words, *board],
+            str(folder),
+            log_dir=folder,
+            nodes=nodes,
+        )
+
+    def left(self, place: Path | None = None) -> Tensors:
+        """Return the tensors of the newest state that is in memory, or elsewhere."""
+        source = open_source(str(place or self.memory / "job"))
+        return {
+            (tensor.name, kind): read_tensor(source, tensor, kind)
+            for tensor in find_tensors(source)
+            for kind in tensor.iterations
+        }
+
+    def newest(self) -> int:
+        """Return the iteration of the newest state that is in memory."""
+        return open_source(str(self.memory / "job")).iteration
+
+    def live(self, layout: Layout) -> Tensors:
+        """Return the tensors that the last start has put back, before any iteration."""
+        return put_together([self.start / f"live_{rank}.pt" for rank in range(layout.ranks)])
+
+    def recovery(self, rank: int = 0) -> dict[str, Any]:
+        """Return the last event of a recovery."""
+        found: dict[str, Any] = events(self.start, rank, "recovery")[-1]
+        return found
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Return the losses of a run that has ended, by iteration."""
+    return dict(scalars_of(folder / "board")["lm loss"])
+
+
+def train_and_dump(flags: list[str], folder: str) -> None:
+    """Train on this rank; write its live tensors as soon as a recovery has put them back."""
+    restore: Callable[..., Restored] = start.restore
+
+    def restore_and_dump(*args: Any) -> Restored:
+        restored = restore(*args)
+        torch.save(_rows(args[2]), Path(folder) / f"live_{args[2].site.rank}.pt")
+        return restored
+
+    start.restore = restore_and_dump
+    pretrain_gpt_moe.main(flags)
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.flush()  # the rank ends without closing it
+
+
+def _rows(met: Met) -> list[tuple[Any, ...]]:
+    """Return each live tensor: kind, places, shape, flat range, and its elements."""
+    rows: list[tuple[Any, ...]] = []
+    for local in met.live.parameters:
+        places = local.entry.places or ()
+        shape = tuple(local.entry.shape)
+        flat = local.parameter.detach().view(-1).clone()
+        rows.append(("weight", places, shape, 0, len(flat), flat))
+        own = local if local.is_sharded else local.whole
+        for entry in describe(own, Level.FULL):
+            tensor = live_tensor(own, entry.key)
+            if tensor is not None and entry.key != "weight":
+                kind = _KINDS.get(entry.key, entry.key)
+                flat = tensor.detach().clone().view(-1)
+                rows.append((kind, places, shape, entry.start, entry.end, flat))
+    for name, (module, key) in buffer_places(met.live.built[0]).items():
+        buffer, places = module._buffers[key], met.live.model_places.buffers.get(name, ())
+        if buffer is not None and places:
+            flat = buffer.detach().clone().view(-1)
+            rows.append(("weight", places, tuple(buffer.shape), 0, len(flat), flat))
+    return rows
+
+
+def put_together(paths: Sequence[Path]) -> Tensors:
+    """Return the tensors of the model; fail if ranks differ in an element, or none has it."""
+    found: Tensors = {}
+    seen: Tensors = {}
+    for path in paths:
+        for kind, places, shape, start_, end, flat in torch.load(path, weights_only=False):
+            values, known = (
+                torch.zeros(prod(shape), dtype=flat.dtype),
+                torch.zeros(prod(shape), dtype=torch.bool),
+            )
+            values[start_:end], known[start_:end] = flat, True
+            for place in places:
+                _add(found, seen, kind, place, values.view(shape), known.view(shape))
+    assert all(bool(each.all()) for each in seen.values()), "something is on no rank"
+    return found
+
+
+def _add(
+    found: Tensors, seen: Tensors, kind: str, place: Any, values: torch.Tensor, known: torch.Tensor
+) -> None:
+    stacked = len(place.shape) - len(place.extent)
+    name = place.key
+    if stacked:
+        name = name.replace(".experts.experts.", f".experts.experts.{place.offset[0]}.")
+    whole = tuple(place.shape[stacked:])
+    to = found.setdefault((name, kind), torch.zeros(whole, dtype=values.dtype))
+    there = seen.setdefault((name, kind), torch.zeros(whole, dtype=torch.bool))
+    corners = zip(place.offset[stacked:], place.start, place.extent, strict=True)
+    for dim, (offset, corner, extent) in enumerate(corners):
+        to, there = to.narrow(dim, offset, extent), there.narrow(dim, offset, extent)
+        values, known = values.narrow(dim, corner, extent), known.narrow(dim, corner, extent)
+    assert not ((to != values) & there & known).any(), f"ranks differ in {name}"
+    to.copy_(torch.where(known, values, to))
+    there |= known
+
+
+def check_same(before: Tensors, after: Tensors) -> None:
+    """Fail unless all tensors that were are there again, bit for bit."""
+    assert before
+    wrong = [key for key in before if key not in after or not _are_equal(before[key], after[key])]
+    assert not wrong, f"{len(wrong)} of {len(before)} tensors differ: {wrong[:3]}"
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    ours, theirs = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return one.dtype == other.dtype and torch.equal(ours, theirs)
