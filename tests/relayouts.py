@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.training import get_tensorboard_writer
@@ -51,7 +52,7 @@ class LayoutJob:
     def __init__(self, folder: Path, memory_dir: Path, **common: Any) -> None:
         self.folder, self.memory = folder, memory_dir
         self.storage = folder / "storage"
-        self._common = {"train_iters": 8, "lr_decay_style": "cosine", **common}
+        self._common: dict[str, Any] = {"train_iters": 8, "lr_decay_style": "cosine", **common}
         self._count = 0
 
     def run(
@@ -138,8 +139,8 @@ def train_and_dump(flags: list[str], folder: str) -> None:
         torch.save(_rows(args[2]), Path(folder) / f"live_{args[2].site.rank}.pt")
         return restored
 
-    start.restore = restore_and_dump
-    pretrain_gpt_moe.main(flags)
+    with patch.object(start, "restore", restore_and_dump):
+        pretrain_gpt_moe.main(flags)
     if (writer := get_tensorboard_writer()) is not None:
         writer.flush()  # the rank ends without closing it
 
@@ -172,12 +173,12 @@ def put_together(paths: Sequence[Path]) -> Tensors:
     found: Tensors = {}
     seen: Tensors = {}
     for path in paths:
-        for kind, places, shape, start_, end, flat in torch.load(path, weights_only=False):
+        for kind, places, shape, first, end, flat in torch.load(path, weights_only=False):
             values, known = (
                 torch.zeros(prod(shape), dtype=flat.dtype),
                 torch.zeros(prod(shape), dtype=torch.bool),
             )
-            values[start_:end], known[start_:end] = flat, True
+            values[first:end], known[first:end] = flat, True
             for place in places:
                 _add(found, seen, kind, place, values.view(shape), known.view(shape))
     assert all(bool(each.all()) for each in seen.values()), "something is on no rank"

@@ -12,7 +12,7 @@ import msgspec
 
 from moe_ft.errors import PlanError
 from moe_ft.format.entries import GlobalPlace
-from moe_ft.format.records import ExpertProgress
+from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.transfer import Block, Dims, Part, plan_transfer
 
 VersionNumber = tuple[int, int]  # incarnation, iteration: the greater, the later
@@ -89,7 +89,7 @@ def merge_progress(found: Sequence[ExpertProgress]) -> ExpertProgress | None:
     if len(choices) > 1:
         raise PlanError(f"stages save different numbers of experts: {sorted(choices)}")
     tokens: dict[str, tuple[int, ...]] = {}
-    gaps = {}
+    gaps: dict[str, tuple[Gaps, ...]] = {}
     for each in found:
         tokens |= each.routed_tokens
         gaps |= each.gaps

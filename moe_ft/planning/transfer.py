@@ -226,17 +226,18 @@ def _share(source: Part, target: Part) -> Move | None:
         first, last = max(source.first, target.first), min(source.last, target.last)
     else:
         offset = tuple(map(max, ours.offset, theirs.offset))
-        ends = map(min, *(map(add, each.offset, each.extent) for each in (ours, theirs)))
+        ends = (
+            min(a + b, c + d)
+            for a, b, c, d in zip(
+                ours.offset, ours.extent, theirs.offset, theirs.extent, strict=True
+            )
+        )
         extent = tuple(end - start for end, start in zip(ends, offset, strict=True))
         if min(extent, default=1) <= 0:
             return None
-        first, last = (
-            choose(_within(part.block, flat, offset, extent) for part, flat in ends_of)
-            for choose, ends_of in (
-                (max, ((source, source.first), (target, target.first))),
-                (min, ((source, source.last), (target, target.last))),
-            )
-        )
+        both = (source, target)
+        first = max(_within(each.block, each.first, offset, extent) for each in both)
+        last = min(_within(each.block, each.last, offset, extent) for each in both)
     return Move(source, target, offset, extent, first, last) if first < last else None
 
 

@@ -97,7 +97,7 @@ def _optimizers(records: Sequence[IterationRecord], met: Met) -> Iterator[Optimi
     for inner in inner_optimizers(met.live.built[1]):
         yield OptimizerRecord(
             groups=tuple(_group_like(each, groups) for each in inner.optimizer.param_groups),
-            steps=dict.fromkeys(["*"] if steps else [], *steps),
+            steps={"*": next(iter(steps))} if steps else {},
             scaler=scaler,
             found_inf=found_inf,
         )

@@ -114,9 +114,8 @@ def _plan_local(
     plans: Sequence[Plan], versions: Sequence[Version], found: Found, met: Met
 ) -> tuple[LocalPlan | None, str]:
     """Return a recovery of some stages alone, if that helps, and what hinders a better one."""
-    versions = [
-        each for each in versions if not each.layout
-    ]  # no rank alone has what a stage needs
+    # Of another layout no rank has what a rank of the same number needs.
+    versions = [each for each in versions if not each.layout]
     if met.pipelines is None:
         is_asked = met.config.recovery.recovery == "auto"
         never = why_never_alone(met.facts, met.config) if is_asked else ""

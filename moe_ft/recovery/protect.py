@@ -56,7 +56,8 @@ def protect(
         ConfigError: if the memory directory has no room for the regions of a rank.
     """
     if restored is not None and restored.plan.is_other_layout:
-        met, claimed = clear_of_pools(met, claimed)
+        if not met.strategy.saves_all:
+            met, claimed = clear_of_pools(met, claimed)
         make_room(met.site, met.peers, _needed(restored))
         missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes)
         met.ranks.check_together(partial(check_room, met.site, missing))
@@ -343,7 +344,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
     A pool's name is its geometry, which may be the same: its slots would then be filled with versions of this
     layout while the state that was recovered is still needed.
     """
-    taken = set()
+    taken = set[int]()
     for more in range(_MOST_POOLS):
         memory = memory_of(met.site, met.peers, _with_slots(met.site.topology, more))
         pools = [memory.pool, *(each.pool for each in memory.replicas.values())]

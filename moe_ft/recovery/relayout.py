@@ -255,8 +255,12 @@ class _Fetching:
             for version, found in self.left.parts.get((position, tensor), {}).items():
                 parts[version] += found
         version = choose_version(parts, [*wholes.values()], is_allowed)
-        if version is None:
-            ages = sorted({iteration for _, iteration in parts}) or "none"
+        if not parts:
+            self.missing.append(
+                f"{unit}: nothing of it was saved. Start in the layout of that run until every expert was"
+            )
+        elif version is None:
+            ages = sorted({iteration for _, iteration in parts})
             self.missing.append(f"whole {unit} in the other layout (iterations there: {ages})")
         return version
 

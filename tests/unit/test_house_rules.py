@@ -27,7 +27,6 @@ TESTED_ELSEWHERE = {
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
     "moe_ft/strategies/partial/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/strategies/sparse/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
-    "moe_ft/recovery/relayout.py": "reads what jobs have left: tests/distributed/test_layouts.py",
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",

@@ -1,0 +1,278 @@
+"""A rank that holds whole tensors reads what two tensor-parallel ranks have left, with every age and flaw."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, override
+
+import msgspec
+import pytest
+import torch
+
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import (
+    GlobalPlace,
+    ModelPlaces,
+    ParameterEntry,
+    TensorEntry,
+    UnitEntry,
+)
+from moe_ft.format.index import Index
+from moe_ft.format.packings import Packing
+from moe_ft.planning.recovery import Plan, Source, Tier, Version, plan_recovery
+from moe_ft.recovery import relayout
+from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.readers import Readers, StateReader
+from moe_ft.recovery.relayout import fetch_relayout
+from moe_ft.state.catalog import UnitCatalog
+from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import (
+    make_identity,
+    make_optimizer,
+    make_parameter,
+    make_record,
+    make_window,
+)
+
+EMBEDDING = UnitId(kind=UnitKind.EMBEDDING)
+EXPERT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=1)
+UNITS = (EMBEDDING, EXPERT)
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+IDENTITY = make_identity(world_size=2)
+NOW = 5
+TENSOR_BYTES = 64  # 12 numbers and padding
+
+
+def whole(unit: UnitId, kind: str, iteration: int) -> torch.Tensor:
+    """Return a tensor of the model, whose values say what it is."""
+    first = 10_000 * iteration + 1000 * UNITS.index(unit) + 100 * KINDS.index(kind)
+    return torch.arange(first, first + 24, dtype=torch.float32).view(8, 3)
+
+
+def entry_of(unit: UnitId, rows: int, first: int) -> ParameterEntry:
+    place = GlobalPlace(
+        key=str(unit), shape=(8, 3), offset=(first, 0), start=(0, 0), extent=(rows, 3)
+    )
+    return ParameterEntry(shape=(rows, 3), places=(place,))
+
+
+@dataclass
+class Left(StateReader):
+    """State of one rank in one place: half of the rows of each tensor.
+
+    Attributes:
+        ages: iterations of the units; a unit without one was not saved.
+        absent: kinds that do not exist yet.
+    """
+
+    rank: int
+    node: str = "n"
+    ages: Mapping[UnitId, int] = field(default_factory=lambda: dict.fromkeys(UNITS, NOW))
+    absent: Sequence[str] = ()
+    is_damaged: bool = False
+
+    def __post_init__(self) -> None:
+        self.content = bytearray()
+        units = {str(unit): self._add(unit, age) for unit, age in self.ages.items()}
+        self.index: Index = msgspec.structs.replace(
+            make_window(length=1).index,
+            rank=self.rank,
+            iteration=NOW,
+            identity=IDENTITY,
+            header_checksum=checksum(b""),
+            units=units,
+            parameters={f"{unit}.weight": entry_of(unit, 4, 4 * self.rank) for unit in UNITS},
+            records=(make_record(NOW),),
+            compute=(),
+        )
+        if self.is_damaged:
+            self.content[5] ^= 1
+
+    def _add(self, unit: UnitId, iteration: int) -> UnitEntry:
+        start = len(self.content)
+        tensors = []
+        for number, kind in enumerate(KINDS):
+            half = whole(unit, kind, iteration)[4 * self.rank :][:4]
+            self.content += half.numpy().tobytes().ljust(TENSOR_BYTES, b"\0")
+            tensors.append(
+                TensorEntry(
+                    f"{unit}.weight",
+                    kind,
+                    0,
+                    12,
+                    "F32",
+                    number * TENSOR_BYTES,
+                    kind in self.absent,
+                    Packing.EXACT.value,
+                )
+            )
+        return UnitEntry(
+            offset=start,
+            num_bytes=len(self.content) - start,
+            iteration=iteration,
+            level="full",
+            checksum=checksum(self.content[start:]),
+            tensors=tuple(tensors),
+            routed_tokens=iteration,
+        )
+
+    @property
+    def path(self) -> str:
+        """The path of its index."""
+        return f"{self.node}/rank_{self.rank:05d}/region_0.json"
+
+    @override
+    def read(self, unit: UnitEntry) -> memoryview:
+        return memoryview(self.content)[unit.offset : unit.offset + unit.num_bytes]
+
+    @override
+    def read_header(self) -> memoryview:
+        return memoryview(b"")
+
+
+def plan_of(left: Sequence[Left]) -> Plan:
+    versions = [
+        Version(
+            rank=each.rank,
+            iteration=NOW,
+            lineage=IDENTITY.lineage,
+            history=IDENTITY.history,
+            node=each.node,
+            path=each.path,
+            layout="two",
+            world_size=2,
+        )
+        for each in left
+    ]
+    return plan_recovery(versions, ["n"])[0][0]
+
+
+Fetch = Callable[..., tuple[Fetched, Readers]]
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
+    """Return what fetches on the only rank of a job; with rotating experts if it is told so."""
+
+    def record_of(indexes: Mapping[int, Index], met: Any, position: int) -> Any:
+        return indexes[0].records[position]
+
+    monkeypatch.setattr(relayout, "make_record", record_of)
+    parameters = []
+    for unit in UNITS:
+        master = torch.zeros(24)
+        local = make_parameter(
+            unit,
+            parameter=torch.zeros((8, 3), dtype=torch.bfloat16),
+            optimizer=make_optimizer(master),
+            master=master,
+        )
+        object.__setattr__(local, "entry", entry_of(unit, 8, 0))
+        parameters.append(local)
+
+    def run(*left: Left, rotates: bool = False) -> tuple[Fetched, Readers]:
+        met: Any = SimpleNamespace(
+            site=SimpleNamespace(rank=0, node="n"),
+            strategy=SimpleNamespace(
+                always=UNITS[:1] if rotates else UNITS,
+                rotating=frozenset(UNITS[1:] if rotates else ()),
+                saves_all=not rotates,
+            ),
+            live=SimpleNamespace(
+                catalog=UnitCatalog(parameters, leaves_out_frozen=False),
+                model_places=ModelPlaces(),
+            ),
+            ranks=SimpleNamespace(stage=SimpleNamespace(gather=lambda each: [each])),
+        )
+        by_path = {each.path: each for each in left}
+
+        def open_source(source: Source) -> StateReader:
+            return by_path[source.version.path]
+
+        readers = Readers(open_source)
+        return fetch_relayout(plan_of(left), met, readers, None), readers
+
+    return run
+
+
+def tensors_of(fetched: Fetched, unit: UnitId) -> dict[str, torch.Tensor]:
+    found = fetched.units[str(unit)]
+    return {
+        each.key: torch.frombuffer(
+            found.content, dtype=torch.float32, count=24, offset=each.offset
+        ).view(8, 3)
+        for each in found.entry.tensors
+    }
+
+
+def check_is_whole(fetched: Fetched, unit: UnitId, iteration: int = NOW) -> None:
+    for kind, tensor in tensors_of(fetched, unit).items():
+        assert torch.equal(tensor, whole(unit, kind, iteration))
+
+
+def test_tensors_are_put_together_and_the_index_is_that_of_this_rank(fetch: Fetch) -> None:
+    fetched, _ = fetch(Left(1), Left(0))
+    assert fetched.missing == ()
+    for unit in UNITS:
+        check_is_whole(fetched, unit)
+        entry = fetched.units[str(unit)].entry
+        assert checksum(fetched.units[str(unit)].content) == entry.checksum
+    assert fetched.index is not None
+    assert (fetched.index.rank, fetched.index.units) == (0, {})
+    assert fetched.sources == {Tier.MEMORY: 2}
+
+
+def test_units_of_another_iteration_than_the_state_are_never_taken_for_it(fetch: Fetch) -> None:
+    old = {EMBEDDING: NOW, EXPERT: NOW - 2}
+    for ages in ((old, old), (old, dict.fromkeys(UNITS, NOW))):  # all of it, and half of it
+        fetched, _ = fetch(*(Left(rank, ages=each) for rank, each in enumerate(ages)))
+        assert any(f"whole {EXPERT}" in each for each in fetched.missing)
+        assert str(EXPERT) not in fetched.units
+
+
+def test_an_expert_that_only_some_snapshots_hold_keeps_its_age(fetch: Fetch) -> None:
+    ages = {EMBEDDING: NOW, EXPERT: NOW - 2}
+    fetched, _ = fetch(Left(0, ages=ages), Left(1, ages=ages), rotates=True)
+    assert fetched.missing == ()
+    check_is_whole(fetched, EXPERT, NOW - 2)
+    version = fetched.rotation.versions[str(EXPERT)]
+    assert (version.iteration, version.routed_tokens) == (NOW - 2, NOW - 2)
+
+
+def test_an_expert_of_which_ranks_have_different_ages_continues_from_none(fetch: Fetch) -> None:
+    left = [Left(rank, ages={EMBEDDING: NOW, EXPERT: NOW - rank}) for rank in range(2)]
+    fetched, _ = fetch(*left, rotates=True)
+    assert str(EXPERT) not in fetched.units
+    assert fetched.missing
+
+
+def test_an_expert_that_was_never_saved_is_refused_with_the_remedy(fetch: Fetch) -> None:
+    fetched, _ = fetch(*(Left(rank, ages={EMBEDDING: NOW}) for rank in range(2)), rotates=True)
+    assert fetched.missing == (
+        f"{EXPERT}: nothing of it was saved. Start in the layout of that run until every expert was",
+    )
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_moments_that_nobody_has_stay_absent_and_those_that_some_have_are_refused(
+    fetch: Fetch, ranks: tuple[int, ...]
+) -> None:
+    left = [Left(rank, absent=KINDS[1:] if rank in ranks else ()) for rank in range(2)]
+    fetched, _ = fetch(*left)
+    if len(ranks) == 2:
+        assert fetched.missing == ()
+        assert [each.is_absent for each in fetched.units[str(EXPERT)].entry.tensors] == [
+            kind in KINDS[1:] for kind in KINDS
+        ]
+    else:
+        assert f"exp_avg of {EXPERT}.weight" in fetched.missing
+
+
+def test_a_damaged_copy_is_replaced_by_one_of_another_node_or_refused(fetch: Fetch) -> None:
+    damaged = Left(0, is_damaged=True)
+    fetched, readers = fetch(damaged, Left(1), Left(0, node="m"))
+    assert fetched.missing == ()
+    check_is_whole(fetched, EMBEDDING)
+    assert any("checksum" in each for each in readers.problems)
+    fetched, _ = fetch(damaged, Left(1))
+    assert f"{EMBEDDING} of rank 0 of the other layout" in fetched.missing
