@@ -4,7 +4,7 @@ Before: by the reader of `convert`, from what the dead job has left. After: from
 ranks, by code of its own. Both must be the same, bit for bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,9 +18,8 @@ import pretrain_gpt_moe
 from moe_ft.convert.assembly import read_tensor
 from moe_ft.convert.source import open_source
 from moe_ft.convert.tensors import find_tensors
-from moe_ft.recovery import start
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.restore import Restored
+from moe_ft.recovery.restore import Restored, restore
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import Level
@@ -132,14 +131,13 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 def train_and_dump(flags: list[str], folder: str) -> None:
     """Train on this rank; write its live tensors as soon as a recovery has put them back."""
-    restore: Callable[..., Restored] = start.restore
 
     def restore_and_dump(*args: Any) -> Restored:
         restored = restore(*args)
         torch.save(_rows(args[2]), Path(folder) / f"live_{args[2].site.rank}.pt")
         return restored
 
-    with patch.object(start, "restore", restore_and_dump):
+    with patch("moe_ft.recovery.start.restore", restore_and_dump):
         pretrain_gpt_moe.main(flags)
     if (writer := get_tensorboard_writer()) is not None:
         writer.flush()  # the rank ends without closing it

@@ -23,12 +23,12 @@ class ModelTensor(NamedTuple):
 
     Attributes:
         key: in Megatron's checkpoints.
-        index: position in what is stacked; empty for anything else.
+        stacked_at: position in what is stacked; empty for anything else.
         kind: of state, such as ``param`` or ``exp_avg``.
     """
 
     key: str
-    index: Dims
+    stacked_at: Dims
     kind: str
 
 

@@ -63,8 +63,8 @@ class Move(NamedTuple):
     last: int
 
     @property
-    def count(self) -> int:
-        """Number of elements."""
+    def num_elements(self) -> int:
+        """Number of elements that move."""
         return self.last - self.first
 
 
@@ -144,13 +144,13 @@ def plan_transfer[Place: Hashable](
     for target in wanted:
         rest = target.last - target.first
         for move in holdings.moves_to(target):
-            rest -= move.count
+            rest -= move.num_elements
             costs = {place: cost(place, target.owner) for place in copies_of(move.source.owner)}
             cheapest = min(costs.values())
             places = [place for place, each in costs.items() if each == cheapest]
             place = min(places, key=load.__getitem__)
             if cheapest:
-                load[place] += move.count
+                load[place] += move.num_elements
                 choices.append((target.owner, len(moves[target.owner]), places))
             moves[target.owner].append((place, move))
         if rest < 0:
@@ -167,13 +167,13 @@ def _balance[Place: Hashable](
     load: dict[Place, int],
 ) -> None:
     """Even out what places send, the largest moves first; each move stays whole."""
-    choices.sort(key=lambda each: -moves[each[0]][each[1]][1].count)
+    choices.sort(key=lambda each: -moves[each[0]][each[1]][1].num_elements)
     for owner, number, places in choices * _PASSES:
         place, move = moves[owner][number]
-        load[place] -= move.count
+        load[place] -= move.num_elements
         best = min(places, key=load.__getitem__)
         best = place if load[place] == load[best] else best
-        load[best] += move.count
+        load[best] += move.num_elements
         moves[owner][number] = best, move
 
 

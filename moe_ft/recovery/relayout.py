@@ -252,8 +252,8 @@ class _Fetching:
         }
         parts: dict[VersionNumber, list[Part]] = defaultdict(list)
         for tensor in wholes:
-            for version, found in self.left.parts.get((position, tensor), {}).items():
-                parts[version] += found
+            for number, found in self.left.parts.get((position, tensor), {}).items():
+                parts[number] += found
         version = choose_version(parts, [*wholes.values()], is_allowed)
         if not parts:
             self.missing.append(
@@ -345,12 +345,13 @@ class _Fetching:
         )
         moves = [plan.moves.get(number, ()) for number in range(len(tensors))]
         for each, found in zip(tensors, moves, strict=True):
-            if sum(move.count for _, move in found) != each.end - each.start:
+            if sum(move.num_elements for _, move in found) != each.end - each.start:
                 self.missing.append(f"place of {each.parameter} in the model")
         return moves
 
     def _entry(self, held: Any) -> TensorEntry:
-        return self.left.units[held.copy].tensors[held.number]
+        entry: TensorEntry = self.left.units[held.copy].tensors[held.number]
+        return entry
 
     def _copy(
         self, held: Held, source: Source, move: Move, entry: TensorEntry, content: bytearray

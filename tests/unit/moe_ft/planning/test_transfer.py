@@ -160,7 +160,7 @@ def test_a_plan_brings_every_element_that_is_somewhere_once_and_from_the_own_nod
             _copy(move, source.of(numbered), source, found, each)
             is_own = place == node_of[each.rank]
             assert is_own or node_of[each.rank] not in places[source.rank]
-            sent[place] += 0 if is_own else move.count
+            sent[place] += 0 if is_own else move.num_elements
         expected = np.where(np.isin(expected, list(there)), expected, -1)
         assert (found == expected).all()
         assert plan.missing.get(i, 0) == (found == -1).sum()

@@ -47,7 +47,9 @@ def index_of(
 def met(*groups: dict[str, Any], layers: tuple[int, ...] = (), stage: int = 0) -> Any:
     """Return what a rank knows that has the biases of some layers, and one optimizer."""
     inner = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
-    buffers = {f"layer{layer}.bias": (place(layer),) for layer in layers}
+    buffers: dict[str, tuple[GlobalPlace, ...]] = {
+        f"layer{layer}.bias": (place(layer),) for layer in layers
+    }
     return SimpleNamespace(
         live=SimpleNamespace(
             built=([], SimpleNamespace(chained_optimizers=[inner]), None),

@@ -111,7 +111,7 @@ class Left(StateReader):
             num_bytes=len(self.content) - start,
             iteration=iteration,
             level="full",
-            checksum=checksum(self.content[start:]),
+            checksum=checksum(bytes(self.content[start:])),
             tensors=tuple(tensors),
             routed_tokens=iteration,
         )
