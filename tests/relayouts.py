@@ -15,9 +15,8 @@ import torch
 from megatron.training import get_tensorboard_writer
 
 import pretrain_gpt_moe
-from moe_ft.convert.assembly import read_tensor
 from moe_ft.convert.source import open_source
-from moe_ft.convert.tensors import find_tensors
+from moe_ft.convert.tensors import find_tensors, read_tensor
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.state.slices import describe, live_tensor

@@ -15,7 +15,7 @@ import torch
 
 from moe_ft.arithmetic import round_up
 from moe_ft.engine.persist.soundness import check_is_finite
-from moe_ft.engine.snapshots.packed import unpack_into
+from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import CorruptStateError, PlanError
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry, tensor_bytes
