@@ -5,7 +5,7 @@ of them raises. recovery/job_memory.py has the checks of memory, recovery/persis
 persist directory and takes its lock. `doctor` makes the same checks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
