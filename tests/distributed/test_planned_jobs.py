@@ -67,7 +67,7 @@ def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str)
     planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
     expected = rotation_of(planned, strategy)
     saved = [[line["bytes"] for line in job.events("snapshot", rank)] for rank in range(num_ranks)]
-    assert len(saved[0]) >= 2
+    assert saved[0]
     for number, of_ranks in enumerate(zip(*saved, strict=True)):
         assert list(of_ranks) == expected[number % len(expected)]
 

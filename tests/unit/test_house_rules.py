@@ -44,7 +44,6 @@ LONELY = {
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/planning/relayout.py": "pure: its user reads files",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
-    "moe_ft/recovery/assembly.py": "tests and benchmarks build an engine with it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/state/router_load.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/strategies/dense.py": "a strategy: the registry alone imports it",

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ from moe_ft.planning.planned_job import (
     flag_of,
 )
 from moe_ft.state.tensors import inner_optimizers
-from moe_ft.units import UnitKind
+from moe_ft.units import UnitId, UnitKind
 
 _PRECISIONS = {
     "fp32": torch.float32,
@@ -121,44 +121,26 @@ def plan_job(
             "--moe-ft-persist-dir URL to the flags of training, or leave it out."
         )
     cpu_device.install()
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-    )  # Megatron asserts it for some layouts
+    # Megatron asserts it for some layouts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _quiet():
-        args, notes = _read(flags, world_size, runs_script=runs_script)
-        given = argparse.Namespace(**vars(args))
+        given, notes = _read(flags, world_size, runs_script=runs_script)
+        args = argparse.Namespace(**vars(given))
         vars(args).update(_NEEDS_KERNELS | UNFUSED_DEFAULTS | CPU_DEFAULTS)
         with refusals_of_megatron():
             megatron_arguments.validate_args(args)
             built = build_stages(args, config, partial(_describe_optimizer, given))
     is_whole = config.strategy.sharding == "none" and not args.use_distributed_optimizer
     stages = built.by_sharding["none" if is_whole else "equal"]
-    experts = [unit for unit in built.parameters if unit.kind is UnitKind.EXPERT]
-    num_experts = args.num_experts or 0
-    first = stages[0].ranks[0]
     job = PlannedJob(
-        model=PlannedModel(
-            num_parameters=sum(built.parameters.values()),
-            num_experts=num_experts,
-            num_moe_layers=len({unit.layer_name for unit in experts}),
-            expert_parameters=max((built.parameters[unit] for unit in experts), default=0),
-            active_share=min(1.0, args.moe_router_topk / max(1, num_experts)),
-            is_grouped=given.moe_grouped_gemm,
-        ),
+        model=_model(args, given, built.parameters),
         stages=stages,
-        dp=len(stages[0].ep_ranks(first.group)),
+        dp=len(stages[0].ep_ranks(stages[0].ranks[0].group)),
         ep=args.expert_model_parallel_size,
         tp=args.tensor_model_parallel_size,
         expert_tp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
         is_optimizer_distributed=args.use_distributed_optimizer,
-        experts=ExpertFacts(
-            num_experts=num_experts,
-            ep_rank=0,
-            ep_size=args.expert_model_parallel_size,
-            tokens_per_sample=1,
-            planned_samples=1,
-            samples_per_iteration=1,
-        ),
+        experts=_experts(args),
         config=config,
         ranks_per_node=ranks_per_node,
         replication_factor=_replication(config, world_size, ranks_per_node),
@@ -173,6 +155,33 @@ def plan_job(
         f"one rank of each, and the slices of the {len(stages[0].ranks)} ranks of a stage"
     )
     return job, notes
+
+
+def _model(
+    args: argparse.Namespace, given: argparse.Namespace, parameters: Mapping[UnitId, int]
+) -> PlannedModel:
+    experts = [unit for unit in parameters if unit.kind is UnitKind.EXPERT]
+    num_experts = args.num_experts or 0
+    return PlannedModel(
+        num_parameters=sum(parameters.values()),
+        num_experts=num_experts,
+        num_moe_layers=len({unit.layer_name for unit in experts}),
+        expert_parameters=max((parameters[unit] for unit in experts), default=0),
+        active_share=min(1.0, args.moe_router_topk / max(1, num_experts)),
+        is_grouped=given.moe_grouped_gemm,
+    )
+
+
+def _experts(args: argparse.Namespace) -> ExpertFacts:
+    """Return facts about experts, whose tokens no size depends on."""
+    return ExpertFacts(
+        num_experts=args.num_experts or 0,
+        ep_rank=0,
+        ep_size=args.expert_model_parallel_size,
+        tokens_per_sample=1,
+        planned_samples=1,
+        samples_per_iteration=1,
+    )
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Workload:
 
 
 class PartialSizes:
-    """What the ranks of a job save with the options of the strategy, or with some of them changed."""
+    """Bytes that the ranks of a job save, with the options of the strategy or with some of them changed."""
 
     def __init__(self, job: PlannedJob, options: PartialConfig, build: Build) -> None:
         """Collect the ranks.
