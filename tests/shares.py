@@ -16,9 +16,9 @@ def share_of[Value](
     """
     known = list(values)
     assert all(each in known for each in (*chosen, *versions)), f"{chosen} are not all in {known}"
-    marks = [(pytest.mark.rest, lambda value: value not in chosen)]
-    marks.append((pytest.mark.versions, lambda value: value in versions))
-    return [
-        pytest.param(value, marks=[mark for mark, holds in marks if holds(value)])
-        for value in known
-    ]
+    found = []
+    for value in known:
+        marks = [] if value in chosen else [pytest.mark.rest]
+        marks += [pytest.mark.versions] if value in versions else []
+        found.append(pytest.param(value, marks=marks))
+    return found

@@ -21,7 +21,8 @@ from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry, tensor_bytes
 from moe_ft.format.index import Index
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
-from moe_ft.planning.lost_tokens import Gaps, UnitVersion
+from moe_ft.format.records import Gaps
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan, Source, Tier
 from moe_ft.planning.relayout import (
     ModelTensor,

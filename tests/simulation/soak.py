@@ -179,7 +179,7 @@ class Campaign:
         if self._options.keep is None:
             return None
         self._options.keep.mkdir(parents=True, exist_ok=True)
-        path = self._options.keep / f"seed_{of.seed}{suffix}.json"
+        path: Path = self._options.keep / f"seed_{of.seed}{suffix}.json"
         path.write_bytes(msgspec.json.encode(schedule))
         text = "\n".join((str(schedule), *verdict.lines, *verdict.log, *verdict.violations))
         path.with_suffix(".txt").write_text(f"{text}\n")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ft.format.records import Gaps
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.lost_tokens import (
     MAX_GAPS,
-    Gaps,
     expected_plt,
     gaps_after,
     job_plt,
