@@ -110,16 +110,7 @@ def plan_job(
     Raises:
         ConfigError: if a flag is unknown or missing, or training would refuse it.
     """
-    if world_size > _MOST_RANKS:
-        raise ConfigError(
-            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
-            "a plan lists each. Give the numbers of the job."
-        )
-    if measured.storage_bandwidth is not None and not config.storage.persists:
-        raise ConfigError(
-            f"--storage-bandwidth={measured.storage_bandwidth:g} needs checkpoints that go to storage. Add "
-            "--moe-ft-persist-dir URL to the flags of training, or leave it out."
-        )
+    _check_job(config, measured, world_size)
     cpu_device.install()
     # Megatron asserts it for some layouts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -149,12 +140,29 @@ def plan_job(
         traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
         by_sharding=built.by_sharding,
     )
-    kinds = ", ".join(str(stage.numbers[0]) for stage in stages)
-    notes.append(
-        f"planned from Megatron's model without memory: {job.num_stages} stages, of which {kinds} differ, "
-        f"one rank of each, and the slices of the {len(stages[0].ranks)} ranks of a stage"
-    )
+    notes.append(_what_was_built(job))
     return job, notes
+
+
+def _check_job(config: MoeFtConfig, measured: Measured, world_size: int) -> None:
+    if world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
+            "a plan lists each. Give the numbers of the job."
+        )
+    if measured.storage_bandwidth is not None and not config.storage.persists:
+        raise ConfigError(
+            f"--storage-bandwidth={measured.storage_bandwidth:g} needs checkpoints that go to storage. Add "
+            "--moe-ft-persist-dir URL to the flags of training, or leave it out."
+        )
+
+
+def _what_was_built(job: PlannedJob) -> str:
+    numbers = ", ".join(str(stage.numbers[0]) for stage in job.stages)
+    return (
+        f"planned from Megatron's model, without memory for it: one rank of each different stage ({numbers} "
+        f"of {job.num_stages}), and the slices of all {len(job.stages[0].ranks)} ranks of a stage"
+    )
 
 
 def _model(

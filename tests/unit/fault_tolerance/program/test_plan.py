@@ -58,7 +58,7 @@ def test_flags_of_a_script_and_of_what_is_not_counted_are_named() -> None:
     _, notes = planned(*SMALL, "--corpus", "a", "--fp8-format", "hybrid", runs_script=True)
     assert notes[0] == "--corpus: taken as a flag of the script, and not counted"
     assert notes[1].startswith("--fp8-format: the scales")
-    assert notes[2].startswith("planned from Megatron's model without memory: 2 stages")
+    assert notes[2].startswith("planned from Megatron's model, without memory for it: one rank")
 
 
 def test_stages_that_differ_in_the_numbers_of_layers_alone_are_planned_once() -> None:

@@ -36,7 +36,7 @@ def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
         bandwidth=1e9,
         storage_bandwidth=100e6,
     )
-    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 4, which has the most" in text
+    assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 6, which has the most" in text
     assert "copied in 2.800 s" in text
     assert "stall 0.800 s, 10.0% of the time with --moe-ft-interval 4" in text
     assert "persist: 28.004 s; smallest interval 15 iterations; the one planned, 8, is too" in text

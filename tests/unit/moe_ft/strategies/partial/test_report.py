@@ -21,7 +21,7 @@ def test_sizes_at_both_levels_stand_beside_full() -> None:
     assert row(text, "snapshot")[1:6] == ["4", "12,733.7", "56.8%", "1,591.7", "6"]
     assert row(text, "persist")[1:5] == ["1", "10,316.3", "46.0%", "1,323.1"]
     assert row(text, "persist")[6:] == ["1.03", "52.8%"]
-    assert row(text, "full")[4:7] == ["2,800.4", "0", "1.00"]
+    assert row(text, "full")[4:7] == ["2,800.4", "6", "1.00"]
     assert "sharding" not in text
 
 
