@@ -7,7 +7,7 @@
 # | strategy   | memory   | checkpoint   | every         | repeated          | updates lost   | with all nodes   |
 # |------------|----------|--------------|---------------|-------------------|----------------|------------------|
 # | dense      | 491 GB   | 197 GB       | 90 iterations | 1 to 2 iterations | none           | none             |
-# | sparse     | 696 GB   | 279 GB       | 90 iterations | 1 to 2 iterations | none           | none             |
+# | sparse     | 697 GB   | 279 GB       | 90 iterations | 1 to 2 iterations | none           | none             |
 # | partial    | 711 GB   | 40 GB        | 90 iterations | 1 to 2 iterations | 1.5 iterations | 315 iterations   |
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 NODES=${NODES:-2}                                # 16 GPUs: every node holds all experts
