@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.output import markdown_table, parse_options, show
 from kernels.number_formats import BF16, E4M3, ScaleKind
-from kernels.packing import ALIGNMENT, PackTable, Segment
+from kernels.pack_table import PackTable
+from kernels.packing import ALIGNMENT, Segment
 from moe_ft.engine.snapshots.staging import PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
 

@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.boundary.reading import (
-    BoundaryPlayer,
-    FetchedLog,
-    LoggedIteration,
-    NeighbourLog,
-    open_slot,
-)
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import FetchedLog, LoggedIteration, NeighbourLog, open_slot
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import BoundaryIndex

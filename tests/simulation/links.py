@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.boundary.reading import BoundaryPlayer
+from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
 from moe_ft.loop.training_loop import RecordSend
 from moe_ft.planning.boundary_log import PipelineTraffic

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from moe_ft.engine.boundary.log import BoundaryLog
-from moe_ft.engine.boundary.reading import BoundaryPlayer
+from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore

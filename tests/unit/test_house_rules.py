@@ -21,7 +21,10 @@ QUESTION = re.compile(r"(What|Which|How|Whether|Where|Who|When)\b")
 # Files that no unit test imports and no mutation of the simulation is in, each with the reason.
 TESTED_ELSEWHERE = {
     **dict.fromkeys(
-        [f"moe_ft/commands/{name}.py" for name in ("convert", "doctor", "plan", "removal")],
+        [
+            f"moe_ft/commands/{name}.py"
+            for name in ("convert", "doctor", "examples", "plan", "removal")
+        ],
         "commands: tests call moe_ft.cli",
     ),
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
@@ -29,6 +32,7 @@ TESTED_ELSEWHERE = {
     "moe_ft/strategies/sparse/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
+    "megatron/fault_tolerance/program/older_gpt.py": "of Megatron 0.18: make test-versions",
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
 }
 # Short files with one importer, each with the reason.
@@ -41,6 +45,8 @@ LONELY = {
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "megatron/fault_tolerance/repair/rules.py": "a table of jobs that are refused",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
+    "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
+    "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/planning/relayout.py": "pure: its user reads files",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",

@@ -37,7 +37,10 @@ MODULE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})(?:\.[a-z]\w*)+(?![\w/(])")
 MEGATRON = ("megatron.core", "megatron.training")
 PLACEHOLDER = re.compile(r"[A-Z_]+")
 # Said to be absent, the name of a lock, and a script of Megatron-LM.
-NOT_OURS = {"megatron/__init__.py", "moe_ft.lock", "pretrain_gpt.py"}
+NOT_OURS = {
+    *("megatron/__init__.py", "megatron/core/datasets", "moe_ft.lock"),
+    *("pretrain_gpt.py", "Megatron-LM/pretrain_gpt.py"),
+}
 
 
 def prose_of(path: str) -> str:

@@ -128,6 +128,7 @@ class Groups:
     def __init__(self, transports: Sequence[Transport], recipes: Recipes) -> None:
         self._transports, self._recipes = transports, recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
+        self._rank = 0
         self.num_made = 0  # in the whole job, the same on all ranks
 
     def note(self) -> None:
@@ -136,6 +137,7 @@ class Groups:
         Raises:
             ConfigError: if one of them cannot be made again.
         """
+        self._rank = dist.get_rank()
         names = _world.pg_names.items()
         found = ((int(name), group, self._recipes.of(group)) for group, name in names)
         self._groups = sorted(found, key=lambda each: each[0])
@@ -179,7 +181,7 @@ class Groups:
         # In the same order on all ranks, or they wait for each other.
         for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            put(group, recipe, own, makers, timeout, get_args().rank)
+            put(group, recipe, own, makers, timeout, self._rank)
             _world.pg_map[group] = (recipe.backend, own)
         default, backend = _get_default_group(), self._recipes.of_default().backend
         _world.pg_map[default] = (backend, PrefixStore("later", prefix))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine.boundary.reading import BoundaryPlayer
+from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
 from moe_ft.loop.training_loop import RecordSend
 

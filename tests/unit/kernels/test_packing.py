@@ -17,7 +17,8 @@ from kernels.number_formats import (
     round_to,
     round_to_blocks,
 )
-from kernels.packing import PackTable, Segment, SplitMasters, join_masters, split_masters
+from kernels.pack_table import PackTable
+from kernels.packing import Segment, SplitMasters, join_masters, split_masters
 from tests.unit.kernels.packs import (
     DEVICE,
     any_numbers,

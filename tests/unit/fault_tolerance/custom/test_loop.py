@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.custom.loop import CustomLoop, Position, RunFacts, copy_of_json
 from moe_ft.errors import ConfigError
 from moe_ft.loop.training_loop import LoopParts
@@ -121,6 +122,7 @@ def test_replay_is_exact_if_the_loop_or_else_its_model_says_so(
     world: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cpu_device, "_installed", False)
     monkeypatch.setattr(MODEL, "deterministic_mode", by_model)
     assert loop_of(is_deterministic=given).job_facts("").is_deterministic is expected
 

@@ -72,6 +72,7 @@ def _count_devices(on_cpu: bool, counts: "SimpleQueue[int]") -> None:
 def test_calls_to_cuda_are_answered_by_the_cpu_if_the_rank_does_so(
     on_cpu: bool, count: int
 ) -> None:
-    counts: SimpleQueue[int] = _context.SimpleQueue()
-    _context.Process(target=_count_devices, args=(on_cpu, counts)).start()
+    context = multiprocessing.get_context("spawn")  # this process may answer calls to CUDA itself
+    counts: SimpleQueue[int] = context.SimpleQueue()
+    context.Process(target=_count_devices, args=(on_cpu, counts)).start()
     assert counts.get() == count

@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.fault_tolerance.seams import pipeline_tap as module
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import open_links, playing, recording
-from moe_ft.engine.boundary.reading import BoundaryPlayer, open_log
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import open_log
 from moe_ft.format.boundary import Direction
 from tests.simulation import collectives
 from tests.unit.moe_ft.engine.boundary.logs import RANK, TRAFFIC, sends_of, small_log

@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import can_freeze
-from moe_ft.engine.boundary.reading import BoundaryPlayer, open_log
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import IterationRecord, RandomStates, numbers_of
 from moe_ft.loop import resumption

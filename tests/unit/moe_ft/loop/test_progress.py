@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.versions import RECOMMENDED
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -40,6 +41,7 @@ def test_start_names_the_layout_and_where_training_begins(
     assert line == {
         "event": "start",
         "iteration": 5,
+        "megatron": RECOMMENDED,
         "world_size": 1,
         "tp": 1,
         "pp": 1,

@@ -176,8 +176,8 @@ def product_files() -> list[Path]:
     apart = (
         "moe_ft/strategies",
         "moe_ft/config/flag_table.py",  # flags of Megatron
-        "moe_ft/config/megatron_flags.py",  # the same flags
-        "moe_ft/convert/huggingface/families",  # layers without experts are dense there
+        "moe_ft/convert/huggingface/deepseek.py",  # layers without experts are dense there
+        "moe_ft/convert/huggingface/decoder.py",  # and here
         "moe_ft/convert/huggingface/config_file.py",  # and keys of theirs have such names
     )
     return [

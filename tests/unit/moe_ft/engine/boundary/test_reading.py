@@ -8,11 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_ft.engine.boundary.reading import (
-    BoundaryPlayer,
-    FetchedLog,
-    open_log,
-)
+from moe_ft.engine.boundary.player import BoundaryPlayer
+from moe_ft.engine.boundary.reading import FetchedLog, open_log
 from moe_ft.engine.memory.regions import make_header
 from moe_ft.errors import CorruptStateError, SnapshotError, UnrecoverableError
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
