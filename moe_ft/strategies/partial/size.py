@@ -69,6 +69,7 @@ class PartialSizes:
         """
         self._job, self._options = job, options
         self._stages = [_Stage(job, stage, build) for stage in job.stages]
+        self._workloads: dict[int, Workload] = {}
 
     def _config(self, **changes: Any) -> MoeFtConfig:
         config = self._job.config
@@ -77,12 +78,16 @@ class PartialSizes:
 
     def plan_workload(self, k: int) -> Workload:
         """Return what every rank of every stage saves while sequential selection goes around the experts."""
-        config = self._config(
-            k_snapshot=str(k), k_persist=1, dynamic_k=False, selection="sequential"
-        )
-        by_stage = [list(stage.rotation(config, k)) for stage in self._stages]
-        rotation = zip(*by_stage, strict=True)
-        return Workload(tuple(tuple(self._job.by_rank(of_stages)) for of_stages in rotation))
+        if k not in self._workloads:
+            config = self._config(
+                k_snapshot=str(k), k_persist=1, dynamic_k=False, selection="sequential"
+            )
+            by_stage = [list(stage.rotation(config, k)) for stage in self._stages]
+            rotation = zip(*by_stage, strict=True)
+            self._workloads[k] = Workload(
+                tuple(tuple(self._job.by_rank(of_stages)) for of_stages in rotation)
+            )
+        return self._workloads[k]
 
     def automatic_k(self, budget_bytes: float) -> int:
         """Return the k that --moe-ft-k-snapshot auto takes where ranks can copy so many bytes.
@@ -163,12 +168,14 @@ class _Stage:
         units = {unit: place for place, unit in enumerate(sorted(strategy.rotating))}
         rotating = np.array([[_bytes(rank, unit) for unit in units] for rank in self._stage.ranks])
         num_experts = self._job.model.num_experts
+        always: dict[tuple[int, ...] | None, list[int]] = {}  # by the division of replicated state
         for number in range(num_experts // math.gcd(num_experts, k)):
             window = strategy.plan_window(number)
             (plan,) = window.snapshots
             chosen = [units[unit] for unit in plan.rotating]
-            always = [_always_bytes(rank, plan) for rank in self._stage.ranks]
-            yield (rotating[:, chosen].sum(axis=1, dtype=np.int64) + always).tolist()
+            if plan.shares not in always:
+                always[plan.shares] = [_always_bytes(rank, plan) for rank in self._stage.ranks]
+            yield (rotating[:, chosen].sum(axis=1, dtype=np.int64) + always[plan.shares]).tolist()
             strategy.note_begun(window)
             strategy.note_complete(window, number)
 
