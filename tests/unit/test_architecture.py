@@ -88,7 +88,7 @@ FOUND_BY_NAME = {
 }
 # Files with imports inside functions: of what may be absent, or of torch, which is slow.
 IMPORTS_LATE = (
-    "kernels/packing.py",
+    "kernels/pack_table.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",
     "moe_ft/doctor/meeting.py",

@@ -45,6 +45,7 @@ LONELY = {
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "megatron/fault_tolerance/repair/rules.py": "a table of jobs that are refused",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
+    "kernels/pack_table.py": "imports Triton late, which imports packing",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",

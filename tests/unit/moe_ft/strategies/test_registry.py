@@ -178,6 +178,7 @@ def product_files() -> list[Path]:
         "moe_ft/config/flag_table.py",  # flags of Megatron
         "moe_ft/convert/huggingface/deepseek.py",  # layers without experts are dense there
         "moe_ft/convert/huggingface/decoder.py",  # and here
+        "moe_ft/convert/huggingface/query_groups.py",  # and here
         "moe_ft/convert/huggingface/config_file.py",  # and keys of theirs have such names
     )
     return [
