@@ -1,7 +1,7 @@
 """Packing of many tensors into one buffer, each in its own format, and unpacking.
 
 This file is the reference, in torch. On a GPU kernels/triton_packing.py computes the same bits in one launch;
-`PackTable` chooses between the two. The caller decides the places of tensors in a buffer.
+`PackTable` in kernels/pack_table.py chooses. The caller decides the places of tensors in a buffer.
 
 An fp32 master weight can be split into the BF16 weight that forward uses and the remaining bits. If the
 BF16 weights are kept anyway, a master costs 2 bytes and 1 bit instead of 4 bytes. The 2 bytes are the lower
@@ -117,13 +117,13 @@ class Segment:
 
 
 def pack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> torch.Tensor:
-    """Pack tensors; see `PackTable.pack`."""
+    """Pack tensors; see `PackTable.pack` in kernels/pack_table.py."""
     counts = [sum(_pack(part, buffer) for part in _parts(segment)) for segment in segments]
     return torch.tensor(counts, dtype=torch.int64)
 
 
 def unpack_by_reference(segments: Sequence[Segment], buffer: torch.Tensor) -> None:
-    """Unpack tensors; see `PackTable.unpack`."""
+    """Unpack tensors; see `PackTable.unpack` in kernels/pack_table.py."""
     for segment in segments:
         for part in _parts(segment):
             part.tensor.copy_(_unpacked(part, buffer))
