@@ -43,5 +43,5 @@ echo "using $("$python" --version) ($python)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 # Another version of Megatron, which a test puts in front on PYTHONPATH.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-    --target .venv/megatron/0.19.0 megatron-core==0.19.0
+    --target .venv/megatron/0.18.2 megatron-core==0.18.2
 touch .venv/installed

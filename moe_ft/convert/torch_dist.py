@@ -42,6 +42,7 @@ from moe_ft.convert.model import Item, Model, read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import Part, WrittenFile
+from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.slices import DTYPES
 
@@ -51,9 +52,18 @@ _RELEASE = "release"
 
 
 class TorchDist:
-    """Writes the checkpoint."""
+    """Writes the checkpoint.
+
+    Raises:
+        ConfigError: with a Megatron before 0.19, whose `--load` wants a file that this does not write.
+    """
 
     def __init__(self, model: Model, *, with_optimizer: bool, for_ep: int | None = None) -> None:
+        if hasattr(CheckpointingConfig, "common_backend"):
+            raise ConfigError(
+                "--to=torch_dist needs megatron-core 0.19 or newer: what it writes lacks a file that older "
+                "versions load. Put a newer one first on PYTHONPATH."
+            )
         self._model, self._with_optimizer = model, with_optimizer
         self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
         self._keys = {"master": self._state.master}

@@ -17,8 +17,7 @@ from typing import Any
 from moe_ft.errors import ConfigError
 
 OLDEST = (0, 18)
-TESTED = ("0.19.0", "0.19.1", "0.19.2", "0.20.0")  # `make test-versions` runs them
-_EXACT = (0, 19)  # on 0.18.2 a job with overlapped communication did not end in the same bits
+TESTED = ("0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0")  # `make test-versions` runs them
 RECOMMENDED = "0.19.2"
 
 _TRAINING = "megatron.training.training"
@@ -158,15 +157,10 @@ def installed_version() -> str:
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH"))
 
 
-def _number(version: str) -> tuple[int, ...]:
-    """Return major and minor version."""
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
 def check_oldest() -> None:
     """Raise ConfigError if the Megatron that an import would take is too old, or is not there."""
     version = installed_version()
-    if _number(version) < OLDEST:
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(
             f"megatron-core {version} is used, and moe_ft needs {oldest} or newer. Install a tested version "
@@ -186,8 +180,6 @@ def check_seams(*, allow_misfit: bool = False) -> list[str]:
     """
     version = installed_version()
     misfits = [misfit for seam in SEAMS if (misfit := seam.misfit())]
-    if _number(version) < _EXACT:
-        misfits.append("recoveries are not known to be exact before 0.19")
     if misfits and not allow_misfit:
         raise ConfigError(
             f"megatron-core {version} does not fit moe_ft: {'; '.join(misfits)}. Install a tested version "
