@@ -125,7 +125,7 @@ class PlannedRank:
     """A rank of a stage and its units, as a strategy asks for them (`UnitSizes`).
 
     Attributes:
-        rank: of the job, in the first of the stages that are alike.
+        rank: of the job, in the first of the equal stages.
         group: number of its data-parallel group in the stage.
         dp_rank: in that group.
         sizes: of every unit that it has, also of those that other ranks save.
@@ -170,7 +170,7 @@ class PlannedRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedStage:
-    """Pipeline stages that are alike but for the numbers of their layers.
+    """Pipeline stages that differ only in the numbers of their layers.
 
     Attributes:
         numbers: of these stages; units and ranks are those of the first.

@@ -120,7 +120,9 @@ def later(module: str, name: str | None = None) -> Any:
     """Return a module of a newer Megatron, or what is in it; None if this one lacks it."""
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and lacks something else
         return None
     return found if name is None else getattr(found, name, None)
 

@@ -110,3 +110,12 @@ def test_older_version_in_front_is_refused_in_one_line_before_it_is_imported(
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert "error: megatron-core 0.17.1 is used, and moe_ft needs 0.18 or newer. Install" in line
+
+
+def test_module_that_is_there_and_lacks_something_else_is_not_taken_for_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        versions.later("broken_module")
