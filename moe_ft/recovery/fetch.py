@@ -169,6 +169,7 @@ def fetch(
         readers,
         origins,
         met.ranks.stage.gather,
+        (plan.start.number, plan.iteration),
         most_iteration,
     )
     return replace(

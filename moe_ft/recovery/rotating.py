@@ -1,8 +1,9 @@
 """Versions of the units that only some snapshots hold: agreed on by all ranks of a stage, then read.
 
-Several ranks may save parts of one unit. All of them must put back the same version: the newest one that each
-of them has intact somewhere. A unit that was never saved, or of which nothing is left, keeps the weights that
-the run began with, if this start has begun with the same weights.
+Several ranks may save parts of one unit. All of them must put back the same version: that of the recovered
+iteration, and where one of them lacks it, the newest that each of them has intact somewhere. A version from
+beyond that iteration loses nothing, but is trained with some tokens again. A unit that was never saved, or of
+which nothing is left, keeps the weights that the run began with, if this start has begun with the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,12 +55,14 @@ def fetch_rotating(
     readers: Readers,
     origins: Mapping[str, str],
     gather: Gather,
+    wanted: Version,
     most_iteration: int | None,
 ) -> Rotation:
     """Agree on a version of each unit and read it. Called by all ranks of a stage.
 
     Args:
         sources: everything that the run has left of this rank, best first.
+        wanted: version of the units that were saved with the state that is recovered.
         most_iteration: latest iteration of snapshots that may be used; None for any.
     """
     offers = _find_offers(sources, units, readers, origins, most_iteration)
@@ -67,7 +70,7 @@ def fetch_rotating(
     has_failed = True
     while has_failed:
         everyone = gather({name: _tokens(found) for name, found in offers.items()})
-        best = _best_common(everyone)
+        best = _best_common(everyone, wanted)
         has_failed = any(gather(_read_best(units, best, offers, catalog, readers, read)))
     newest = {str(unit): best.get(str(unit)) for unit in units}
     return Rotation(
@@ -170,13 +173,19 @@ def _tokens(found: Mapping[Version, Sequence[_Offer]]) -> dict[Version, UnitVers
     return {version: offers[0].version if offers else nothing for version, offers in found.items()}
 
 
-def _best_common(everyone: Sequence[Mapping[str, Mapping[Version, Any]]]) -> dict[str, Version]:
-    """Return by unit name the newest version that all ranks have that save a part of the unit."""
+def _best_common(
+    everyone: Sequence[Mapping[str, Mapping[Version, Any]]], wanted: Version
+) -> dict[str, Version]:
+    """Return by unit name the best version that all ranks have that save a part of the unit."""
     common: dict[str, set[Version]] = {}
     for found in everyone:
         for name, versions in found.items():
             common[name] = common[name] & set(versions) if name in common else set(versions)
-    return {name: max(versions) for name, versions in common.items() if versions}
+    return {
+        name: wanted if wanted in versions else max(versions)
+        for name, versions in common.items()
+        if versions
+    }
 
 
 def versions_in(index: Index | None, units: Sequence[UnitId]) -> dict[str, UnitVersion]:

@@ -102,6 +102,7 @@ class Rank:
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         origins: dict[str, str] | None = None,
         most_iteration: int | None = None,
+        wanted: tuple[int, int] = (0, 99),
     ) -> Rotation:
         """Agree with other ranks, and read."""
         return fetch_rotating(
@@ -111,6 +112,7 @@ class Rank:
             self.readers,
             ORIGINS if origins is None else origins,
             gather,
+            wanted,
             most_iteration,
         )
 
@@ -153,6 +155,16 @@ def test_version_beyond_the_iteration_that_was_asked_for_is_not_used(rank: Rank)
     rank.save(4, {0: 3, 1: 4})
     rank.save(6, {0: 6, 1: 4})
     assert iterations(rank.fetch(most_iteration=5)) == {NAMES[0]: 3, NAMES[1]: 4}
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, 5), (1, 6)])
+def test_version_of_the_recovered_iteration_is_preferred_if_the_same_start_saved_it(
+    rank: Rank, start: int, expected: int
+) -> None:
+    rank.save(5, {0: 5, 1: 4})
+    rank.save(6, {0: 6, 1: 4})
+    found = iterations(rank.fetch(wanted=(start, 5)))
+    assert found == {NAMES[0]: expected, NAMES[1]: 4}
 
 
 def test_version_of_a_later_incarnation_is_preferred_to_one_of_a_later_iteration(
