@@ -18,6 +18,7 @@ import torch
 import xxhash
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
@@ -42,7 +43,6 @@ from moe_ft.convert.model import Item, Model, read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import Part, WrittenFile
-from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.slices import DTYPES
 
@@ -52,18 +52,9 @@ _RELEASE = "release"
 
 
 class TorchDist:
-    """Writes the checkpoint.
-
-    Raises:
-        ConfigError: with a Megatron before 0.19, whose `--load` wants a file that this does not write.
-    """
+    """Writes the checkpoint."""
 
     def __init__(self, model: Model, *, with_optimizer: bool, for_ep: int | None = None) -> None:
-        if hasattr(CheckpointingConfig, "common_backend"):
-            raise ConfigError(
-                "--to=torch_dist needs megatron-core 0.19 or newer: what it writes lacks a file that older "
-                "versions load. Put a newer one first on PYTHONPATH."
-            )
         self._model, self._with_optimizer = model, with_optimizer
         self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
         self._keys = {"master": self._state.master}
@@ -118,9 +109,13 @@ class TorchDist:
         """Write what is no tensor, then the metadata and what makes Megatron find it."""
         where = self._folder(folder)
         where.mkdir(exist_ok=True)
+        facts = convert_leaves(facts_of(self._model, items), lambda value: value)
+        common = {**self._state.common, "moe_ft": facts}
+        # Megatron 0.18 reads this file, newer versions read it or the object.
+        (where / COMMON_STATE_FNAME).write_bytes(_encode(common).getvalue())
         metadata: dict[str, Any] = _describe(self._key, items)
         writer = FileSystemWriter(where, thread_count=1, per_thread_copy_ahead=0)
-        objects = self._objects(items)
+        objects = self._objects(common)
         requests = [
             WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in objects
         ]
@@ -142,10 +137,8 @@ class TorchDist:
         name = str(self._model.iteration) if self._with_optimizer else _RELEASE
         (folder / _TRACKER).write_text(name, encoding="utf-8")
 
-    def _objects(self, items: Sequence[Item]) -> dict[str, io.BytesIO]:
+    def _objects(self, common: Mapping[str, Any]) -> dict[str, io.BytesIO]:
         """Return the objects of the checkpoint by key, encoded as Megatron does."""
-        facts = convert_leaves(facts_of(self._model, items), lambda value: value)
-        common = {**self._state.common, "moe_ft": facts}
         found = [ShardedObject("common_state", common, (1,), (0,))]
         found += [
             ShardedObject("rng_state", values, sizes, place)

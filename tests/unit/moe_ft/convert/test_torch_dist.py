@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.common import load_common
 from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
@@ -69,6 +70,15 @@ def test_megatron_finds_its_common_state_objects_and_checksums(
     assert state["moe_ft"]["unit_iterations"]["layer.0.expert.1"] == ITERATION
     keys = set(FileSystemReader(checkpoint_folder).read_metadata().state_dict_metadata)
     assert {OBJECT, "rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"} <= keys
+
+
+def test_file_that_older_megatrons_load_says_what_the_object_of_newer_ones_says(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    folder = converted(checkpoints, tmp_path / "out") / f"iter_{ITERATION:07d}"
+    older = load_common(str(folder))
+    (folder / "common.pt").unlink()
+    assert dist_checkpointing.load_common_state_dict(str(folder)) == older
 
 
 def test_weights_alone_are_a_release(checkpoints: Path, tmp_path: Path) -> None:
