@@ -62,12 +62,21 @@ def check_restarts() -> None:
 
 
 def _use_prebuilt_dataset_helper() -> None:
-    """Keep Megatron from running make if the wheel contains the compiled helper and no Makefile.
+    """Keep Megatron from running make if this Python's compiled helper is there and not out of date.
 
-    Megatron's compile_helpers ends the process if make fails.
+    A wheel has no Makefile. That of a checkout looks for the helper of the python3 on PATH, which may be
+    another one, and Megatron's compile_helpers ends the process if make fails.
     """
-    has_makefile = (Path(dataset_utils.__file__).parent / "Makefile").is_file()
-    if not has_makefile and importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+    helper = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if helper is None or helper.origin is None:
+        return
+    source, makefile = (
+        Path(dataset_utils.__file__).with_name(name) for name in ("helpers.cpp", "Makefile")
+    )
+    if (
+        not makefile.is_file()
+        or Path(helper.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns
+    ):
         dataset_utils.compile_helpers = lambda: None
 
 

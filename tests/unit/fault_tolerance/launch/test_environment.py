@@ -1,5 +1,6 @@
 """The process gets what Megatron expects of it; torchrun finds a whole report of an exception, or none."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -67,17 +68,26 @@ def test_restarts_in_vain_are_refused_with_what_helps(
         environment.check_restarts()
 
 
-@pytest.mark.parametrize("has_makefile", [False, True])
-def test_dataset_helper_is_compiled_only_where_there_is_a_makefile(
-    has_makefile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("age_s", "is_used"),
+    [(None, True), (0, True), (9, True), (-9, False)],
+    ids=["wheel", "same", "newer", "older"],
+)
+def test_compiled_dataset_helper_of_a_checkout_is_used_if_it_is_not_older_than_its_source(
+    age_s: int | None, is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if has_makefile:
+    helper = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    assert helper is not None and helper.origin is not None
+    if age_s is not None:
         (tmp_path / "Makefile").touch()
+        (tmp_path / "helpers.cpp").touch()
+        of_source = Path(helper.origin).stat().st_mtime_ns - age_s * 10**9
+        os.utime(tmp_path / "helpers.cpp", ns=(of_source, of_source))
     compile_helpers = dataset_utils.compile_helpers
     monkeypatch.setattr(dataset_utils, "compile_helpers", compile_helpers)  # put back afterwards
     monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
     environment._use_prebuilt_dataset_helper()
-    assert (dataset_utils.compile_helpers is compile_helpers) == has_makefile
+    assert (dataset_utils.compile_helpers is not compile_helpers) == is_used
 
 
 SCRIPT = """
