@@ -1,7 +1,7 @@
 """`moe_ft examples`: show or copy the scripts that come with moe_ft, which users change.
 
-They are the folders examples/ and tools/ and pretrain_gpt_moe.py. A wheel has them in its data (setup.py), a
-checkout where they are.
+They are the folders examples/ and tools/ and pretrain_gpt_moe.py. A wheel has them in its data, a checkout
+where they are. setup.py asks this file what to ship, so it imports nothing that has to be installed.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from moe_ft.errors import ConfigError
 
-SHARE = PurePath("share/moe_ft")  # see setup.py
+SHARE = PurePath("share/moe_ft")  # of an installation
 _CHECKOUT = Path(__file__).parents[2]
 
 

@@ -104,7 +104,9 @@ def test_wheel_next_to_a_checkout_of_megatron_trains_and_recovers_outside_the_so
     (wheel,) = wheels.iterdir()
     install = ["--python", str(python), "install", "--no-deps", str(wheel)]
     subprocess.run([*pip, *install], check=True, timeout=300)
-    (installed / "bin" / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
+    torchrun = installed / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
 
     copy = tmp_path / "copy"
     command = [str(python), "-m", "moe_ft", "examples", "--copy", str(copy)]
