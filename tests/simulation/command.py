@@ -14,8 +14,7 @@ from tests.simulation import power
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import RepairSchedule
-from tests.simulation.repairs.schedule import draw as draw_repairs
-from tests.simulation.schedule import Schedule, draw
+from tests.simulation.schedule import Schedule, draw_changing
 from tests.simulation.soak import AnySchedule, Campaign
 
 _SEEDS = 1 << 40  # that a random one is drawn from
@@ -55,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         "--schedule", type=Path, help="the one in this file alone, as --keep writes it"
     )
     which.add_argument("--repairs", action="store_true", help="of repairs in place")
+    which.add_argument(
+        "--layouts",
+        action="store_true",
+        help="of jobs whose starts have several layouts, all of them",
+    )
     how = parser.add_argument_group("how they are run")
     how.add_argument(
         "--jobs", type=int, default=1, help="processes; 0 for one per core (default 1)"
@@ -75,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _schedules(arguments: argparse.Namespace) -> Iterator[AnySchedule]:
     is_of_repairs = arguments.repairs or arguments.mutation in OF_REPAIRS
-    make = draw_repairs if is_of_repairs else draw
+    make = (
+        draw_changing
+        if arguments.layouts
+        else power.drawer_for(arguments.mutation, is_of_repairs=is_of_repairs)
+    )
     if arguments.schedule is not None:
         kind = RepairSchedule if is_of_repairs else Schedule
         yield msgspec.json.decode(arguments.schedule.read_bytes(), type=kind)

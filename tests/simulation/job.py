@@ -1,8 +1,7 @@
 """A job of simulated ranks: its nodes, its launcher, and its starts until training has ended."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.simulation.collectives import Collectives
 from tests.simulation.files import Files
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.leaving import terminate
-from tests.simulation.model import NUM_MICROBATCHES, SAMPLES_PER_ITERATION, Model
 from tests.simulation.network import Network
 from tests.simulation.processes import PARENT
 from tests.simulation.rank import Life, Rank
@@ -38,6 +36,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         on_error: as --moe-ft-on-error takes it.
         breakpoints, upstream_log: whether ranks keep them.
         recovery: as --moe-ft-recovery takes it.
+        later: layouts of the starts after the first; those after these have the last one.
     """
 
     nodes: int = 2
@@ -56,6 +55,12 @@ class Setup(Shape, frozen=True, kw_only=True):
     breakpoints: bool = False
     upstream_log: bool = False
     recovery: str = "auto"
+    later: tuple[Shape, ...] = ()
+
+    def shape_of(self, start: int) -> Shape:
+        """Return the layout of a start."""
+        shapes = (self.shape, *self.later)
+        return shapes[min(start, len(self.later))]
 
     @property
     def shape(self) -> Shape:
@@ -101,7 +106,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 persist_dense_interval=self.dense_interval,
                 keep=self.keep,
             ),
-            recovery=RecoveryConfig(recovery=self.recovery),
+            recovery=RecoveryConfig(recovery=self.recovery, layout="any" if self.later else "same"),
         )
 
     def training(self, root: Path) -> Training:
@@ -119,6 +124,7 @@ class Start:
 
     Attributes:
         number: from 0, as the launcher counts.
+        shape: its layout.
         nodes: ``[rank]`` its node.
         lives: ``[rank]``.
         processes: ``[rank]``.
@@ -127,6 +133,7 @@ class Start:
     """
 
     number: int
+    shape: Shape
     nodes: Sequence[str]
     lives: list[Life]
     processes: list[Process] = field(default_factory=list)
@@ -159,20 +166,25 @@ class Job:
         self._agents: dict[str, Process] = {}
         self.notice_s = NOTICE_S
 
+    @property
+    def next_shape(self) -> Shape:
+        """Layout of the next start."""
+        return self.setup.shape_of(len(self.starts))
+
     def node_of(self, rank: int) -> str:
-        per_node = -(-self.setup.shape.num_ranks // self.setup.nodes)
+        per_node = -(-self.next_shape.num_ranks // self.setup.nodes)
         return f"node-{self.placement[rank // per_node]}"
 
     @property
     def nodes(self) -> list[str]:
         """``[rank]`` its node in the next start."""
-        return [self.node_of(rank) for rank in range(self.setup.shape.num_ranks)]
+        return [self.node_of(rank) for rank in range(self.next_shape.num_ranks)]
 
     def start(self) -> Start:
-        number, count = len(self.starts), self.setup.shape.num_ranks
+        number, shape, nodes = len(self.starts), self.next_shape, self.nodes
+        training, count = replace(self.training, shape=shape), shape.num_ranks
         lives = [Life(rank=rank) for rank in range(count)]
-        nodes = self.nodes
-        started = Start(number=number, nodes=nodes, lives=lives)
+        started = Start(number=number, shape=shape, nodes=nodes, lives=lives)
         started.first_event = self.world.kernel.num_events
         self.starts.append(started)
         for rank, node in enumerate(nodes):
@@ -189,7 +201,7 @@ class Job:
             started.processes.append(process)
             started.num_alive += 1
         for rank, process in enumerate(started.processes):
-            self.world.kernel.spawn(process, Rank(self.world, self.training, lives[rank]).run)
+            self.world.kernel.spawn(process, Rank(self.world, training, lives[rank]).run)
         return started
 
     def agent_on(self, node: str) -> Process:
@@ -232,51 +244,3 @@ def make_world(seed: int | str, root: Path, *, switching: float = 0.2) -> World:
         network=network,
         collectives=Collectives(kernel, network),
     )
-
-
-def _run_pass(models: Sequence[Model], shape: Shape) -> None:
-    """Run forward and backward of all ranks, without links."""
-    for model in models:
-        model.begin_pass()
-    for number in range(shape.dp):
-        pipeline = models[number :: shape.dp]
-        for stages in (pipeline, pipeline[::-1]):
-            for _ in range(NUM_MICROBATCHES):
-                received = b""
-                for model in stages:
-                    received = model.compute(received)
-
-
-@cache
-def undisturbed(shape: Shape, iterations: int, first: str) -> tuple[dict[int, str], ...]:
-    """Return ``[rank]`` the digests by iteration of a training without checkpoints or failures."""
-    models: list[Model] = []
-    digests: tuple[dict[int, str], ...] = tuple({} for _ in range(shape.num_ranks))
-
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(_: Any) -> list[Any]:
-            return [models[each].own_weights() for each in shape.ranks_of(shape.stage_of(rank))]
-
-        return gather
-
-    models += [Model(shape, rank, gather_of(rank), first) for rank in range(shape.num_ranks)]
-    for iteration in range(iterations + 1):
-        for rank, model in enumerate(models):
-            digests[rank][iteration] = model.digest()
-        _run_pass(models, shape)
-        shares = [model.share() for model in models]
-        norms = [model.norm_share() for model in models]
-        signals = [
-            model.reduce([shares[each] for each in shape.ranks_of(shape.stage_of(model.rank))])
-            for model in models
-        ]
-        told = [each for pair in zip(shares, norms, strict=True) for each in pair]
-        norm = models[0].total_norm(told)
-        if not models[0].is_skipped(shares):
-            for model, signal in zip(models, signals, strict=True):
-                model.step(signal, norm)
-                model.refresh()
-            for model in models:
-                model.sync()
-                model.scheduler.step(SAMPLES_PER_ITERATION)
-    return digests

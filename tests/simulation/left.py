@@ -4,8 +4,9 @@ It shares the decoding of indexes and manifests with the product, and nothing el
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import xxhash
@@ -18,6 +19,12 @@ from moe_ft.format.manifest import Manifest
 from tests.simulation.reachable import best_local
 from tests.simulation.shape import Shape
 
+_SIZES = (
+    "--pipeline-model-parallel-size",
+    "--tensor-model-parallel-size",
+    "--expert-model-parallel-size",
+    "--use-distributed-optimizer",
+)
 Family = tuple[
     int, int, int, str
 ]  # number of the start, iteration, minus the window, name of the start
@@ -72,11 +79,19 @@ def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = F
         is_local: whether stages may recover alone.
     """
     holders: dict[Family, set[int]] = defaultdict(set)
+    writers: dict[Family, Index] = {}
     indexes = [*_in_memory(root / "memory", nodes), *_on_storage(root / "storage")]
     for index in indexes:
         holders[_family(index)].add(index.rank)
+        writers[_family(index)] = index
     intact = sorted(
-        (each for each, ranks in holders.items() if len(ranks) == shape.num_ranks), reverse=True
+        (
+            each
+            for each, ranks in holders.items()
+            if len(ranks) == writers[each].identity.world_size
+            and (_is_of(shape, writers[each]) or _has_experts(shape, writers[each], indexes))
+        ),
+        reverse=True,
     )
     logs = [*_logs(root / "memory", nodes)] if is_local else []
     usable = [(index, receiver) for index, receiver, is_intact in logs if is_intact]
@@ -87,6 +102,33 @@ def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = F
         num_stages=shape.stages,
         has_damaged_logs=len(usable) < len(logs),
     )
+
+
+def _sizes(index: Index) -> tuple[object, ...]:
+    settings = index.identity.fingerprint
+    return (index.identity.world_size, *(settings[name] for name in _SIZES))
+
+
+def _is_of(shape: Shape, index: Index) -> bool:
+    own = (shape.stages, shape.tp, shape.ep, shape.is_sharded)
+    return _sizes(index) == (shape.num_ranks, *own)
+
+
+def _has_experts(shape: Shape, writer: Index, indexes: Sequence[Index]) -> bool:
+    """Return whether all of each expert is there in the layout of a state: no other layout begins with it."""
+    covered: dict[tuple[str, tuple[int, int]], set[int]] = defaultdict(set)
+    whole = set()
+    for index in indexes:
+        if _sizes(index) != _sizes(writer):
+            continue
+        for name, unit in index.units.items():
+            if ".expert." in name:
+                first = unit.tensors[0]
+                elements = covered[name, unit.version]
+                elements.update(range(first.start, first.end))
+                if len(elements) == prod(index.parameters[first.parameter].shape):
+                    whole.add(name)
+    return len(whole) == shape.num_layers * shape.experts
 
 
 def has_any(root: Path) -> bool:

@@ -41,10 +41,10 @@ class Links:
         self.record: RecordSend | None = None
         self.player: BoundaryPlayer | None = None
         groups, process = world.collectives, world.process
-        ranks = range(rank % shape.dp, shape.num_ranks, shape.dp)
+        ranks = range(rank % shape.width, shape.num_ranks, shape.width)
         self.pipeline = groups.new_group(process, tuple(ranks), timeout_s)
-        self._previous = rank - shape.dp if rank >= shape.dp else None
-        self._next = rank + shape.dp if rank + shape.dp < shape.num_ranks else None
+        self._previous = rank - shape.width if rank >= shape.width else None
+        self._next = rank + shape.width if rank + shape.width < shape.num_ranks else None
         self._groups: dict[tuple[int, Direction], Any] = {}
         for neighbour in (self._previous, self._next):
             if neighbour is not None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moe_ft.strategies.partial.strategy import PartialLoss
-from moe_ft.units import UnitId, UnitKind
+from tests.simulation.model import Export
 from tests.simulation.rank import Life
-from tests.simulation.shape import Shape, weights_of
+from tests.simulation.shape import Shape
+from tests.simulation.whole import bits_of, put_together, whole_of
 
 Expert = tuple[int, int]  # layer, number
 
@@ -37,27 +38,28 @@ class Recount:
 
     Attributes:
         routed: tokens by expert and the iteration that they led to, in the branch that is alive.
-        known: versions by rank, unit and the bits of the rank's part.
-        rests: checksums of everything but the experts, by rank and iteration.
+        known: versions by expert and its bits, put together from the ranks that have parts of it.
+        rests: checksums of everything but the experts, by layout, rank and iteration.
+        wholes: the same of the whole job, but for random numbers, by iteration.
         num_other: tokens by which iterations differ in branches whose experts were mixed. Where an expert has
             an iteration of another branch, nobody can say which tokens of the one replace those of the other.
     """
 
-    shape: Shape
     routed: dict[Expert, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    known: dict[tuple[int, str, str], Version] = field(default_factory=dict)
-    rests: dict[tuple[int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    known: dict[tuple[Expert, str], Version] = field(default_factory=dict)
+    rests: dict[tuple[Shape, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    wholes: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     missing: dict[Expert, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     num_other: int = 0
 
-    def check(self, lives: list[Life]) -> Iterator[str]:
+    def check(self, shape: Shape, lives: list[Life]) -> Iterator[str]:
         """Yield what is wrong with what the ranks of a start have recovered, and follow their training."""
         recovered = [life for life in lives if life.outcome is not None]
         if len(recovered) == len(lives) and lives[0].outcome is not None:
-            yield from self._check_recovery(lives, lives[0].outcome.iteration)
-        self._follow(lives)
+            yield from self._check_recovery(shape, lives, lives[0].outcome.iteration)
+        self._follow(shape, lives)
 
-    def _check_recovery(self, lives: list[Life], iteration: int) -> Iterator[str]:
+    def _check_recovery(self, shape: Shape, lives: list[Life], iteration: int) -> Iterator[str]:
         outcome = lives[0].outcome
         assert outcome is not None
         if outcome.record is None:
@@ -68,9 +70,14 @@ class Recount:
         for expert in list(self.routed):
             tokens = self.routed[expert].items()
             self.routed[expert] = {at: count for at, count in tokens if at <= iteration}
-        for life in lives:
-            if life.rests[iteration] not in self.rests[life.rank, iteration]:
-                yield f"rank {life.rank} has recovered a state that never was at {iteration}"
+        wrong = [
+            life.rank
+            for life in lives
+            if life.rests[iteration] not in self.rests[shape, life.rank, iteration]
+        ]
+        whole = whole_of(iteration, [life.states[iteration] for life in lives])
+        if wrong and (self._is_of(shape) or whole.rest not in self.wholes[iteration]):
+            yield f"rank {wrong[0]} has recovered a state that never was at {iteration}"
         found: dict[Expert, Version] = {}
         yield from self._find_versions(lives, iteration, found)
         self.missing = defaultdict(dict)
@@ -88,25 +95,26 @@ class Recount:
         if said is None or abs(said - total) > self.num_other:
             yield f"said that {said} tokens are lost, and {total} are"
 
+    def _is_of(self, shape: Shape) -> bool:
+        """Return whether all that there was before is of one layout."""
+        return all(other == shape for other, _, _ in self.rests)
+
     def _find_versions(
         self, lives: list[Life], iteration: int, found: dict[Expert, Version]
     ) -> Iterator[str]:
         """Find out which version each expert has come back with; yield what is wrong."""
-        for life in lives:
-            for name, bits in life.units[iteration].items():
-                unit = _unit(self.shape, life.rank, name)
-                version = self.known.get((life.rank, name, bits))
-                if version is None:
-                    yield f"rank {life.rank} has recovered {name} in a state that it never had"
-                    continue
-                other = found.setdefault((unit.layer, unit.expert), version)
-                if other.iteration != version.iteration:
-                    yield f"ranks have recovered {name} of {version.iteration} and {other.iteration}"
+        experts = _experts_of([life.states[iteration] for life in lives])
+        for expert, bits in experts.items():
+            version = None if bits is None else self.known.get((expert, bits))
+            if version is None:
+                yield f"expert {expert} is recovered in a state that it never had"
+            else:
+                found[expert] = version
 
-    def _follow(self, lives: list[Life]) -> None:
+    def _follow(self, shape: Shape, lives: list[Life]) -> None:
         fresh: dict[tuple[Expert, int], int] = defaultdict(int)
         for life in lives:
-            first = self.shape.stage_of(life.rank) * self.shape.layers
+            first = shape.stage_of(life.rank) * shape.layers
             for at, tokens in life.tokens.items():
                 for layer, row in enumerate(tokens.tolist(), first):
                     for number, count in enumerate(row):
@@ -115,23 +123,31 @@ class Recount:
             self.routed[expert][at] = count
         for life in lives:
             for at, rest in life.rests.items():
-                self.rests[life.rank, at].add(rest)
-            for at, units in life.units.items():
-                for name, bits in units.items():
-                    unit = _unit(self.shape, life.rank, name)
-                    missing = self.missing[unit.layer, unit.expert]
-                    routed = self.routed[unit.layer, unit.expert]
-                    version = Version(
-                        at,
-                        {each: count for each, count in missing.items() if each <= at},
-                        {each: count for each, count in routed.items() if each <= at},
-                    )
-                    self.known.setdefault((life.rank, name, bits), version)
+                self.rests[shape, life.rank, at].add(rest)
+        self._note_versions(lives)
+
+    def _note_versions(self, lives: list[Life]) -> None:
+        for at in sorted({at for life in lives for at in life.states}):
+            states = [life.states[at] for life in lives if at in life.states]
+            if len(states) == len(lives):
+                self.wholes[at].add(whole_of(at, states).rest)
+            for expert, bits in _experts_of(states).items():
+                if bits is None:
+                    continue
+                version = Version(
+                    at,
+                    {each: count for each, count in self.missing[expert].items() if each <= at},
+                    {each: count for each, count in self.routed[expert].items() if each <= at},
+                )
+                self.known.setdefault((expert, bits), version)
 
 
-def _unit(shape: Shape, rank: int, name: str) -> UnitId:
-    return next(
-        each.unit
-        for each in weights_of(shape, rank)
-        if each.unit.kind is UnitKind.EXPERT and str(each.unit) == name
-    )
+def _experts_of(states: list[Export]) -> dict[Expert, str | None]:
+    """Return the bits of each expert; None if ranks differ, or some of it is on no rank."""
+    held = [each for state in states for each in state.held if each.weight.is_expert]
+    whole = put_together(held)
+    names = {each.weight.name: each.weight.unit for each in held}
+    return {
+        (unit.layer, unit.expert): bits_of(whole[name]) if name in whole else None
+        for name, unit in names.items()
+    }

@@ -10,18 +10,27 @@ From what the ranks of a stage have computed, every gradient of the stage follow
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
-from tests.simulation.shape import Shape, Weight, constants, moves, own_constants, weights_of
+from tests.simulation.shape import (
+    Shape,
+    Weight,
+    constants_of,
+    indices_of,
+    moves,
+    own_constants,
+    weights_of,
+)
 
 TOKENS_PER_SAMPLE = 8
 SAMPLES_PER_ITERATION = 4
@@ -32,14 +41,43 @@ _MASK = (1 << 64) - 1
 _NONE: dict[str, torch.Tensor] = {}
 
 
+Counters = tuple[int, int, int, float]  # scheduler, data, optimizer, learning rate
+
+
+class Held(NamedTuple):
+    """Masters and moments that a rank has of one parameter, and where they are in the whole parameter."""
+
+    weight: Weight
+    indices: np.ndarray
+    values: tuple[np.ndarray | None, ...]
+
+
+class Export(NamedTuple):
+    """State of a rank, but for random numbers and weights; biases by layer of the model."""
+
+    held: list[Held]
+    biases: dict[int, np.ndarray]
+    counters: Counters
+
+
 class Chunk(torch.nn.Module):
-    """The model chunk of a rank; its weights are elsewhere, and its buffer is here."""
+    """The model chunk of a rank; its weights are elsewhere, and its buffers, by own layer, are here.
+
+    Attributes:
+        sharded: describes all of it, as Megatron's modules do.
+    """
 
     def __init__(self, bias: torch.Tensor, sync: Callable[[], None], *, is_sharded: bool) -> None:
         super().__init__()
-        self.register_buffer("expert_bias", bias)
+        for number, each in enumerate(bias):
+            self.register_buffer(f"expert_bias_{number}", each)
         self.ddp_config = SimpleNamespace(use_distributed_optimizer=is_sharded)
+        self.sharded: Callable[[], dict[str, ShardedTensor]] = dict
         self._sync = sync
+
+    def sharded_state_dict(self, *, metadata: Any) -> dict[str, ShardedTensor]:
+        """Return the places of parameters and buffers in the whole model."""
+        return self.sharded()
 
     def start_param_sync(self, *, force_sync: bool) -> None:
         """Gather the weights of all slices. Called by all ranks of a stage."""
@@ -101,13 +139,16 @@ class Model:
         num_own = sum(each.end - each.start for each in self.parts)
         self._flat = {key: torch.zeros(num_own) for key in ("param", "exp_avg", "exp_avg_sq")}
         self._arrays = {key: flat.numpy() for key, flat in self._flat.items()}
-        factor = 1.0 + (xxhash.xxh32_intdigest(first.encode()) % 1000) / 1000
+        sizes = (
+            shape.stages,
+            shape.dp,
+            shape.tp,
+            shape.ep,
+        )  # Megatron's first weights depend on these
+        factor = 1.0 + (xxhash.xxh32_intdigest(f"{first} {sizes}".encode()) % 1000) / 1000
         self._arrays["param"][:] = own_constants(shape, rank)[0] * np.float32(factor)
         self.weights = torch.cat(
-            [
-                torch.from_numpy(constants(w.name, w.size)[0] * np.float32(factor))
-                for w in self.parts
-            ]
+            [torch.from_numpy(constants_of(w)[0] * np.float32(factor)) for w in self.parts]
         ).to(torch.bfloat16)
         self._weight_bytes = self.weights.view(torch.uint8).numpy()
         self.bias = torch.zeros(shape.layers, shape.experts)
@@ -121,6 +162,13 @@ class Model:
         self.optimizer.step_with_ready_grads = self._step_with_ready_grads
         self.scheduler = Scheduler(self.inner.optimizer)
         self.chunk = Chunk(self.bias, self.sync, is_sharded=shape.is_sharded)
+        self.chunk.sharded = self._sharded
+        self._live = [
+            torch.nn.Parameter(
+                self.weights[each.at : each.at + each.size].view(each.extent), requires_grad=False
+            )
+            for each in self.parts
+        ]
         self.grad_norm: float | None = None
         self.tokens = torch.zeros(shape.layers, shape.experts, dtype=torch.int64)
 
@@ -147,16 +195,13 @@ class Model:
             own = assign_slices([each.size for each in shared], place.size)[place.rank]
             slices.update({each.name: slice_ for each, slice_ in zip(shared, own, strict=True)})
         found = []
-        for part, master in zip(self.parts, self.group["params"], strict=True):
-            live = torch.nn.Parameter(
-                self.weights[part.at : part.at + part.size], requires_grad=False
-            )
+        for part, live, master in zip(self.parts, self._live, self.group["params"], strict=True):
             start, end = (part.start, part.end) if self.shape.is_sharded else slices[part.name]
             found.append(
                 LocalParameter(
                     unit=part.unit,
                     name=part.name,
-                    entry=ParameterEntry(shape=(part.size,)),
+                    entry=ParameterEntry(shape=part.extent),
                     parameter=live,
                     start=start,
                     end=end,
@@ -166,6 +211,21 @@ class Model:
                     is_expert=part.is_expert,
                 )
             )
+        return found
+
+    def _sharded(self) -> dict[str, ShardedTensor]:
+        """Return the places of this rank's parameters and buffers; experts are stacked in their layer."""
+        found = {}
+        for part, live in zip(self.parts, self._live, strict=True):
+            key, whole, offset = part.name, part.whole, part.offset
+            if part.is_expert:
+                key = f"layer {part.unit.layer}, experts"
+                whole, offset = (self.shape.experts, *whole), (part.unit.expert, *offset)
+            found[part.name] = _placed(key, live, whole, offset)
+        first = self.shape.stage_of(self.rank) * self.shape.layers
+        for number, (name, buffer) in enumerate(self.chunk.named_buffers()):
+            key = f"layer {first + number}, bias"
+            found[name] = _placed(key, buffer, tuple(buffer.shape), (0,))
         return found
 
     def refresh(self) -> None:
@@ -181,7 +241,7 @@ class Model:
 
     def sync(self) -> None:
         """Get the other slices of the weights. Called by all ranks of a stage."""
-        if not self.shape.is_sharded or self.shape.dp == 1:
+        if not self.shape.is_sharded or self.shape.width == 1:
             return
         everyone = self._gather(self.own_weights())
         for source, content in zip(
@@ -231,7 +291,7 @@ class Model:
         generator = np.random.default_rng(signal ^ self.rank)
         shape, count = self.shape, SAMPLES_PER_ITERATION * TOKENS_PER_SAMPLE
         tokens = generator.multinomial(
-            count // shape.dp, [1 / shape.experts] * shape.experts, shape.layers
+            count // shape.width, [1 / shape.experts] * shape.experts, shape.layers
         )
         self.tokens = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
         # The bias follows from the tokens of the whole stage, which each rank can work out.
@@ -300,10 +360,6 @@ class Model:
 
     # The whole state
 
-    @property
-    def experts(self) -> list[UnitId]:
-        return [each.unit for each in self.parts if each.is_expert and each.start < each.end]
-
     def digest(self, *, leaves_out_experts: bool = False) -> str:
         """Return a checksum of everything, or of everything but the experts."""
         state = xxhash.xxh3_128(b"" if leaves_out_experts else self._weight_bytes)
@@ -324,12 +380,60 @@ class Model:
         state.update(struct.pack("<4Qd", *values, self.group["lr"]))
         return str(state.hexdigest())
 
-    def unit_digest(self, unit: UnitId) -> str:
-        """Return a checksum of this rank's part of a unit's masters and moments."""
-        state = xxhash.xxh3_64()
+    def export(self) -> Export:
+        """Return a copy of this rank's state, with its places in the whole model."""
+        self._adopt()
+        held = []
         for part, master in zip(self.parts, self.group["params"], strict=True):
-            if part.unit == unit and part.start < part.end:
-                own = self.inner.optimizer.state.get(master, {})
-                for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
-                    state.update(b"" if tensor is None else tensor.numpy())
-        return str(state.hexdigest())
+            if part.start == part.end:
+                continue
+            own = {"param": master, **self.inner.optimizer.state.get(master, _NONE)}
+            place = slice(part.own_at, part.own_at + part.end - part.start)
+            values = tuple(
+                array[place].copy() if key in own else None for key, array in self._arrays.items()
+            )
+            held.append(Held(part, indices_of(part)[part.start : part.end], values))
+        first = self.shape.stage_of(self.rank) * self.shape.layers
+        biases = {layer: each.numpy().copy() for layer, each in enumerate(self.bias, first)}
+        counters = self.scheduler.num_steps, self.position, self.group["step"], self.group["lr"]
+        return Export(held, biases, counters)
+
+    def begin_with(
+        self,
+        values: Mapping[str, tuple[np.ndarray | None, ...]],
+        biases: Mapping[int, np.ndarray],
+        counters: Counters,
+        draws: int,
+    ) -> None:
+        """Have this rank's part of a whole state; `sync` then has to get the weights of others."""
+        self.scheduler.num_steps, self.position, self.group["step"], self.group["lr"] = counters
+        self.draws = draws
+        first = self.shape.stage_of(self.rank) * self.shape.layers
+        for layer, each in enumerate(self.bias, first):
+            each.copy_(torch.from_numpy(biases[layer]))
+        for part, master, views in zip(
+            self.parts, self.group["params"], self._moments, strict=True
+        ):
+            own = indices_of(part)[part.start : part.end]
+            for view, whole in zip((master, *views.values()), values[part.name], strict=True):
+                if whole is not None:
+                    view.copy_(torch.from_numpy(whole[own]))
+            if values[part.name][1] is not None:
+                self.inner.optimizer.state[master] = dict(views)
+        self.refresh()
+
+
+def _placed(
+    key: str, tensor: torch.Tensor, whole: tuple[int, ...], offset: tuple[int, ...]
+) -> ShardedTensor:
+    stacked = len(whole) - tensor.dim()
+    return ShardedTensor(
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=tuple(tensor.shape),
+        global_shape=whole,
+        global_offset=offset,
+        axis_fragmentations=None,
+        prepend_axis_num=stacked,
+    )

@@ -13,10 +13,12 @@ from pathlib import Path
 from moe_ft.engine.background import Report
 from moe_ft.errors import ConfigError, DegradedError, UnrecoverableError
 from moe_ft.strategies import registry
-from tests.simulation.job import Job, Start, undisturbed
+from tests.simulation.job import Job, Start
 from tests.simulation.left import Left, look, states_of_several_iterations
 from tests.simulation.lossy import Recount
 from tests.simulation.rank import Life
+from tests.simulation.shape import Shape
+from tests.simulation.whole import Truth
 
 _LATE = "no window was completed in time"  # which may be, and costs logs
 _DAMAGE = "does not match its checksum"  # of a window that stays, and need not have been read
@@ -97,7 +99,9 @@ class Oracle:
     left: Left | None = None
 
     def __post_init__(self) -> None:
-        self.recount = Recount(self.job.setup.shape)
+        self.recount = Recount()
+        training, later = self.job.training, self.job.setup.later
+        self._truth = Truth(training.iterations, training.first, keeps_wholes=bool(later))
         self._floor = 0  # when the start that runs began
         self._was_whole = False
         self._judged: Start | None = None  # its acknowledgements are in the floors
@@ -118,7 +122,7 @@ class Oracle:
         has_window = any(max(life.complete) > 0 for life in lives)
         if not setup.recovers_locally or not has_window or any(map(_has_lost_logs, lives)):
             return
-        shape = setup.shape
+        shape = start.shape
         self.promised = max(
             min(max(lives[rank].digests) for rank in shape.ranks_of(stage))
             for stage in range(shape.stages)
@@ -169,11 +173,10 @@ class Oracle:
         self._floor = self.floors.highest
         self._was_whole, self.is_whole = self.is_whole, False
         self.is_garbled = self.job.world.kernel.now < self.garbled_until_s
-        self.left = self._look({*self.job.nodes})
+        self.left = self._look({*self.job.nodes}, self.job.next_shape)
 
-    def _look(self, nodes: set[str]) -> Left:
-        setup = self.job.setup
-        return look(self.job.root, setup.shape, nodes, is_local=setup.recovers_locally)
+    def _look(self, nodes: set[str], shape: Shape) -> Left:
+        return look(self.job.root, shape, nodes, is_local=self.job.setup.recovers_locally)
 
     def after_start(self, start: Start, *, has_ended: bool) -> None:
         if not has_ended:
@@ -181,10 +184,10 @@ class Oracle:
             self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")
             return
         if not self.is_exact and self._has_whole_experts:
-            for what in self.recount.check(start.lives):
+            for what in self.recount.check(start.shape, start.lives):
                 self._fail(start, what)
+        self._check_states(start)
         for life in start.lives:
-            self._check_state(start, life)
             self._check_recovery(start, life)
             self._check_error(start, life)
         self._check_scope(start)
@@ -200,14 +203,22 @@ class Oracle:
         if start.has_ended_well:
             self._check_end(start)
 
-    def _check_state(self, start: Start, life: Life) -> None:
-        if not self.is_exact:
+    def _check_states(self, start: Start) -> None:
+        """Check that all ranks go on with one training, bit for bit, in whatever layout it began."""
+        lives = [life for life in start.lives if life.digests]
+        if not self.is_exact or not lives:
             return
-        training = self.job.training
-        truth = undisturbed(training.shape, training.iterations, training.first)[life.rank]
-        wrong = [at for at, digest in life.digests.items() if digest != truth[at]]
-        if wrong:
-            self._fail(start, f"rank {life.rank} has a wrong state at iteration {wrong[0]}")
+        at = min(min(life.digests) for life in lives)
+        begun = {life.rank: life.digests[at] for life in lives if at in life.digests}
+        truth = self._truth.follow(start.shape, at, begun)
+        if truth is None:
+            self._fail(start, f"ranks {[*begun]} have a wrong state at iteration {at}")
+            return
+        for life in lives:
+            digests = truth.digests[life.rank]
+            wrong = [each for each, digest in life.digests.items() if digest != digests.get(each)]
+            if wrong:
+                self._fail(start, f"rank {life.rank} has a wrong state at iteration {wrong[0]}")
 
     def _check_recovery(self, start: Start, life: Life) -> None:
         if life.outcome is None or self.left is None:
@@ -235,7 +246,7 @@ class Oracle:
         is_excused = self.is_garbled or self.has_strangers or self.is_damaged
         if len(outcomes) < len(start.lives) or is_excused or self.left.newest is None:
             return
-        done = {self.job.setup.shape.stage_of(life.rank): life.replayed for life in start.lives}
+        done = {start.shape.stage_of(life.rank): life.replayed for life in start.lives}
         if self._was_whole and max(done.values()) > 0:
             self._fail(start, f"replayed {done} iterations by stage, and all ranks had left theirs")
         if sum(done.values()) != self.left.num_replays:
@@ -322,7 +333,7 @@ class Oracle:
                 self._fail(start, "the last state is not where it should be, undisturbed")
             return
         if setup.persists or start.last_iteration < self.job.training.iterations:
-            left = self._look({*start.nodes})
+            left = self._look({*start.nodes}, start.shape)
             is_excused = self.is_disturbed or self.is_damaged  # a checkpoint is not written twice
             if left.newest != start.last_iteration and not is_excused:
                 self._fail(start, f"the end leaves iteration {left.newest}")

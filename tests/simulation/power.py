@@ -6,7 +6,7 @@ of the simulation itself finds nothing.
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ import msgspec
 import torch
 
 from tests.simulation.job import Setup
+from tests.simulation.layout_mutations import OF_LAYOUTS
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.schedule import draw as draw_repairs
-from tests.simulation.schedule import Fault, Schedule, draw
+from tests.simulation.schedule import Fault, Schedule, draw, draw_changing
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
 
@@ -141,6 +142,15 @@ class Hunt:
     cpu_s: float
 
 
+def drawer_for(
+    mutation: str | None, *, is_of_repairs: bool = False
+) -> Callable[[int], AnySchedule]:
+    """Return what draws the schedules in which a mistake may show."""
+    if is_of_repairs or mutation in OF_REPAIRS:
+        return draw_repairs
+    return draw_changing if mutation in OF_LAYOUTS else draw
+
+
 def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/dev/shm")) -> Hunt:
     """Look for a schedule that finds a mistake, from a seed on."""
     torch.set_num_threads(1)
@@ -148,8 +158,7 @@ def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/de
     found, num_schedules = None, 0
     violations: tuple[str, ...] = ()
     while found is None and num_schedules < limit:
-        make = draw_repairs if name in OF_REPAIRS else draw
-        schedule: AnySchedule = make(first + num_schedules)
+        schedule: AnySchedule = drawer_for(name)(first + num_schedules)
         if not num_schedules:
             schedule = _FIRST.get(name, schedule)
         num_schedules += 1

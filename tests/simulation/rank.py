@@ -27,15 +27,16 @@ from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.recovery import meet
+from moe_ft.recovery import meet, new_record
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.state import record as records
 from moe_ft.state.packed_values import from_json
 from moe_ft.state.random_states import encode_rng
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
-from tests.simulation.model import SAMPLES_PER_ITERATION
+from tests.simulation.model import SAMPLES_PER_ITERATION, Export
 from tests.simulation.training import RouterLoad, SimulatedLoop, Training
+from tests.simulation.whole import draws_of
 
 WRITER = "writer"  # local state of a process
 ITERATION_S = 0.05
@@ -51,8 +52,8 @@ class Life:
         replayed: iterations that were replayed.
         digests: of the state after each iteration, the recovered state included.
         tokens: ``[layer, expert]`` of this rank by the iteration that they led to, unless it was skipped.
-        units: checksums of the rank's experts, by iteration and unit; for a lossy strategy alone, as `rests`.
-        rests: checksums of everything else, by iteration.
+        states: of the rank, by iteration; for a lossy strategy alone, as `rests`.
+        rests: checksums of everything but its experts, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
         complete: iterations that this rank has known all ranks to have in memory, 0 included.
         replicated: iterations that all peers of this rank have.
@@ -69,7 +70,7 @@ class Life:
     replayed: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
-    units: dict[int, dict[str, str]] = field(default_factory=dict)
+    states: dict[int, Export] = field(default_factory=dict)
     rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
     complete: set[int] = field(default_factory=lambda: {0})
@@ -213,7 +214,7 @@ class Rank:
         model = self._loop.model
         self._life.digests[iteration] = model.digest()
         if not self._is_exact:
-            self._life.units[iteration] = {str(u): model.unit_digest(u) for u in model.experts}
+            self._life.states[iteration] = model.export()
             self._life.rests[iteration] = model.digest(leaves_out_experts=True)
 
     def _iterate(self) -> None:
@@ -253,8 +254,11 @@ class Rank:
 
 def _capture_rng(world: World) -> dict[str, Any]:
     """Return the random numbers of a rank in the form of those of a real one."""
-    draws = world.process.local["model"].draws.to_bytes(8, "little")
-    content = torch.frombuffer(bytearray(draws), dtype=torch.uint8)
+    return _random_numbers(world.process.local["model"].draws)
+
+
+def _random_numbers(draws: int) -> dict[str, Any]:
+    content = torch.frombuffer(bytearray(draws.to_bytes(8, "little")), dtype=torch.uint8)
     return {
         "python": (3, (1, 2), None),
         "numpy": ("MT19937", np.zeros(1, dtype=np.uint32), 0, 0, 0.0),
@@ -275,9 +279,14 @@ def _apply_rng(world: World, rng: RandomStates) -> None:
     world.process.local["model"].draws = int.from_bytes(content.numpy().tobytes(), "little")
 
 
+def _seeded_states(world: World, seed: int) -> RandomStates:
+    return encode_rng(_random_numbers(draws_of(seed)))
+
+
 def install(patches: Patches) -> None:
     """Have a start read the state of simulated models."""
     patches.divert(meet, "local_parameters", _local_parameters)
     patches.divert(records, "capture_rng", _capture_rng)
     patches.divert(resumption, "current_rng", lambda world: encode_rng(_capture_rng(world)))
     patches.divert(resumption, "apply_rng", _apply_rng)
+    patches.divert(new_record, "seeded_states", _seeded_states)

@@ -97,5 +97,5 @@ def _needed(begins: Sequence[int], target: int, shape: Shape) -> Iterator[Wire]:
             if 0 <= other < shape.stages:
                 for iteration in range(begin, min(target, begins[other])):
                     for receiver in shape.ranks_of(stage):
-                        sender = receiver + (other - stage) * shape.dp
+                        sender = receiver + (other - stage) * shape.width
                         yield sender, receiver, direction, iteration

@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from tests.simulation import pipelined, variations
+from tests.simulation import layouts, pipelined, variations
 from tests.simulation.job import Setup
 
 # Faults while ranks run, each with its weight. `Fault.target` chooses a rank, a node or a pair of nodes.
@@ -52,6 +52,7 @@ _DAMAGED = 0.15  # of the schedules have damage and little else
 _STRANGE = 0.3  # of the starts of jobs with breakpoints have a stranger in their store
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 STRANGER = "stranger-in-store"
+_OF_LATER = {"stages", "experts", "skips"}  # also those of layouts that come later
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
 
@@ -115,6 +116,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
                 "upstream_log": False,
                 "recovery": "auto",
             },
+            {"later": setup.later[:-1]},
             {"skips": False},
             {"state_dtype": ""},
             {"stop_interval": 0},
@@ -130,12 +132,19 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             {"breakpoints": False, "upstream_log": False, "recovery": "auto"},
         ]
         for changes in simpler:
+            if setup.later and not _OF_LATER.isdisjoint(changes):
+                continue
             if any(getattr(setup, name) != value for name, value in changes.items()):
                 found.append(replace(self, setup=replace(setup, **changes)))
         return found
 
 
-def draw(seed: int) -> Schedule:
+def draw_changing(seed: int) -> Schedule:
+    """Return a schedule of a job whose starts have several layouts."""
+    return draw(seed, share_of_layouts=1.0)
+
+
+def draw(seed: int, *, share_of_layouts: float = layouts.SHARE) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
     num_events = _EVENTS_PER_ITERATION * setup.shape.num_ranks * setup.iterations
@@ -167,6 +176,12 @@ def draw(seed: int) -> Schedule:
         faults = _draw_faults_of_stages(setup, alone)
     elif alone.random() < pipelined.SHARE_WITH_BREAKPOINTS:
         setup = msgspec.structs.replace(setup, breakpoints=True)
+    changing = random.Random(f"layouts {seed}")
+    if changing.random() < share_of_layouts:
+        setup = layouts.with_layouts(setup, changing)
+        faults = [each for each in faults if each.kind not in layouts.LEFT_OUT]
+        if changing.random() < layouts.SHARE_OF_DEATHS:
+            faults = _draw_faults_of_layouts(setup, changing)
     if setup.breakpoints:
         faults = _add_strangers(faults, random.Random(f"strangers {seed}"))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
@@ -193,6 +208,22 @@ def _draw_faults_of_stages(setup: Setup, rng: random.Random) -> list[Fault]:
             fault = _draw(rng, pipelined.LIVE, number, lambda times=times: times)
             here.append(msgspec.structs.replace(fault, moment=moment))
         faults += here
+    return faults
+
+
+def _draw_faults_of_layouts(setup: Setup, rng: random.Random) -> list[Fault]:
+    """Return faults of a job whose starts die when they have state, or right after they have recovered it."""
+    kinds = dict.fromkeys(ENDS_PROCESSES, 1)
+    faults: list[Fault] = []
+    for number in range(1 + len(setup.later)):
+        per_iteration = _EVENTS_PER_ITERATION * setup.shape_of(number).num_ranks
+        if number and rng.random() < 0.25:
+            faults.append(_draw(rng, layouts.OFFLINE, number, lambda: -1))
+        is_soon = number > 0 and rng.random() < 0.6
+        iterations = rng.uniform(0, 2) if is_soon else setup.iterations * rng.uniform(0.2, 0.7)
+        event = int(per_iteration * iterations)
+        fault = _draw(rng, kinds, number, lambda event=event: event)
+        faults.append(msgspec.structs.replace(fault, is_after_recovery=is_soon))
     return faults
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import msgspec
 import numpy as np
@@ -17,8 +18,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         stages: of the pipeline.
-        dp: ranks of a stage.
-        ep: of them, those that divide the experts; the others repeat them.
+        dp: ranks of a stage, over the ranks that divide its tensors.
+        tp: ranks that divide tensors, but those of experts, the router and the norm, which each has whole.
+        ep: ranks of a stage that divide the experts; the others repeat them.
         layers: of each stage.
         experts: of each layer.
         is_sharded: whether the optimizer's state is divided over the ranks of a stage.
@@ -27,6 +29,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: int = 1
     dp: int = 2
+    tp: int = 1
     ep: int = 2
     layers: int = 1
     experts: int = 4
@@ -34,14 +37,27 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     skips: bool = False
 
     @property
+    def width(self) -> int:
+        """Ranks of a stage."""
+        return self.dp * self.tp
+
+    @property
     def num_ranks(self) -> int:
-        return self.stages * self.dp
+        return self.stages * self.width
+
+    @property
+    def num_layers(self) -> int:
+        return self.stages * self.layers
 
     def stage_of(self, rank: int) -> int:
-        return rank // self.dp
+        return rank // self.width
 
     def ranks_of(self, stage: int) -> list[int]:
-        return list(range(stage * self.dp, (stage + 1) * self.dp))
+        return list(range(stage * self.width, (stage + 1) * self.width))
+
+    def dense_peers(self, rank: int) -> list[int]:
+        """Return the ranks that have the same parts of tensors, but for experts."""
+        return [each for each in self.ranks_of(self.stage_of(rank)) if (each - rank) % self.tp == 0]
 
     def expert_peers(self, rank: int) -> list[int]:
         return [each for each in self.ranks_of(self.stage_of(rank)) if (each - rank) % self.ep == 0]
@@ -49,9 +65,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def places(self, rank: int) -> StatePlaces:
         peers, alone = self.expert_peers(rank), GroupPlace(rank=0, size=1)
         return StatePlaces(
-            dp=GroupPlace(rank=rank % self.dp, size=self.dp),
+            dp=GroupPlace(rank=rank % self.width // self.tp, size=self.dp),
             expt_dp=GroupPlace(rank=peers.index(rank), size=len(peers)),
-            tp=alone,
+            tp=GroupPlace(rank=rank % self.tp, size=self.tp),
             expt_tp=alone,
         )
 
@@ -64,6 +80,8 @@ class Weight:
         start, end: the slice whose master weights and moments this rank has.
         at: of its first element in the rank's weights.
         own_at: of its slice in the rank's masters.
+        whole: shape of the parameter in the whole model.
+        offset, extent: of the block of it that the rank has.
     """
 
     unit: UnitId
@@ -73,20 +91,35 @@ class Weight:
     end: int
     at: int
     own_at: int
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
 
     @property
     def is_expert(self) -> bool:
         return self.unit.kind is UnitKind.EXPERT
 
 
-_SIZES = {
-    UnitKind.EMBEDDING: 20,
-    UnitKind.NON_EXPERT: 24,
-    UnitKind.ROUTER: 6,
-    UnitKind.EXPERT: 14,
-    UnitKind.FINAL_NORM: 3,
-    UnitKind.OUTPUT: 18,
+_SHAPES: dict[UnitKind, tuple[int, ...]] = {
+    UnitKind.EMBEDDING: (10, 2),
+    UnitKind.NON_EXPERT: (4, 6),
+    UnitKind.ROUTER: (6,),
+    UnitKind.EXPERT: (7, 2),
+    UnitKind.FINAL_NORM: (3,),
+    UnitKind.OUTPUT: (6, 3),
 }
+_DIVIDED = {UnitKind.EMBEDDING: 0, UnitKind.NON_EXPERT: 1, UnitKind.OUTPUT: 0}  # the dimension
+
+
+def block_of(shape: Shape, rank: int, kind: UnitKind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and extent of the block that a rank has of a parameter of the whole model."""
+    whole = _SHAPES[kind]
+    divided = _DIVIDED.get(kind)
+    if divided is None:
+        return (0,) * len(whole), whole
+    extent = tuple(size // shape.tp if dim == divided else size for dim, size in enumerate(whole))
+    first = rank % shape.tp * extent[divided]
+    return tuple(first if dim == divided else 0 for dim in range(len(whole))), extent
 
 
 def _units_of(shape: Shape, rank: int) -> list[UnitId]:
@@ -112,14 +145,16 @@ def weights_of(shape: Shape, rank: int) -> tuple[Weight, ...]:
     The distributed optimizer lays all parameters of a kind in a row and cuts that in equal parts.
     """
     units, places = _units_of(shape, rank), shape.places(rank)
+    blocks = {kind: block_of(shape, rank, kind) for kind in _SHAPES}
+    sizes = {kind: prod(extent) for kind, (_, extent) in blocks.items()}
     totals = {
-        is_expert: sum(_SIZES[each.kind] for each in units if _is_expert(each) == is_expert)
+        is_expert: sum(sizes[each.kind] for each in units if _is_expert(each) == is_expert)
         for is_expert in (False, True)
     }
     row, at, own_at = {False: 0, True: 0}, 0, 0
     found = []
     for unit in units:
-        size, is_expert = _SIZES[unit.kind], _is_expert(unit)
+        size, is_expert = sizes[unit.kind], _is_expert(unit)
         start, end = 0, size
         if shape.is_sharded:
             place = places.expt_dp if is_expert else places.dp
@@ -128,7 +163,9 @@ def weights_of(shape: Shape, rank: int) -> tuple[Weight, ...]:
             start = min(max(low - row[is_expert], 0), size)
             end = min(max(high - row[is_expert], 0), size)
             row[is_expert] += size
-        found.append(Weight(unit, f"{unit}.weight", size, start, end, at, own_at))
+        offset, extent = blocks[unit.kind]
+        name, whole = f"{unit}.weight", _SHAPES[unit.kind]
+        found.append(Weight(unit, name, size, start, end, at, own_at, whole, offset, extent))
         at, own_at = at + size, own_at + end - start
     return tuple(found)
 
@@ -145,9 +182,24 @@ def constants(name: str, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @cache
+def indices_of(weight: Weight) -> np.ndarray:
+    """Return the indices in the whole parameter of the elements of a rank's block, in their order."""
+    numbers = np.arange(prod(weight.whole)).reshape(weight.whole)
+    block = tuple(
+        slice(at, at + size) for at, size in zip(weight.offset, weight.extent, strict=True)
+    )
+    return numbers[block].reshape(-1)
+
+
+def constants_of(weight: Weight) -> list[np.ndarray]:
+    """Return the constants of a rank's block of a parameter."""
+    return [each[indices_of(weight)] for each in constants(weight.name, prod(weight.whole))]
+
+
+@cache
 def own_constants(shape: Shape, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     weights = weights_of(shape, rank)
-    parts = [[each[w.start : w.end] for each in constants(w.name, w.size)] for w in weights]
+    parts = [[each[w.start : w.end] for each in constants_of(w)] for w in weights]
     first, second, third = (np.concatenate(row) for row in zip(*parts, strict=True))
     return first, second, third
 
@@ -159,7 +211,8 @@ def moves(shape: Shape, source: int, target: int) -> tuple[torch.Tensor, torch.T
     sources: list[int] = []
     targets: list[int] = []
     for each in weights_of(shape, source):
-        if each.name in known and each.start < each.end:
+        other = known.get(each.name)
+        if other is not None and other.offset == each.offset and each.start < each.end:
             sources += range(each.own_at, each.own_at + each.end - each.start)
-            targets += range(known[each.name].at + each.start, known[each.name].at + each.end)
+            targets += range(other.at + each.start, other.at + each.end)
     return torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64)

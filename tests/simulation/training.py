@@ -11,6 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, override
 
+import xxhash
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.format.records import Counted
 from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
@@ -50,6 +52,11 @@ class Training:
         return min(self.iterations, iteration + self.stop_interval)
 
 
+def seed_of(first: str) -> int:
+    """Return the seed that a run is started with."""
+    return xxhash.xxh32_intdigest(first.encode())
+
+
 class SimulatedLoop(TrainingLoop):
     """The loop of one rank. Made by all ranks.
 
@@ -67,12 +74,15 @@ class SimulatedLoop(TrainingLoop):
         self.num_experts, self.train_iterations = shape.experts, training.iterations
         everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
         stage = shape.ranks_of(shape.stage_of(rank))
-        dp_cp = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
-        assert everyone is not None and dp_cp is not None, "a rank is in its own groups"
+        own = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
+        dp_cp = own
+        if shape.tp > 1:
+            dp_cp = groups.new_group(process, shape.dense_peers(rank), COLLECTIVE_TIMEOUT_S)
+        assert everyone is not None and own is not None and dp_cp is not None
         self._everyone, self._dp_cp = everyone, dp_cp
         self._expt_dp = groups.new_group(process, shape.expert_peers(rank), COLLECTIVE_TIMEOUT_S)
         self.links = Links(world, shape, rank, COLLECTIVE_TIMEOUT_S)
-        self._gather = partial(groups.exchange, self._dp_cp, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self._gather = partial(groups.exchange, own, timeout_s=COLLECTIVE_TIMEOUT_S)
         self.model = Model(shape, rank, self._gather, training.first)
 
     @override
@@ -87,7 +97,14 @@ class SimulatedLoop(TrainingLoop):
             stage=shape.stage_of(self._rank),
             places=shape.places(self._rank),
             groups=SimpleNamespace(dp_cp=self._dp_cp, expt_dp=self._expt_dp, pp=pipeline),
-            fingerprint={"--seed": training.first, "--num-layers": shape.layers},
+            fingerprint={
+                "--seed": seed_of(training.first),
+                "--num-layers": shape.num_layers,
+                "--pipeline-model-parallel-size": shape.stages,
+                "--tensor-model-parallel-size": shape.tp,
+                "--expert-model-parallel-size": shape.ep,
+                "--use-distributed-optimizer": shape.is_sharded,
+            },
             replay_settings={},
             experts=ExpertFacts(
                 num_experts=shape.experts,
