@@ -109,9 +109,9 @@ class LayoutJob:
             for kind in tensor.iterations
         }
 
-    def newest(self) -> int:
-        """Return the iteration of the newest state that is in memory."""
-        return open_source(str(self.memory / "job")).iteration
+    def newest(self, place: Path | None = None) -> int:
+        """Return the iteration of the newest state that is in memory, or elsewhere."""
+        return open_source(str(place or self.memory / "job")).iteration
 
     def live(self, layout: Layout) -> Tensors:
         """Return the tensors that the last start has put back, before any iteration."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests import layout_array
 from tests.covering import Space, pairs_of
 from tests.covering_array import (
     FACTORS,
@@ -55,6 +56,22 @@ def test_pairs_of_a_view_hold_each_value_alone_too() -> None:
 def test_runs_of_the_table_show_every_pair_that_can_occur() -> None:
     assert all(is_possible(run) for run in runs())
     assert SPACE.shown_by(runs()) == set(SPACE.examples)
+
+
+def test_runs_of_layouts_show_every_pair_that_can_occur() -> None:
+    runs_of_layouts = [each.values for each in layout_array.cases()]
+    assert all(layout_array.is_possible(run) for run in runs_of_layouts)
+    space = layout_array.SPACE
+    assert space.shown_by(runs_of_layouts) == set(space.examples)
+    pairs = {(run["before"], run["after"]) for run in runs_of_layouts}
+    num_layouts = len(layout_array.LAYOUTS)
+    assert len(pairs) == num_layouts * (num_layouts - 1)
+
+
+def test_runs_of_layouts_in_make_test_have_each_strategy_and_tier() -> None:
+    chosen = layout_array.chosen()
+    assert {each.strategy for each in chosen} == {*layout_array.STRATEGIES}
+    assert {each.tier for each in chosen} == {*layout_array.TIERS}
 
 
 def test_runs_of_make_test_show_every_value_and_every_important_pair() -> None:
