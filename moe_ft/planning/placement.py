@@ -1,9 +1,12 @@
 """Placement of replicas: the peers of each rank, and the memory that replicas take on each node."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from itertools import islice
 
 from moe_ft.errors import PlanError
-from moe_ft.topology import Topology
+from moe_ft.topology import RankInfo, Topology
 
 DEFAULT_FACTOR = 2
 
@@ -35,30 +38,70 @@ def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[in
         raise PlanError(
             f"{replication_factor} replicas need {replication_factor + 1} nodes, there are {num_nodes}"
         )
-    load = [0] * len(topology.ranks)
-    return [_peers_of(topology, rank, replication_factor, load) for rank in range(len(load))]
+    placing = _Placing(topology)
+    return [placing.peers_of(info, replication_factor) for info in topology.ranks]
 
 
-def _peers_of(topology: Topology, rank: int, factor: int, load: list[int]) -> tuple[int, ...]:
-    """Choose the peers of one rank, adding its bytes to their loads."""
-    ranks = topology.ranks
-    own = ranks[rank]
-    peers: list[int] = []
-    nodes = {own.node}
-    ring = [(rank + step) % len(ranks) for step in range(1, len(ranks))]
-    same_stage = [other for other in ring if ranks[other].stage == own.stage]
-    while len(peers) < factor:
-        elsewhere = [other for other in same_stage if ranks[other].node not in nodes]
-        if elsewhere:
-            next_node = ranks[elsewhere[0]].node
-            choices = [other for other in elsewhere if ranks[other].node == next_node]
-        else:
-            choices = [other for other in ring if ranks[other].node not in nodes]
-        peer = min(choices, key=lambda other: load[other])  # the first on the ring, if equal
-        peers.append(peer)
-        nodes.add(ranks[peer].node)
-        load[peer] += own.memory_bytes(1)
-    return tuple(peers)
+class _Placing:
+    """Bytes that ranks keep for others so far, in the orders in which peers are looked for.
+
+    A rank looks at few others: what it passes over is on its own node, or on those of its peers.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._ranks = topology.ranks
+        self._load = [0] * len(self._ranks)
+        # Ascending ranks of a stage, and of a stage on a node.
+        self._stage: dict[int, list[int]] = {}
+        self._local: dict[tuple[int, str], list[int]] = {}
+        for info in self._ranks:
+            self._stage.setdefault(info.stage, []).append(info.rank)
+            self._local.setdefault((info.stage, info.node), []).append(info.rank)
+        self._num_nodes = Counter(stage for stage, _ in self._local)
+        # Ascending ranks by load, and the loads that there are, ascending.
+        self._with_load = {0: list(range(len(self._ranks)))}
+        self._loads = [0]
+
+    def peers_of(self, own: RankInfo, factor: int) -> tuple[int, ...]:
+        """Choose the peers of one rank, adding its bytes to their loads."""
+        peers: list[int] = []
+        nodes = {own.node}
+        ring = _ring(self._stage[own.stage], own.rank)
+        while len(peers) < factor:
+            if len(nodes) < self._num_nodes[own.stage]:
+                first = next(each for each in ring if self._ranks[each].node not in nodes)
+                choices = self._local[own.stage, self._ranks[first].node]
+                # The first on the ring, if equal.
+                peer = min(_ring(choices, own.rank), key=self._load.__getitem__)
+            else:
+                peer = self._least_loaded(own.rank, nodes)
+            peers.append(peer)
+            nodes.add(self._ranks[peer].node)
+            self._add(peer, own.memory_bytes(1))
+        return tuple(peers)
+
+    def _least_loaded(self, rank: int, nodes: Set[str]) -> int:
+        """Return the least loaded rank that is on none of these nodes: the first on the ring, if equal."""
+        in_order = (each for load in self._loads for each in _ring(self._with_load[load], rank))
+        return next(each for each in in_order if self._ranks[each].node not in nodes)
+
+    def _add(self, rank: int, num_bytes: int) -> None:
+        load = self._load[rank]
+        same = self._with_load[load]
+        del same[bisect_left(same, rank)]
+        if not same:
+            del self._with_load[load], self._loads[bisect_left(self._loads, load)]
+        load = self._load[rank] = load + num_bytes
+        if load not in self._with_load:
+            insort(self._loads, load)
+        insort(self._with_load.setdefault(load, []), rank)
+
+
+def _ring(ranks: Sequence[int], rank: int) -> Iterator[int]:
+    """Yield ascending ranks, beginning after one of them or after where it would be."""
+    after = bisect_right(ranks, rank)
+    yield from islice(ranks, after, None)
+    yield from islice(ranks, after)
 
 
 def sources_of(peers: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
