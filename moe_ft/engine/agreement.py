@@ -1,15 +1,22 @@
-"""Agreement of all ranks, by one small all-reduce per iteration, and sums over the ranks of a stage.
+"""Agreement of all ranks, by one small reduction per iteration, and sums over the ranks of a stage.
 
-An all-reduce begins before the optimizer step and is read at the end of train_step. The step's own
-collectives bring the ranks together in between, so nobody waits for long. The groups run gloo on the CPU and
-serve nothing else. The votes, and the way out when ranks can no longer agree, are in engine/decisions.py.
+A reduction begins before the optimizer step and is read at the end of train_step. The step's own collectives
+bring the ranks together in between, so nobody waits for long. The groups run gloo on the CPU and serve
+nothing else. The votes, and the way out when ranks can no longer agree, are in engine/decisions.py.
+
+gloo connects each rank of a group to all others of it, and an all-reduce takes a step for each of them. Many
+ranks therefore agree in levels (planning/levels.py): a value goes up from leader to leader, and the result
+comes down. It needs all ranks, as that of one group does.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +24,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from moe_ft.engine.background import ThreadWorker, Worker
 from moe_ft.errors import SnapshotError
+from moe_ft.planning.levels import plan_levels
 
 # The norm of the gradients has just brought the ranks together: the slowest one answers soon.
 _ANSWER_S = 120.0
@@ -55,77 +64,190 @@ class Sum(Reduction[torch.Tensor, npt.NDArray[np.int64]], Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Level:
+    """A group that this rank is in. It leads all but its last one.
+
+    Attributes:
+        leader: the first rank of the group.
+        is_top: whether what the group knows is the result.
+    """
+
+    group: Any
+    leader: int
+    is_top: bool
+
+
+class _Parts:
+    """Works of torch, or futures, as one work."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def is_completed(self) -> bool:
+        return all(each.is_completed() for each in self._parts)
+
+    def wait(self, timeout: timedelta) -> None:
+        for each in self._parts:
+            each.wait(timeout)
+
+
+class _Passed:
+    """Work of a worker, in the form of a work of torch."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: timedelta) -> None:
+        self._future.result(timeout.total_seconds())
+
+
 class _Reduction:
-    """All-reduces of integers over a group of its own, one at a time. Owned by the training thread."""
+    """Reductions of integers over groups of their own, one at a time. Owned by the training thread.
+
+    The worker of a rank that leads a group passes values on between the levels.
+    """
 
     def __init__(self, op: Any, timeout_s: float) -> None:
         self._op, self._timeout = op, timedelta(seconds=timeout_s)
         # Shorter than what ends the job: a rank that does not answer costs checkpoints, not the run.
         self._answer = timedelta(seconds=min(_ANSWER_S, timeout_s / 2))
-        self._group: Any = None
+        self._levels: list[_Level] = []  # from the lowest
         self._values: torch.Tensor | None = None
         self._work: Any = None
+        self._worker: Worker | None = None
         self._has_left = False
-        self._leaving: threading.Thread | None = None
+        self._leaving: list[threading.Thread] = []
 
     @property
     def is_under_way(self) -> bool:
-        """True if an all-reduce was begun and its result was not read."""
+        """True if a reduction was begun and its result was not read."""
         return self._values is not None
+
+    def _join(self, ranks: Sequence[int], own: int) -> None:
+        """Make the groups of some ranks. Called by all ranks of the job, as torch wants it."""
+        levels = plan_levels(ranks)
+        for level in levels:
+            for members in level:
+                group = dist.new_group(members, backend="gloo", timeout=self._timeout)
+                if own in members:
+                    self._levels.append(
+                        _Level(group=group, leader=members[0], is_top=level is levels[-1])
+                    )
+        if len(self._levels) > 1:
+            self._worker = ThreadWorker("agreement")
+            self._worker.start()
 
     def _begin(self, values: torch.Tensor) -> None:
         assert self._values is None and not self._has_left
         self._values = values
-        if self._group is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp, options.timeout = self._op, self._answer
-            self._work = self._group.allreduce([values], options)
+        if not self._levels:
+            return
+        lowest = self._levels[0]
+        reducing = self._reduce(lowest, values)
+        if len(self._levels) > 1:
+            assert self._worker is not None
+            self._work = _Passed(self._worker.submit(partial(self._pass_on, values, reducing)))
+        elif lowest.is_top:
+            self._work = reducing
+        else:
+            self._values = torch.empty_like(values)
+            self._work = _Parts(reducing, self._spread(lowest, self._values))
+
+    def _reduce(self, level: _Level, values: torch.Tensor) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = self._op, self._answer
+        return level.group.allreduce([values], options)
+
+    def _spread(self, level: _Level, values: torch.Tensor) -> Any:
+        """Begin to send the leader's values to the others of its group."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, self._answer
+        return level.group.broadcast([values], options)
+
+    def _pass_on(self, values: torch.Tensor, reducing: Any) -> None:
+        """Take values up from the lowest level, and the result down to it. Runs on the worker.
+
+        A level is not held while another one is waited for: whoever leaves lets go of all of them at once.
+        """
+        reducing.wait(self._answer)
+        num_levels = len(self._levels)
+        for number in range(1, num_levels):
+            self._reduce(self._level(number), values).wait(self._answer)
+        first_down = num_levels - 1 - self._level(num_levels - 1).is_top
+        for number in range(first_down, -1, -1):
+            self._spread(self._level(number), values).wait(self._answer)
+
+    def _level(self, number: int) -> _Level:
+        levels = self._levels
+        if self._has_left or number >= len(levels):
+            raise SnapshotError("this rank has left the agreement")
+        return levels[number]
 
     def _result(self) -> torch.Tensor:
         assert self._values is not None
         if self._work is not None:
-            self._work.wait(self._answer)
+            # Each step of the way has its own limit; this is for a worker that hangs.
+            self._work.wait(self._answer * max(1, 2 * len(self._levels) - 1))
         values, self._values, self._work = self._values, None, None
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks of the group. Setup and recovery only; called by all of them."""
+        """Return the values of all ranks, ascending. Setup and recovery only; called by all of them."""
         assert not self._has_left
-        if self._group is None:
+        if not self._levels:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        gathered = {dist.get_rank(): value}
+        for level in self._levels:
+            parts: list[Any] = [None] * dist.get_world_size(level.group)
+            dist.all_gather_object(parts, gathered, group=level.group)
+            gathered = {rank: each for part in parts for rank, each in part.items()}
+        everyone = self._from_top(gathered)
+        return [everyone[rank] for rank in sorted(everyone)]
+
+    def _from_top(self, value: Any) -> Any:
+        """Return the value that ranks of the top group have. Called by all ranks."""
+        for level in reversed(self._levels):
+            if not level.is_top:
+                value = _broadcast(level, value)
+        return value
 
     def close(self) -> None:
         """Close the connections at the end of a start. Not collective.
 
-        Closing waits for an all-reduce that is under way, so such a group is left to the end of the process.
-        After `leave` this waits for its thread: a process that ends meanwhile would abort.
+        Closing waits for an all-reduce that is under way, so such groups are left to the end of the process.
+        After `leave` this waits for its threads: a process that ends meanwhile would abort.
         """
-        group, self._group = self._group, None
+        levels, self._levels = self._levels, []
         self._has_left = True
-        if self._leaving is not None:
-            self._leaving.join(self._answer.total_seconds())
-        if group is not None and self._work is None:
-            with suppress(ValueError):  # Megatron may have destroyed all groups on its way out
-                dist.destroy_process_group(group)
+        if self._worker is not None:
+            self._worker.close(self._answer.total_seconds() if self._work is None else 0.0)
+        for thread in self._leaving:
+            thread.join(self._answer.total_seconds())
+        if self._work is None:
+            for level in levels:
+                with suppress(ValueError):  # Megatron may have destroyed all groups on its way out
+                    dist.destroy_process_group(level.group)
 
     def leave(self) -> None:
         """Take no further part: close the connections, so that the others need not wait for this rank.
 
-        Each of them fails at once in the all-reduce that is under way, or in the next one. Not collective.
+        Each of them fails at once in the reduction that is under way, or in the next one. Not collective.
         """
         self._has_left = True
-        groups, self._group = [self._group], None
+        boxes = [[level.group] for level in self._levels]
+        self._levels = []
         self._values = self._work = None
-        if groups[0] is None:
-            return
-        with suppress(Exception):  # broken in whatever way: without references it closes itself
-            dist.destroy_process_group(groups[0])
-        # The last reference waits for what is under way, until its deadline: on a thread of its own.
-        self._leaving = threading.Thread(target=groups.clear, name="moe_ft-leave", daemon=True)
-        self._leaving.start()
+        for box in boxes:
+            with suppress(Exception):  # broken in whatever way: without references it closes itself
+                dist.destroy_process_group(box[0])
+            # The last reference waits for what is under way, until its deadline: on a thread of its own.
+            thread = threading.Thread(target=box.clear, name="moe_ft-leave", daemon=True)
+            self._leaving.append(thread)
+            thread.start()
 
 
 class Agreement(_Reduction):
@@ -135,9 +257,9 @@ class Agreement(_Reduction):
         super().__init__(dist.ReduceOp.MIN, timeout_s)
 
     def start(self) -> None:
-        """Make the group. Called by all ranks."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        """Make the groups. Called by all ranks."""
+        if dist.is_initialized():
+            self._join(range(dist.get_world_size()), dist.get_rank())
 
     def begin(self, values: Sequence[int]) -> None:
         """Put in this rank's values, equally many on all ranks; raises RuntimeError if one has left."""
@@ -149,17 +271,23 @@ class Agreement(_Reduction):
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value. Setup and recovery only; called by all ranks."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        for level in reversed(self._levels):
+            value = _broadcast(level, value)
+        return value
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""
         assert not self._has_left
-        if self._group is not None:
-            dist.monitored_barrier(group=self._group, timeout=self._timeout)
+        below = [level for level in self._levels if not level.is_top]
+        for level in (*self._levels, *reversed(below)):
+            dist.monitored_barrier(group=level.group, timeout=self._timeout)
+
+
+def _broadcast(level: _Level, value: Any) -> Any:
+    """Return the leader's value. Called by all ranks of a group."""
+    values = [value]
+    dist.broadcast_object_list(values, src=level.leader, group=level.group)
+    return values[0]
 
 
 class StageSum(_Reduction):
@@ -170,13 +298,9 @@ class StageSum(_Reduction):
 
     def start(self, stages: Sequence[int], rank: int) -> None:
         """Make the groups from the ``[rank]`` stages of all ranks. Called by all ranks."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        for stage in sorted(set(stages)):
-            members = [member for member, other in enumerate(stages) if other == stage]
-            if len(members) > 1:
-                group = dist.new_group(members, backend="gloo", timeout=self._timeout)
-                self._group = group if rank in members else self._group
+        if dist.is_initialized():
+            for stage in sorted(set(stages)):
+                self._join([each for each, other in enumerate(stages) if other == stage], rank)
 
     def begin(self, counts: torch.Tensor) -> None:
         """Put in counts, equally often on all ranks of a stage; raises RuntimeError if one has left."""
@@ -200,7 +324,7 @@ class StageSum(_Reduction):
                     if time.monotonic() > deadline_s:
                         raise SnapshotError("the tokens of the iteration are not added up")
                     time.sleep(_PENDING_POLL_S)
-                work.wait()  # raises if it has failed
+                work.wait(timedelta(seconds=_PENDING_S))  # raises if it has failed
             found: npt.NDArray[np.int64] = values.numpy()
             return found
 

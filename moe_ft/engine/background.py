@@ -226,6 +226,7 @@ class ThreadWorker(Worker):
             if work is None:
                 return
             work()
+            del work, idle  # what they hold may wait to be let go, such as a connection
 
 
 def settle[Result](future: Future[Result], act: Callable[[], Result]) -> None:

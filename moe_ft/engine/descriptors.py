@@ -4,6 +4,7 @@ import os
 import resource
 
 from moe_ft.errors import ConfigError
+from moe_ft.planning.levels import most_connections
 
 # Connections of peers and of strangers, mapped files of regions, pools and replicas, pipes.
 _NUM_OWN = 128
@@ -14,19 +15,20 @@ _OPEN_FILES = "/proc/self/fd"
 def allow_descriptors(world_size: int, stage_size: int) -> None:
     """Raise the soft limit of this process to what its rank needs; call before groups are made.
 
-    A group of gloo connects every rank to every other one. There are two, one of all ranks and one of the
-    stage; what Megatron has opened before counts as well. Raises ConfigError if the hard limit is lower.
+    Ranks agree in groups of few, those of the job and those of the stage, and a group of gloo connects every
+    rank to every other one; what Megatron has opened before counts as well. Raises ConfigError if the hard
+    limit is lower.
     """
     num_open = len(os.listdir(_OPEN_FILES))
-    needed = num_open + world_size + stage_size + _NUM_OWN
+    num_others = most_connections(world_size) + most_connections(stage_size)
+    needed = num_open + num_others + _NUM_OWN
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             f"the limit of open files (ulimit -Hn) is {hard}, and a rank of this job needs {needed}: "
-            f"{num_open} are open, and sockets follow to {world_size} ranks of the job and {stage_size} of "
-            f"the stage, and {_NUM_OWN} others. Raise it where the job is started: ulimit -n {needed}, which "
-            "may need LimitNOFILE= of systemd, /etc/security/limits.conf or docker run --ulimit nofile="
-            f"{needed}."
+            f"{num_open} are open, and sockets follow to {num_others} other ranks, and {_NUM_OWN} others. "
+            f"Raise it where the job is started: ulimit -n {needed}, which may need LimitNOFILE= of systemd, "
+            f"/etc/security/limits.conf or docker run --ulimit nofile={needed}."
         )
     wanted = needed + _NUM_SPARE
     if hard != resource.RLIM_INFINITY:

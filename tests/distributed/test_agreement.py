@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,30 @@ from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshots.job import SnapshotState
+from moe_ft.planning import levels
 from tests.harness import run_ranks
 
-NUM_RANKS = 3
 GROUP_TIMEOUT_S = 600.0  # the test fails long before
 ANSWER_S = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks that agree, and the one among them that is about to fail."""
+
+    num_ranks: int
+    fan_out: int
+    odd: int
+
+
+CASES = [
+    pytest.param(Case(3, 8, 2), id="one group"),
+    pytest.param(Case(5, 2, 1), id="below a leader"),
+    pytest.param(Case(5, 2, 2), id="leader"),
+    pytest.param(Case(5, 2, 0), id="leader of all", marks=pytest.mark.rest),
+    pytest.param(Case(5, 2, 4), id="member of the top group alone", marks=pytest.mark.rest),
+]
+each_case = pytest.mark.parametrize("case", CASES)
 
 
 def votes() -> Votes:
@@ -37,12 +57,16 @@ def votes() -> Votes:
     )
 
 
-def decide(act: Callable[[Decisions], None]) -> None:
+def decide(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     """Decide once with all ranks, then act. Runs on every rank."""
+    levels.FAN_OUT = case.fan_out
     dist.init_process_group("gloo")
     agreement, stage = Agreement(GROUP_TIMEOUT_S), StageSum(GROUP_TIMEOUT_S)
     agreement.start()
-    stage.start([0] * NUM_RANKS, dist.get_rank())
+    stage.start([0] * case.num_ranks, dist.get_rank())
+    assert agreement.gather(dist.get_rank()) == list(range(case.num_ranks))
+    assert agreement.broadcast(dist.get_rank()) == 0
+    agreement.barrier()
     decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
     decisions.begin(votes, 0)
@@ -50,8 +74,8 @@ def decide(act: Callable[[Decisions], None]) -> None:
     assert decided is not None
     assert decided[0].interval == (0,)
     assert decided[1] is not None
-    assert decided[1].tolist() == [[NUM_RANKS] * 2]
-    act(decisions)
+    assert decided[1].tolist() == [[case.num_ranks] * 2]
+    act(decisions, dist.get_rank() == case.odd)
     # The slowest rank has noticed too: the process that keeps the store may end now.
     dist.barrier()
 
@@ -63,70 +87,79 @@ def pass_iterations(decisions: Decisions, last: int) -> None:
         decisions.read(iteration)
 
 
-def leave_on_one(decisions: Decisions) -> None:
-    """Fail on the last rank: decisions are off on all ranks in the same iteration."""
-    if dist.get_rank() == NUM_RANKS - 1:
+def leave_on_one(decisions: Decisions, is_odd: bool) -> None:
+    """Fail on one rank: decisions are off on all ranks in the same iteration."""
+    if is_odd:
         decisions.attempt(1, lambda: 1 // 0)
     pass_iterations(decisions, 1)
     assert decisions.is_off
 
 
-def fall_silent_on_one(decisions: Decisions) -> None:
-    """Keep the last rank from voting: decisions are off on the others after a wait."""
-    if dist.get_rank() != NUM_RANKS - 1:
+def fall_silent_on_one(decisions: Decisions, is_odd: bool) -> None:
+    """Keep one rank from voting: decisions are off on the others after a wait."""
+    if not is_odd:
         pass_iterations(decisions, 1)
         assert decisions.is_off
 
 
-def leave_after_voting_on_one(decisions: Decisions) -> None:
-    """Let the last rank vote and leave before it reads the result, the last one that the others get."""
+def leave_after_voting_on_one(decisions: Decisions, is_odd: bool) -> None:
+    """Let one rank hear a result and leave before it acts on it: no later one comes about."""
     decisions.begin(votes, 1)
-    if dist.get_rank() == NUM_RANKS - 1:
+    assert is_odd or decisions.read(1) is not None
+    if is_odd:
+        assert decisions._agreement.result()
         dist.barrier()
         decisions.attempt(1, lambda: 1 // 0)
     else:
-        assert decisions.read(1) is not None
         dist.barrier()
         decisions.begin(votes, 2)
         assert decisions.read(2) is None
     assert decisions.is_off
 
 
-def leave_while_others_owe_an_answer(decisions: Decisions) -> None:
+def leave_while_others_owe_an_answer(decisions: Decisions, is_odd: bool) -> None:
     """Let one rank leave in the middle of a vote: it does not wait for the end of the vote."""
     agreement_file._ANSWER_S = GROUP_TIMEOUT_S
     slow = Agreement(2 * GROUP_TIMEOUT_S)
     slow.start()
-    if dist.get_rank() == 0:
+    if is_odd:
         slow.begin([1])
         slow.leave()
 
 
-def test_rank_that_leaves_takes_all_others_with_it_at_once(tmp_path: Path) -> None:
-    run_ranks(decide, NUM_RANKS, leave_on_one, log_dir=tmp_path).check()
+@each_case
+def test_rank_that_leaves_takes_all_others_with_it_at_once(tmp_path: Path, case: Case) -> None:
+    # Whoever waits for an answer waits longer than the test does.
+    run_ranks(with_long_answers, case.num_ranks, case, leave_on_one, log_dir=tmp_path).check()
 
 
-def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path) -> None:
-    run_ranks(with_short_answers, NUM_RANKS, fall_silent_on_one, log_dir=tmp_path).check()
+@each_case
+def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path, case: Case) -> None:
+    target = with_short_answers
+    run_ranks(target, case.num_ranks, case, fall_silent_on_one, log_dir=tmp_path).check()
 
 
-def with_short_answers(act: Callable[[Decisions], None]) -> None:
+def with_long_answers(case: Case, act: Callable[[Decisions, bool], None]) -> None:
+    """Run one rank that waits long for the others."""
+    agreement_file._ANSWER_S = GROUP_TIMEOUT_S
+    decide(case, act)
+
+
+def with_short_answers(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     """Run one rank that waits only briefly for the others."""
     agreement_file._ANSWER_S = ANSWER_S
-    decide(act)
+    decide(case, act)
 
 
-def test_result_that_one_rank_does_not_hear_is_the_last_one(tmp_path: Path) -> None:
-    run_ranks(decide, NUM_RANKS, leave_after_voting_on_one, log_dir=tmp_path).check()
+@each_case
+def test_result_that_one_rank_does_not_act_on_is_the_last_one(tmp_path: Path, case: Case) -> None:
+    run_ranks(decide, case.num_ranks, case, leave_after_voting_on_one, log_dir=tmp_path).check()
 
 
-def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path) -> None:
-    run_ranks(
-        decide,
-        NUM_RANKS,
-        leave_while_others_owe_an_answer,
-        log_dir=tmp_path,
-    ).check()
+@each_case
+def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path, case: Case) -> None:
+    target = leave_while_others_owe_an_answer
+    run_ranks(decide, case.num_ranks, case, target, log_dir=tmp_path).check()
 
 
 LEAVE = """

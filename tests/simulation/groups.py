@@ -267,6 +267,26 @@ class Group:
             raise RuntimeError(work.error)
         return work
 
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        """Begin to send the tensor of one member to the others, where it changes when it is done."""
+        (tensor,) = tensors
+        source = int(options.rootRank)
+        is_own = source == self.own
+
+        def receive(current: Round) -> None:
+            tensor.copy_(current.values[source])
+
+        work = self.begin(
+            "broadcast",
+            tensor.detach().clone() if is_own else None,
+            options.timeout.total_seconds(),
+            source=source,
+            receive=None if is_own else receive,
+        )
+        if work.error and self._collectives.random() < 0.3:
+            raise RuntimeError(work.error)
+        return work
+
     def reduce(self, tensor: torch.Tensor, op: Any, timeout_s: float | None) -> Work:
         combine = next(function for known, function in _COMBINE if op == known)
 

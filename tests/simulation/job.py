@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
+from moe_ft.planning.levels import FAN_OUT
 from moe_ft.strategies import registry
 from tests.simulation.active import World
 from tests.simulation.collectives import Collectives
@@ -37,6 +38,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         breakpoints, upstream_log: whether ranks keep them.
         recovery: as --moe-ft-recovery takes it.
         later: layouts of the starts after the first; those after these have the last one.
+        fan_out: ranks of a group of the agreement.
     """
 
     nodes: int = 2
@@ -61,6 +63,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         """Return the layout of a start."""
         shapes = (self.shape, *self.later)
         return shapes[min(start, len(self.later))]
+    fan_out: int = FAN_OUT
 
     @property
     def shape(self) -> Shape:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
+from moe_ft.planning.levels import FAN_OUT
 from tests.simulation import layouts, pipelined, variations
 from tests.simulation.job import Setup
 
@@ -130,6 +131,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             {"experts": 2},
             {"upstream_log": False, "recovery": "auto"},
             {"breakpoints": False, "upstream_log": False, "recovery": "auto"},
+            {"fan_out": FAN_OUT},
         ]
         for changes in simpler:
             if setup.later and not _OF_LATER.isdisjoint(changes):
@@ -184,6 +186,7 @@ def draw(seed: int, *, share_of_layouts: float = layouts.SHARE) -> Schedule:
             faults = _draw_faults_of_layouts(setup, changing)
     if setup.breakpoints:
         faults = _add_strangers(faults, random.Random(f"strangers {seed}"))
+    setup = variations.add_levels(setup, random.Random(f"levels {seed}"))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 

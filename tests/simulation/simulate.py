@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_ft.planning import levels
 from tests.simulation import (
     collectives,
     file_locks,
@@ -89,6 +90,8 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
     job = Job(world, schedule.setup, root)
     oracle = Oracle(job)
     injection = Injection(job, oracle)
+    patches = Patches()
+    patches.set(levels, "FAN_OUT", schedule.setup.fan_out)
     gc.disable()  # destructors at any time would make two runs of a seed different
     try:
         with active(world):
@@ -100,6 +103,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
                 world.kernel.close()
     finally:
         gc.enable()
+        patches.restore()
         _remove(str(root))
     for thread, error in world.kernel.errors:
         oracle.violations.append(f"{thread} ended with {describe(error)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.planning.levels import FAN_OUT
 from tests.simulation.job import Setup
 
 # Faults while ranks run, with their weights.
@@ -94,4 +95,10 @@ def add_dense_interval(setup: Setup, rng: random.Random) -> Setup:
     if rng.random() < 0.5:
         changes["persist_interval"] = 0
     changed: Setup = msgspec.structs.replace(setup, **changes)
+    return changed
+
+
+def add_levels(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup in which half of the jobs agree in levels, as only large ones do otherwise."""
+    changed: Setup = msgspec.structs.replace(setup, fan_out=2 if rng.random() < 0.5 else FAN_OUT)
     return changed

@@ -8,6 +8,7 @@ import pytest
 
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.errors import ConfigError
+from moe_ft.planning.levels import most_connections
 
 NOFILE = resource.RLIMIT_NOFILE
 
@@ -22,11 +23,12 @@ def limits() -> Iterator[tuple[int, int]]:
 
 def needed_by(world_size: int, stage_size: int) -> int:
     """Return the least that a rank can need: what is open, and its sockets."""
-    return len(os.listdir("/proc/self/fd")) + world_size + stage_size
+    others = most_connections(world_size) + most_connections(stage_size)
+    return len(os.listdir("/proc/self/fd")) + others
 
 
 def test_soft_limit_that_is_too_low_is_raised(limits: tuple[int, int]) -> None:
-    resource.setrlimit(NOFILE, (256, limits[1]))
+    resource.setrlimit(NOFILE, (128, limits[1]))
     allow_descriptors(300, 100)
     soft, hard = resource.getrlimit(NOFILE)
     assert soft >= needed_by(300, 100)
@@ -36,7 +38,7 @@ def test_soft_limit_that_is_too_low_is_raised(limits: tuple[int, int]) -> None:
 @pytest.fixture
 def fake_limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Limits of a process that has 40 files open; the last ones are those that hold."""
-    limits = [(1024, 4096)]
+    limits = [(128, 256)]
     monkeypatch.setattr(os, "listdir", lambda path: [str(number) for number in range(40)])
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
@@ -47,7 +49,7 @@ def test_limit_is_raised_to_the_hard_one_where_only_the_spare_ones_do_not_fit(
     fake_limits: list[tuple[int, int]],
 ) -> None:
     allow_descriptors(3000, 750)
-    assert fake_limits[-1] == (4096, 4096)
+    assert fake_limits[-1] == (256, 256)
 
 
 @pytest.mark.parametrize("soft", [4096, resource.RLIM_INFINITY])
@@ -61,10 +63,10 @@ def test_hard_limit_that_is_too_low_is_refused_with_the_number_that_is_needed(
     fake_limits: list[tuple[int, int]],
 ) -> None:
     message = (
-        r"the limit of open files \(ulimit -Hn\) is 4096, and a rank of this job needs 5168: 40 are open, "
-        r"and sockets follow to 4000 ranks of the job and 1000 of the stage, and 128 others. Raise it .* "
-        "ulimit -n 5168"
+        r"the limit of open files \(ulimit -Hn\) is 200, and a rank of this job needs 218: 40 are open, "
+        r"and sockets follow to 50 other ranks, and 128 others. Raise it .* ulimit -n 218"
     )
+    fake_limits[-1] = (100, 200)
     with pytest.raises(ConfigError, match=message):
         allow_descriptors(4000, 1000)
     assert len(fake_limits) == 1
