@@ -32,9 +32,9 @@ from moe_ft.doctor.ranks import (
     find_facts,
 )
 from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
-from moe_ft.engine.links.addresses import own_host
+from moe_ft.engine.links.addresses import own_address, own_host
 from moe_ft.engine.links.listener import PeerListener
-from moe_ft.errors import CorruptStateError
+from moe_ft.errors import ConfigError, CorruptStateError
 
 # When phases end, as parts of the time; those of a node are in node_checks.py.
 _MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
@@ -136,9 +136,13 @@ class _Examination:
 
     def run(self, opened: ExitStack) -> int:
         facts = find_facts(self.place, self.request.job.config.memory, self.environment)
-        listener = PeerListener(own_host(self.place.master[0]), serve, lambda reason: None)
+        host, problem = self._own_host()
+        listener = PeerListener(host, serve, lambda reason: None)
         opened.callback(listener.close)
-        facts = self._listen(facts, listener)
+        if problem:
+            facts = msgspec.structs.replace(facts, address_problem=problem)
+        else:
+            facts = self._listen(facts, host, listener)
         self.meeting.show("facts", facts)
         rows = self._lead() if self.place.rank == 0 else []
         end_s = self.times.end_of(_ROSTER)
@@ -154,10 +158,18 @@ class _Examination:
             self.meeting.show("rows", self._check_node(facts, roster, opened))
         return self._conclude(rows, roster) if self.place.rank == 0 else self._wait()
 
-    def _listen(self, facts: RankFacts, listener: PeerListener) -> RankFacts:
+    def _own_host(self) -> tuple[str, str]:
+        """Return the address that a rank of training listens on, and why it would refuse to."""
+        master, memory = self.place.master[0], self.request.job.config.memory
+        try:
+            return own_address(memory.resolve_interface(self.environment), master), ""
+        except ConfigError as error:
+            return own_host(master), str(error)
+
+    def _listen(self, facts: RankFacts, host: str, listener: PeerListener) -> RankFacts:
         """Listen as a rank of training does; return the facts with the address, or why there is none."""
         try:
-            address = (own_host(self.place.master[0]), listener.start())
+            address = (host, listener.start())
         except OSError as error:
             return msgspec.structs.replace(facts, address_problem=str(error))
         return msgspec.structs.replace(facts, address=address)

@@ -15,7 +15,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.links.addresses import own_host
+from moe_ft.engine.links.addresses import own_address
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
@@ -157,16 +157,20 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    job_id, node = ranks.check_together(
+    job_id, node, host = ranks.check_together(
         lambda: (
             config.memory.resolve_job_id(os.environ),
             config.memory.resolve_node_id(os.environ, socket.gethostname()),
+            own_address(
+                config.memory.resolve_interface(os.environ),
+                os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            ),
         )
     )
     live = ranks.check_together(lambda: _read_live_state(config, facts, built, phase_hook))
     strategy = ranks.check_together(lambda: _build_strategy(config, facts, live, ranks))
     node_dir = node_directory(config.memory.memory_dir, job_id, node)
-    server = PeerServer(node_dir, own_host(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    server = PeerServer(node_dir, host)
     opened.callback(server.close)
     server.start()
     breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)

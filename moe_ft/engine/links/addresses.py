@@ -5,6 +5,10 @@ import ipaddress
 import socket
 from contextlib import suppress
 
+import psutil
+
+from moe_ft.errors import ConfigError
+
 _BACKLOG = 128
 _MAX_TRIES = 8  # to find a port that is free on several addresses
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -23,6 +27,34 @@ def own_host(master_addr: str) -> str:
             is_others_name = not _is_address(master_addr) and not _is_localhost(master_addr)
             return master_addr if is_others_name and _is_loopback(address) else address
     return socket.gethostname()
+
+
+def own_address(interface: str, master_addr: str) -> str:
+    """Return the name or address by which the job's other hosts reach this rank.
+
+    Args:
+        interface: name of the one to use; empty for the one towards the master.
+
+    Raises:
+        ConfigError: if this host has no such interface, or that has no address.
+    """
+    if not interface:
+        return own_host(master_addr)
+    found = psutil.net_if_addrs()
+    # Addresses of the link itself cannot be reached by their number alone.
+    addresses = [
+        each.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for each in found.get(interface, [])
+        if each.family == family and not each.address.startswith("fe80:")
+    ]
+    if not addresses:
+        raise ConfigError(
+            f"--moe-ft-network-interface={interface} must be an interface of this host with an address, and "
+            f"{socket.gethostname()} has {', '.join(sorted(found))}. Name one of them that leads to the "
+            "other nodes, or leave the flag out."
+        )
+    return addresses[0]
 
 
 def listen(host: str, port: int = 0, *, is_alone: bool = False) -> list[socket.socket]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.addresses import listen, own_host
+from moe_ft.engine.links.addresses import listen, own_address, own_host
+from moe_ft.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"  # of this host too
@@ -184,3 +185,21 @@ def test_own_address_towards_a_master_whose_first_address_cannot_be_reached_is_t
 @pytest.mark.parametrize("master", ["no-such-host.invalid", "", "x" * 100])
 def test_own_address_towards_a_host_that_does_not_exist_is_the_hosts_name(master: str) -> None:
     assert own_host(master) == socket.gethostname()
+
+
+def test_address_of_an_interface_is_listened_on() -> None:
+    address = own_address("lo", "no-such-host.invalid")
+    assert address == LOOPBACK
+    (listener,) = listen(address)
+    with listener:
+        assert listener.getsockname()[0] == LOOPBACK
+
+
+def test_interface_that_this_host_lacks_is_refused_with_those_that_it_has() -> None:
+    message = "--moe-ft-network-interface=ib7 must be .* has .*lo.* Name one of them"
+    with pytest.raises(ConfigError, match=message):
+        own_address("ib7", LOOPBACK)
+
+
+def test_address_without_an_interface_is_that_towards_the_master() -> None:
+    assert own_address("", LOOPBACK) == LOOPBACK
