@@ -58,12 +58,12 @@ class Setup(Shape, frozen=True, kw_only=True):
     upstream_log: bool = False
     recovery: str = "auto"
     later: tuple[Shape, ...] = ()
+    fan_out: int = FAN_OUT
 
     def shape_of(self, start: int) -> Shape:
         """Return the layout of a start."""
         shapes = (self.shape, *self.later)
         return shapes[min(start, len(self.later))]
-    fan_out: int = FAN_OUT
 
     @property
     def shape(self) -> Shape:
