@@ -110,25 +110,6 @@ class MemoryConfig(Part):
                 return checked_name("node_id", source, name)
         return checked_name("node_id", "the host name", host)
 
-    def resolve_interface(self, environment: Mapping[str, str]) -> str:
-        """Return the network interface of this rank; empty for the one towards the job's master.
-
-        Raises:
-            ConfigError: if there are several, and not one for each local rank.
-        """
-        text = self.network_interface
-        if text is None:
-            return ""
-        names = [name.strip() for name in text.split(",")]
-        num_local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-        if not all(names) or len(names) not in (1, num_local):
-            raise ConfigError(
-                f"--moe-ft-network-interface={text} must be the name of one interface, or of one for each of "
-                f"the {num_local} local ranks (LOCAL_WORLD_SIZE), in their order. Name so many, separated by "
-                "commas."
-            )
-        return names[int(environment.get("LOCAL_RANK", "0")) % len(names)]
-
     @override
     def check(self, world_size: int) -> None:
         _ = self.host_memory_limit_bytes

@@ -162,7 +162,8 @@ class _Examination:
         """Return the address that a rank of training listens on, and why it would refuse to."""
         master, memory = self.place.master[0], self.request.job.config.memory
         try:
-            return own_address(memory.resolve_interface(self.environment), master), ""
+            environment = {**self.environment, "MASTER_ADDR": master}
+            return own_address(memory.network_interface, environment), ""
         except ConfigError as error:
             return own_host(master), str(error)
 

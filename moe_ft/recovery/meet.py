@@ -161,10 +161,7 @@ def meet(
         lambda: (
             config.memory.resolve_job_id(os.environ),
             config.memory.resolve_node_id(os.environ, socket.gethostname()),
-            own_address(
-                config.memory.resolve_interface(os.environ),
-                os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            ),
+            own_address(config.memory.network_interface, os.environ),
         )
     )
     live = ranks.check_together(lambda: _read_live_state(config, facts, built, phase_hook))

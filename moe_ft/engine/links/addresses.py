@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -29,17 +30,40 @@ def own_host(master_addr: str) -> str:
     return socket.gethostname()
 
 
-def own_address(interface: str, master_addr: str) -> str:
+def interface_of(interfaces: str | None, environment: Mapping[str, str]) -> str:
+    """Return the network interface of this rank; empty for the one towards the job's master.
+
+    Args:
+        interfaces: as --moe-ft-network-interface takes them.
+
+    Raises:
+        ConfigError: if there are several, and not one for each local rank.
+    """
+    if interfaces is None:
+        return ""
+    names = [name.strip() for name in interfaces.split(",")]
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if not all(names) or len(names) not in (1, num_local):
+        raise ConfigError(
+            f"--moe-ft-network-interface={interfaces} must be the name of one interface, or of one for "
+            f"each of the {num_local} local ranks (LOCAL_WORLD_SIZE), in their order. Name so many, separated "
+            "by commas."
+        )
+    return names[int(environment.get("LOCAL_RANK", "0")) % len(names)]
+
+
+def own_address(interfaces: str | None, environment: Mapping[str, str]) -> str:
     """Return the name or address by which the job's other hosts reach this rank.
 
     Args:
-        interface: name of the one to use; empty for the one towards the master.
+        interfaces: as --moe-ft-network-interface takes them.
 
     Raises:
-        ConfigError: if this host has no such interface, or that has no address.
+        ConfigError: as `interface_of` does, or if this host has no such interface, or that has no address.
     """
+    interface = interface_of(interfaces, environment)
     if not interface:
-        return own_host(master_addr)
+        return own_host(environment.get("MASTER_ADDR", "127.0.0.1"))
     found = psutil.net_if_addrs()
     # Addresses of the link itself cannot be reached by their number alone.
     addresses = [

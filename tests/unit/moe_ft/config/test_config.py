@@ -148,25 +148,6 @@ def test_node_is_named_by_the_flag_then_the_environment_then_the_host(
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "rank", "name"),
-    [(None, "3", ""), ("ib0", "3", "ib0"), ("ib0,ib1", "0", "ib0"), ("ib0, ib1", "1", "ib1")],
-)
-def test_interface_of_a_rank_is_the_only_one_or_that_of_its_place_on_the_node(
-    interfaces: str | None, rank: str, name: str
-) -> None:
-    environment = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank}
-    assert MemoryConfig(network_interface=interfaces).resolve_interface(environment) == name
-
-
-@pytest.mark.parametrize("interfaces", ["ib0,ib1", "ib0,ib1,ib2,ib3", "ib0,,ib2", ""])
-def test_interfaces_that_are_not_one_for_each_local_rank_are_refused(interfaces: str) -> None:
-    message = f"--moe-ft-network-interface={interfaces} must be .* the 3 local ranks .*Name so many"
-    environment = {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}
-    with pytest.raises(ConfigError, match=message):
-        MemoryConfig(network_interface=interfaces).resolve_interface(environment)
-
-
-@pytest.mark.parametrize(
     ("recover_from", "iteration"),
     [("auto", None), ("load", None), ("iter_0", 0), ("iter_120", 120)],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.addresses import listen, own_address, own_host
+from moe_ft.engine.links.addresses import interface_of, listen, own_address, own_host
 from moe_ft.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -188,7 +188,7 @@ def test_own_address_towards_a_host_that_does_not_exist_is_the_hosts_name(master
 
 
 def test_address_of_an_interface_is_listened_on() -> None:
-    address = own_address("lo", "no-such-host.invalid")
+    address = own_address("lo", {})
     assert address == LOOPBACK
     (listener,) = listen(address)
     with listener:
@@ -198,8 +198,27 @@ def test_address_of_an_interface_is_listened_on() -> None:
 def test_interface_that_this_host_lacks_is_refused_with_those_that_it_has() -> None:
     message = "--moe-ft-network-interface=ib7 must be .* has .*lo.* Name one of them"
     with pytest.raises(ConfigError, match=message):
-        own_address("ib7", LOOPBACK)
+        own_address("ib7", {})
 
 
 def test_address_without_an_interface_is_that_towards_the_master() -> None:
-    assert own_address("", LOOPBACK) == LOOPBACK
+    assert own_address(None, {"MASTER_ADDR": LOOPBACK}) == LOOPBACK
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "rank", "name"),
+    [(None, "3", ""), ("ib0", "3", "ib0"), ("ib0,ib1", "0", "ib0"), ("ib0, ib1", "1", "ib1")],
+)
+def test_interface_of_a_rank_is_the_only_one_or_that_of_its_place_on_the_node(
+    interfaces: str | None, rank: str, name: str
+) -> None:
+    environment = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank}
+    assert interface_of(interfaces, environment) == name
+
+
+@pytest.mark.parametrize("interfaces", ["ib0,ib1", "ib0,ib1,ib2,ib3", "ib0,,ib2", ""])
+def test_interfaces_that_are_not_one_for_each_local_rank_are_refused(interfaces: str) -> None:
+    message = f"--moe-ft-network-interface={interfaces} must be .* the 3 local ranks .*Name so many"
+    environment = {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError, match=message):
+        interface_of(interfaces, environment)
