@@ -46,8 +46,8 @@ def interface_of(interfaces: str | None, environment: Mapping[str, str]) -> str:
     if not all(names) or len(names) not in (1, num_local):
         raise ConfigError(
             f"--moe-ft-network-interface={interfaces} must be the name of one interface, or of one for "
-            f"each of the {num_local} local ranks (LOCAL_WORLD_SIZE), in their order. Name so many, separated "
-            "by commas."
+            f"each of the {num_local} local ranks (LOCAL_WORLD_SIZE), in their order. Name so many, "
+            "separated by commas."
         )
     return names[int(environment.get("LOCAL_RANK", "0")) % len(names)]
 
