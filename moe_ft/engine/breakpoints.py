@@ -20,6 +20,7 @@ from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.format.encoding import encode
 from moe_ft.planning.experts import Counts
 from moe_ft.state.record import CapturedRecord
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 from moe_ft.strategies.interface import PlanBreakpoint
 
 NOTHING_YET = "no iteration has ended since the start"
@@ -27,6 +28,7 @@ TORN = "the optimizer step did not end in time: weights and moments are a mixtur
 IN_USE = "what was recovered rests on the breakpoint before, until all ranks have a new window"
 CLOSED = "checkpointing has ended"
 _PATIENCE_S = 5.0  # for an optimizer step
+_STATE = Extent(SizeClass.STATE, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,8 @@ class Breakpoints:
         self._state = threading.Condition()  # guards everything below
         self._moment: Moment | None = None
         self._problem = NOTHING_YET  # why there is no moment
-        self._is_updating = self._is_held = self._is_in_use = self._is_over = False
+        self._store = Store({SizeClass.STATE: 1}, lambda home: region.invalidate())
+        self._is_updating = self._is_held = self._is_over = False
         self._is_broken = False
         self._hold_at: int | None = None  # an iteration that somebody waits for
         self._writing = threading.Lock()
@@ -98,12 +101,18 @@ class Breakpoints:
     def start(self, *, is_in_use: bool) -> None:
         """Allocate what a copy needs; the recovery of this start may rest on the breakpoint before."""
         self._copier.start()
-        self._is_in_use = is_in_use
+        self._store.commit(_STATE)
+        self._store.keep(Reason.BREAKPOINT, [_STATE] if is_in_use else [])
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if the recovery of this start rests on the breakpoint before."""
+        return self._store.is_kept(_STATE)
 
     def release(self) -> None:
         """Allow the breakpoint before to be overwritten: all ranks have a newer window."""
         with self._state:
-            self._is_in_use = False
+            self._store.keep(Reason.BREAKPOINT, [])
 
     def mark_ready(self) -> Any:
         """Return the event after which the live state may be read, None if it may be at once."""
@@ -196,14 +205,14 @@ class Breakpoints:
 
     @property
     def _next_iteration(self) -> int | None:
-        is_hopeless = self._is_broken or self._is_in_use or self._moment is None
+        is_hopeless = self._is_broken or self.is_in_use or self._moment is None
         return None if is_hopeless or self._moment is None else self._moment.iteration + 1
 
     def _hold(self, patience_s: float) -> tuple[Moment | None, str]:
         self._state.wait_for(lambda: not self._is_updating or self._is_broken, patience_s)
         if self._is_updating:
             return None, TORN
-        if self._is_in_use:
+        if self.is_in_use:
             return None, IN_USE
         if self._moment is None:
             return None, self._problem
@@ -220,6 +229,9 @@ class Breakpoints:
             keep_iteration=self._kept_iteration(),
             plan=moment.plan(moment.tokens),
         )
+        with self._state:
+            self._store.give_up(self._store.filling)  # of an attempt that has failed
+            self._store.take(SizeClass.STATE)
         region.begin(self._layout.header)
         # Values are moved and added to the record: a second attempt needs it as it was captured.
         values = moment.record.values
@@ -230,6 +242,8 @@ class Breakpoints:
         )
         index = self._indexer.describe(request, absent, None)
         region.commit(encode(index), iteration)
+        with self._state:
+            self._store.commit(_STATE)
         return Written(
             iteration=iteration,
             num_bytes=request.num_bytes,

@@ -248,7 +248,7 @@ class Rank:
         engine, life = self._checkpoints.running.engine, self._life
         life.complete.add(engine._windows.complete_iteration or 0)
         confirmed = engine._storage._confirmed
-        life.may_break = engine.breakpoints is not None and not engine.breakpoints._is_in_use
+        life.may_break = engine.breakpoints is not None and not engine.breakpoints.is_in_use
         life.confirmed = 0 if confirmed is None else confirmed.iteration
 
 

@@ -49,6 +49,7 @@ LAYERS = {
     "moe_ft.simulator": 40,
     "moe_ft.engine": 40,
     "moe_ft.files": 25,
+    "moe_ft.store": 25,
     "moe_ft.strategies": 35,
     "moe_ft.planning": 30,
     "moe_ft.state": 30,

@@ -7,7 +7,7 @@ iteration. megatron/fault_tolerance/seams/pipeline_tap.py records, engine/bounda
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.state.record import CapturedNumbers
 from moe_ft.state.slices import dtype_name
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 
 _PART = BackgroundPart.BOUNDARY_LOG
 
@@ -72,6 +73,7 @@ class _Taking:
     """
 
     slot: BoundarySlot
+    extent: Extent
     bytes: torch.Tensor
     end: int
     numbers: CapturedNumbers | None
@@ -94,12 +96,16 @@ class BoundaryLog:
         reports: Reports,
         record_settings: Mapping[str, Any],
     ) -> None:
-        self._slots, self._header_bytes = slots, header_bytes
+        self._header_bytes = header_bytes
         self._identity, self._rank, self._node = identity, rank, node
         self._worker, self._reports = worker, reports
         self._record_settings = dict(record_settings)
         self._copier = SendCopier()
-        self._commits: dict[BoundarySlot, Future[None]] = {}
+        self._extents = {Extent(SizeClass.SENDS, each): slot for each, slot in enumerate(slots)}
+        self._store = Store(
+            {SizeClass.SENDS: len(slots)}, lambda home: self._extents[home].invalidate()
+        )
+        self._commits: dict[Extent, Future[bool]] = {}
         self._taking: _Taking | None = None
         self._keep_from: int | None = 0  # None: no log that is begun now will be needed
         self._awaits_window = False
@@ -120,13 +126,21 @@ class BoundaryLog:
         self._in_use = range(keep_from, iteration) if is_in_use else range(0)
         self._keep_from = None if is_in_use else keep_from
         self._awaits_window = is_in_use
-        for slot in self._slots:
-            found = self._iteration_in(slot)
-            if found is not None and found < iteration:
-                slot.iteration = found
-            else:
-                slot.invalidate()
+        for extent, slot in self._extents.items():
+            slot.iteration = self._iteration_in(slot)
+            if slot.iteration is None or slot.iteration >= iteration:
+                self._store.drop(extent)
+        for extent in sorted(self._holding(), key=lambda each: self._extents[each].iteration or 0):
+            self._store.commit(extent)
         self._worker.start()
+
+    def _holding(self, iterations: Container[int] | None = None) -> list[Extent]:
+        """Return the slots that hold or take the log of an iteration, or of one of these."""
+        return [
+            extent
+            for extent, slot in self._extents.items()
+            if slot.iteration is not None and (iterations is None or slot.iteration in iterations)
+        ]
 
     def _iteration_in(self, slot: BoundarySlot) -> int | None:
         if not slot.index_path.exists():
@@ -146,34 +160,48 @@ class BoundaryLog:
         """
         before, self._taking = self._taking, None
         if before is not None:
-            before.slot.iteration = None  # it was never committed
+            self._release(before.extent)  # it was never committed
         with self._reports.catching(_PART, iteration):
-            slot = self._free_slot(iteration)
-            if slot is None:
+            self._note_commits()
+            extent = self._free_slot(iteration)
+            if extent is None:
                 self._tell_no_slot(iteration)
                 return
-            slot.invalidate()
+            slot = self._extents[extent]
             slot.iteration = iteration
-            content = torch.frombuffer(slot.view, dtype=torch.uint8)
             self._taking = _Taking(
-                slot=slot, bytes=content, end=self._header_bytes, numbers=numbers
+                slot=slot,
+                extent=extent,
+                bytes=torch.frombuffer(slot.view, dtype=torch.uint8),
+                end=self._header_bytes,
+                numbers=numbers,
             )
 
-    def _free_slot(self, iteration: int) -> BoundarySlot | None:
+    def _note_commits(self) -> None:
+        for extent in [each for each, commit in self._commits.items() if commit.done()]:
+            if self._commits.pop(extent).result():
+                self._store.commit(extent)
+            else:
+                self._release(extent)
+
+    def _release(self, extent: Extent) -> None:
+        self._extents[extent].iteration = None
+        self._store.give_up([extent])
+
+    def _free_slot(self, iteration: int) -> Extent | None:
         """Return the slot for an iteration: its own, one that is empty, or the one with the oldest log."""
-        self._commits = {slot: each for slot, each in self._commits.items() if not each.done()}
-        if any(slot.iteration == iteration for slot in self._commits):
+        own = self._holding({iteration})
+        if any(extent in self._commits for extent in own):
             return None  # two would hold it
-        free = [slot for slot in self._slots if slot not in self._commits]
-        own = [slot for slot in free if slot.iteration == iteration]
-        empty = [slot for slot in free if slot.iteration is None]
-        if own or empty:
-            return (own or empty)[0]
-        free = [slot for slot in free if slot.iteration not in self._in_use]
-        oldest = min(free, key=lambda slot: slot.iteration or 0, default=None)
-        if oldest is not None and self._is_needed(oldest.iteration or 0):
-            self._tell_loss(oldest.iteration or 0, iteration)
-        return oldest
+        in_use = self._holding(self._in_use)
+        self._store.keep(Reason.REPLAY, [extent for extent in in_use if extent not in own])
+        for extent in own:
+            self._store.drop(extent)
+        free = self._store.free(SizeClass.SENDS)
+        oldest = self._extents[free[0]].iteration if free else None
+        if oldest is not None and self._is_needed(oldest):
+            self._tell_loss(oldest, iteration)
+        return self._store.take(SizeClass.SENDS)[0] if free else None
 
     def _is_needed(self, iteration: int) -> bool:
         return self._keep_from is not None and iteration >= self._keep_from
@@ -244,12 +272,12 @@ class BoundaryLog:
         if taking is None:
             return
         if taking.has_failed:
-            taking.slot.iteration = None
+            self._release(taking.extent)
             return
         commit = partial(self._commit, taking, self._copier.mark())
-        self._commits[taking.slot] = self._worker.submit(commit)
+        self._commits[taking.extent] = self._worker.submit(commit)
 
-    def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> None:
+    def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> bool:
         # On the worker.
         slot = taking.slot
         iteration = slot.iteration or 0
@@ -274,6 +302,8 @@ class BoundaryLog:
                 record_settings=self._record_settings,
             )
             slot.commit(header, encode(index))
+            return True
+        return False
 
     def note_window(self, iteration: int) -> None:
         """Note that a window begins at an iteration that has not run yet.

@@ -103,7 +103,7 @@ def test_failing_commit_is_reported_and_the_slot_is_used_again(tmp_path: Path) -
         assert len(log.reasons()) == 1
         folder.mkdir(mode=0o700)
         log.take(1)
-        assert [path.name for path in folder.iterdir()] == ["boundary_1.json"]
+        assert [path.name for path in folder.iterdir()] == ["boundary_0.json"]
 
 
 def test_start_keeps_the_logs_before_its_iteration_and_drops_those_that_run_again(

@@ -1,0 +1,1 @@
+"""Memory that outlives a process, as extents, and the one rule of what may be overwritten."""
