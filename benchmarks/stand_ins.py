@@ -14,7 +14,7 @@ import torch
 from moe_ft.engine.background import Reports, ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
@@ -158,7 +158,6 @@ def snapshot(
     """
     region = Region(directory, 0, layout.num_bytes)
     region.open()
-    region.advance(Role.SNAPSHOT)
     reports = Reports()
     taker = record_taker(parameters[0].optimizer, parameters)
     log = RecordLog(taker.complete)

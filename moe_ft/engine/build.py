@@ -60,7 +60,7 @@ def build_engine(
     windows = Windows(context.memory, strategy, layouts, writer, records, reports)
     directory = context.persist_dir
     client = PersistClient(directory, context.rank, reports, context.phase_hook, clock, len(ranks))
-    schedule = (windows.versions, strategy, context.identity, context.rank)
+    schedule = (windows.store, strategy, context.identity, context.rank)
     storage = StorageSchedule(
         settings.persist_interval, client, *schedule, dense_interval=settings.dense_interval
     )

@@ -156,7 +156,7 @@ class CheckpointEngine:
         if context.is_on_gpu:
             self._memory.pin()
         self._start_iteration = self._iteration = iteration
-        self._windows.start(iteration, restored)
+        kept = self._windows.start(iteration, restored)
         is_in_use = restored is not None and restored.needs_breakpoint
         if self.boundary is not None:
             # After a fresh start nothing can be replayed from the first iteration: it has no state.
@@ -168,7 +168,7 @@ class CheckpointEngine:
             self._outcome_without_training = (
                 LastState.SAVED if restored.is_on_storage else LastState.UNSAVED
             )
-            self._restored_replica = replica_to_send(self._windows.retained, restored)
+            self._restored_replica = replica_to_send(kept, restored)
             if restored.peers_without and self._restored_replica is None:
                 self._reports.skipped(BackgroundPart.REPLICATE, iteration, _DOES_NOT_FIT)
         self._storage.start(restored.persisted_index if restored else "", iteration)
@@ -319,7 +319,7 @@ class CheckpointEngine:
         self._settle(votes)
         is_confirmed = self._storage.confirm(are_idle=votes.is_idle, can_persist=votes.can_persist)
         with self._reports.catching(BackgroundPart.PERSIST, self._iteration):
-            is_done = self._storage.poll(self._windows.complete, can_go_on=votes.can_persist)
+            is_done = self._storage.poll(can_go_on=votes.can_persist)
             if is_done:
                 self._interval.end_checkpoint(self._storage.seconds_per_snapshot)
         return is_confirmed

@@ -101,7 +101,7 @@ class Store:
         """Return extents to fill, and remove the indexes that name them.
 
         Args:
-            preferred: of those that no index names, the first to be taken.
+            preferred: taken first, but for what an index names whose home is kept.
 
         Raises:
             SnapshotError: if fewer may be filled.
@@ -112,8 +112,9 @@ class Store:
                 f"{count} extents of the class {size_class.name.lower()} are needed, {len(free)} of "
                 f"{len(self._extents.get(size_class, ()))} may be filled"
             )
-        named = frozenset(chain.from_iterable(self._names.values()))
-        taken = sorted(free, key=lambda each: each in named or each not in preferred)[:count]
+        of_kept = [names for home, names in self._names.items() if self.is_kept(home)]
+        wanted = frozenset(preferred).difference(*of_kept)
+        taken = sorted(free, key=lambda each: each not in wanted)[:count]
         self.fill(taken)
         return taken
 

@@ -8,7 +8,7 @@ repairs in place are in repairs/mutations.py.
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -19,14 +19,11 @@ from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.memory.pool import PoolVersions
-from moe_ft.engine.memory.regions import Region, Role
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage_lock import SeenLock
 from moe_ft.engine.persist.writer import PersistWorker
-from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.files import storage
 from moe_ft.files.storage import Storage
 from moe_ft.loop.checkpoints import Checkpoints
@@ -41,6 +38,7 @@ from moe_ft.recovery import readers, start
 from moe_ft.recovery.claim import take_over_lock
 from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.restore import Conversion
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 from tests.simulation.active import Patches
 
 Mutation = Callable[[Patches], None]
@@ -61,14 +59,28 @@ def name_of(make: Mutation) -> str:
 @mutation
 def region_used_too_early(patches: Patches) -> None:
     """The next window goes into the region of the newest complete one."""
-    original = Windows._free_region
+    _fill_first(patches, Reason.COMPLETE, SizeClass.WINDOW)
 
-    def free(self: Windows) -> Region | None:
-        if self.open is None and self.complete is not None and self.complete.role is Role.RECOVERY:
-            return self.complete
-        return original(self)
 
-    patches.set(Windows, "_free_region", free)
+def _fill_first(patches: Patches, reason: Reason, size_class: SizeClass) -> None:
+    """Have a store fill extents of a size class that one reason alone keeps before all others."""
+    original = Store.free
+
+    def free(self: Store, of: SizeClass) -> list[Extent]:
+        others = [kept for each, kept in self._kept.items() if each is not reason]
+        kept = self._kept.get(reason, frozenset()).difference(*others)
+        wrong = [each for each in kept if each.size_class is of is size_class]
+        return [*wrong, *(each for each in original(self, of) if each not in wrong)]
+
+    patches.set(Store, "free", free)
+    patches.set(Store, "fill", _fill_whatever)
+
+
+def _fill_whatever(self: Store, extents: Iterable[Extent]) -> None:
+    chosen = frozenset(extents)
+    self._filling |= chosen
+    for home in [home for home, names in self._names.items() if names & chosen]:
+        self.drop(home)
 
 
 @mutation
@@ -186,16 +198,7 @@ def own_vote_counts(patches: Patches) -> None:
 @mutation
 def slots_used_too_early(patches: Patches) -> None:
     """Slots of the newest versions count as free."""
-    original = PoolVersions.find_free
-
-    def find_free(self: PoolVersions, count: int) -> list[int]:
-        kept, self._newest_slots = self._newest_slots, frozenset()
-        try:
-            return original(self, count)
-        finally:
-            self._newest_slots = kept
-
-    patches.set(PoolVersions, "find_free", find_free)
+    _fill_first(patches, Reason.COMPLETE, SizeClass.UNIT)
 
 
 @mutation
@@ -211,16 +214,7 @@ def one_replay_too_few(patches: Patches) -> None:
 @mutation
 def persisted_region_is_free(patches: Patches) -> None:
     """A region that is being written to storage may be filled."""
-    original = Windows._free_region
-
-    def free(self: Windows) -> Region | None:
-        for region in self._memory.regions:
-            if region.role is Role.PERSIST and region is not self.complete and self.open is None:
-                region.role = Role.FREE
-                return region
-        return original(self)
-
-    patches.set(Windows, "_free_region", free)
+    _fill_first(patches, Reason.PERSISTING, SizeClass.WINDOW)
 
 
 @mutation
@@ -379,3 +373,9 @@ def end_of_the_replay_left_out(patches: Patches) -> None:
 def weights_changed_under_a_breakpoint(patches: Patches) -> None:
     """The optimizer steps while a breakpoint is written."""
     patches.set(Checkpoints, "begin_update", lambda self: None)
+
+
+@mutation
+def index_of_what_was_overwritten_stays(patches: Patches) -> None:
+    """Memory is filled again while indexes name what was there."""
+    patches.set(Store, "drop", lambda self, home: self._names.pop(home, None))

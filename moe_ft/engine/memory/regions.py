@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from itertools import count
 from pathlib import Path
 
@@ -25,23 +24,6 @@ from moe_ft.format.boundary import SentTensor
 from moe_ft.format.encoding import Body, decode
 
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
-
-
-class Role(Enum):
-    """Current use of a region (MoC-System's triple buffer, section 5.2)."""
-
-    FREE = auto()
-    SNAPSHOT = auto()  # being filled, or waiting until every rank has filled its own
-    RECOVERY = auto()  # the newest complete snapshot: what a recovery would read
-    PERSIST = auto()  # being written to storage; may also be the newest complete snapshot
-
-
-_NEXT = {
-    Role.FREE: {Role.SNAPSHOT, Role.RECOVERY},
-    Role.SNAPSHOT: {Role.RECOVERY, Role.FREE},
-    Role.RECOVERY: {Role.PERSIST, Role.FREE},
-    Role.PERSIST: {Role.RECOVERY, Role.FREE},
-}
 
 
 class MappedFile:
@@ -131,8 +113,8 @@ class IndexedFile(MappedFile):
 class Region(IndexedFile):
     """One region of a rank, or of a replica.
 
-    The training thread owns its rank's regions. Only in the role SNAPSHOT, bytes and `iteration` belong to
-    the copy worker. Replicas stay in the role FREE and belong to the threads of peers' connections.
+    The training thread owns its rank's regions, but for the one of the window under way: its bytes and
+    `iteration` belong to the copy worker. Replicas belong to the threads of peers' connections.
 
     Attributes:
         number: of the region in its directory; less than 0 for that of the breakpoint, counted down.
@@ -143,7 +125,6 @@ class Region(IndexedFile):
         name += f"_{-1 - number}" if number < -1 else ""
         super().__init__(directory / f"{name}.safetensors", num_bytes)
         self.directory, self.number = directory, number
-        self.role = Role.FREE
 
     def begin(self, header: bytes) -> None:
         """Begin to fill it: it holds nothing but a header."""
@@ -158,15 +139,6 @@ class Region(IndexedFile):
     def index[B: Body](self, kind: type[B]) -> B:
         """Return what was committed; raise OSError if there is nothing, or it is damaged."""
         return decode(self.index_path.read_bytes(), kind, str(self.index_path))
-
-    def advance(self, to: Role) -> None:
-        """Take the next role; any other move is a mistake of the caller and raises SnapshotError."""
-        if to not in _NEXT[self.role]:
-            raise SnapshotError(
-                f"{self.data_path.stem.replace('_', ' ')} (iteration {self.iteration}) cannot go from "
-                f"{self.role.name} to {to.name}"
-            )
-        self.role = to
 
 
 def breakpoint_region(directory: Path, num_bytes: int) -> Region:

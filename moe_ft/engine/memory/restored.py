@@ -8,6 +8,7 @@ that lack it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,8 @@ import msgspec
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.memory.layout import lay_out_again
 from moe_ft.engine.memory.pool import FetchedVersion
-from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Start
@@ -72,26 +73,25 @@ class Handover:
         return self.family[0]
 
 
-def keep_restored(memory: RankMemory, restored: Handover) -> list[Region]:
-    """Return the regions that the restored state rests on, which must be kept; that of the state is first."""
-    regions = memory.regions
-    found = [region for region in regions if region.iteration is not None]
+def keep_restored(store: WindowStore, restored: Handover) -> list[Region]:
+    """Return the regions that the restored state rests on, which are kept; that of the state is first."""
+    found = [region for region in store.regions if region.iteration is not None]
     found.sort(key=lambda region: _family_of(region) != restored.family)  # stable
     if restored.window is not None:
         # Refill the region even if it already holds this state: its copy may be damaged.
         is_here = bool(found) and _family_of(found[0]) == restored.family
-        others = [region for region in regions if region not in found]
-        region = found.pop(0) if is_here or not others else others[0]
-        if _fill(region, restored.window):
+        fill = partial(_fill, window=restored.window)
+        region = store.refill(found.pop(0) if is_here else None, fill)
+        found = [each for each in found if each.iteration is not None and each is not region]
+        if region is not None:
             found.insert(0, region)
     found += [
         region
-        for region in regions
+        for region in store.regions
         if region.index_path in restored.indexes and region not in found
     ]
-    kept = found[: len(regions) - 1]  # one must be free to be filled
-    for region in kept:
-        region.advance(Role.RECOVERY)
+    kept = found[: len(store.regions) - 1]  # one must be free to be filled
+    store.keep_recovered(kept, restored.rotating)
     return kept
 
 

@@ -6,8 +6,8 @@ agreed on.
 
 from dataclasses import dataclass
 
-from moe_ft.engine.memory.pool import PoolVersions
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.files.storage import file_tag, rank_path
 from moe_ft.format.identity import Identity
@@ -37,7 +37,7 @@ class StorageSchedule:
         self,
         interval: int,
         client: PersistClient,
-        versions: PoolVersions,
+        store: WindowStore,
         strategy: Strategy,
         identity: Identity,
         rank: int,
@@ -50,7 +50,7 @@ class StorageSchedule:
             dense_interval: iterations between whole states that are written, 0 for none.
         """
         self._interval, self._dense_interval, self._client = interval, dense_interval, client
-        self._versions, self._strategy = versions, strategy
+        self._store, self._strategy = store, strategy
         self._identity, self._rank = identity, rank
         self._num_complete = 0
         self._num_since = 0  # complete snapshots since the last one that was submitted
@@ -135,7 +135,6 @@ class StorageSchedule:
             has_all=is_whole or self._strategy.saves_all,
             index=rank_path(region.iteration, self._rank, tag, "json"),
         )
-        region.advance(Role.PERSIST)
         try:
             self._ask(region, tag, is_whole=is_whole)
         except Exception:
@@ -149,11 +148,11 @@ class StorageSchedule:
         names = {str(unit) for unit in self._planned.units}
         if self._client.has_lost_previous:  # nothing to build on: everything is written again
             self._newest_index = ""
-            names = set(self._versions.newest)
-        rotating = self._versions.keep_persisting(names)
-        is_alone = self._strategy.saves_all or self._versions.newest.keys() <= {*rotating}
+            names = set(self._store.newest)
+        rotating = self._store.keep_persisting(region, names)
+        is_alone = self._strategy.saves_all or self._store.newest.keys() <= {*rotating}
         previous = "" if is_alone else self._newest_index
-        rotating_bytes = sum(self._versions.newest[name].num_bytes for name in rotating)
+        rotating_bytes = sum(self._store.newest[name].num_bytes for name in rotating)
         self._client.submit(region, rotating, previous, tag, rotating_bytes)
 
     def is_at_end(self, iteration: int) -> bool:
@@ -171,7 +170,7 @@ class StorageSchedule:
         self._unconfirmed = None
         return can_persist
 
-    def poll(self, complete: Region | None, *, can_go_on: bool) -> bool:
+    def poll(self, *, can_go_on: bool) -> bool:
         """Take back the region that was written, or will never be; return whether there was one."""
         region = self._client.poll()
         if self._unasked is not None:
@@ -181,8 +180,5 @@ class StorageSchedule:
         if region is None:
             return False
         self.is_idle = True
-        self._versions.end_persisting()
-        region.advance(Role.RECOVERY if region is complete else Role.FREE)
-        if region is not complete and self._versions.is_in_use:
-            region.invalidate()  # slots that it names may have been reused in the meantime
+        self._store.end_persisting()
         return True

@@ -21,15 +21,14 @@ from moe_ft.engine.memory.layout import (
     lay_out,
     lay_out_window,
 )
-from moe_ft.engine.memory.pool import PoolVersions
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import Handover, keep_restored
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.files.patience import waiting
-from moe_ft.format.index import Index
 from moe_ft.planning.sharding import assign_weighted_slices
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.record import CapturedRecord
@@ -94,7 +93,6 @@ class Windows:
         open: the window that is being taken, None if there is none.
         complete: the region with the newest one that all ranks have, None if none was taken since the start.
         complete_iteration: where that one ends, or what a recovery keeps, also where a peer alone has it.
-        retained: regions that what was recovered rests on, until a newer window is complete.
     """
 
     def __init__(
@@ -106,24 +104,26 @@ class Windows:
         records: RecordLog,
         reports: Reports,
     ) -> None:
-        self._memory, self._strategy, self._make_layouts = memory, strategy, layouts
+        self._strategy, self._make_layouts = strategy, layouts
         self._writer, self._records, self._reports = writer, records, reports
         self._recorded = (0, -1)  # the first and last iteration of the complete window
         self._layouts: dict[Hashable, LayOut] = {}
         self._num_lasting = 0  # layouts that are never forgotten
-        self.versions = PoolVersions(memory.pool)
+        self.store = WindowStore(memory.regions, memory.pool)
         self.open: OpenWindow | None = None
         self.complete: Region | None = None
         self.complete_iteration: int | None = None
-        self.retained: list[Region] = []
         self.last_iteration = 0
 
-    def start(self, iteration: int, restored: Handover | None) -> None:
-        """Begin with what was recovered, in memory that is open; lay out the first windows."""
+    def start(self, iteration: int, restored: Handover | None) -> list[Region]:
+        """Begin with what was recovered, in memory that is open; lay out the first windows.
+
+        Returns the regions that it rests on, which are kept until a window is complete.
+        """
+        self.store.find()
+        kept: list[Region] = []
         if restored is not None:
-            self.retained = keep_restored(self._memory, restored)
-            self.versions.retain(region.index(Index) for region in self.retained)
-            self.versions.adopt(restored.rotating)
+            kept = keep_restored(self.store, restored)
             self.complete_iteration = restored.iteration
         self.last_iteration = iteration
         if restored is not None and restored.is_moved:  # no rank has its own state: one is due
@@ -133,6 +133,7 @@ class Windows:
         self._num_lasting = len(self._layouts)
         for unit in self._strategy.rotating:
             self._make_layouts.place(unit, 0)
+        return kept
 
     @property
     def state(self) -> SnapshotState:
@@ -158,22 +159,7 @@ class Windows:
         """True if there will be memory for another window."""
         job = self.last_job
         upcoming = [] if job is None else [str(place.unit) for place in job.request.slots]
-        has_slots = self.versions.has_room(self._strategy.most_rotating, upcoming)
-        return has_slots and self._free_region() is not None
-
-    def _free_region(self) -> Region | None:
-        """Return a region that the next window may fill, None if all are needed.
-
-        A window that all ranks have completed makes those before it free; until that is known, either it or
-        they will be.
-        """
-        reserved = [*self.retained, self.complete] if self.open is None else [self.open.region]
-        free = [
-            region
-            for region in self._memory.regions
-            if region.role is not Role.PERSIST and region not in reserved
-        ]
-        return free[0] if free else None
+        return self.store.has_room(self._strategy.most_rotating, upcoming)
 
     def settle(self, state: SnapshotState) -> OpenWindow | None:
         """Act on the progress of all ranks together; return the window if all of them have it."""
@@ -186,19 +172,13 @@ class Windows:
                 part = BackgroundPart.SNAPSHOT
                 self._reports.degraded(part, last.iteration, "another rank has none")
             self._records.trim(*self._recorded)
-            window.region.advance(Role.FREE)
+            self.store.give_up(window.region)
             return None
         assert last is not None  # no rank calls a window without snapshots complete
-        before, self.complete = self.complete, window.region
-        self.complete_iteration = last.iteration
-        window.region.advance(Role.RECOVERY)
-        for region in (*self.retained, *([before] if before is not None else [])):
-            if region.role is Role.RECOVERY:
-                region.advance(Role.FREE)
-        self.retained = []
+        self.complete, self.complete_iteration = window.region, last.iteration
+        self.store.complete(window.region, last.result.result().pooled)
         self._recorded = window.jobs[0].iteration, last.iteration
         self._records.trim(*self._recorded)
-        self.versions.settle(window.region.index_path, last.result.result().pooled)
         return window
 
     def begin(
@@ -210,9 +190,7 @@ class Windows:
         is_last: bool = False,
     ) -> None:
         """Begin a window. Called by all ranks, which have agreed that there is room."""
-        region = self._free_region()
-        assert region is not None
-        region.advance(Role.SNAPSHOT)
+        region = self.store.take_region()
         plan = self._strategy.plan_window(iteration, is_whole=is_whole or is_last)
         self._strategy.note_begun(plan)
         layout = self._layout(plan)
@@ -250,9 +228,7 @@ class Windows:
         self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
     ) -> SnapshotRequest:
         plan = window.plan.snapshots[len(window.jobs)]
-        slots = self.versions.find_free(len(plan.rotating))
-        if not window.jobs:
-            self.versions.outdate(window.region, self._memory.regions, slots)
+        slots = self.store.take_slots(len(plan.rotating))
         names = {str(unit) for unit in plan.rotating}
         self._records.append(iteration, capture())
         return SnapshotRequest(
@@ -263,10 +239,10 @@ class Windows:
             keep_iteration=self.complete_iteration,
             plan=plan,
             slots=[
-                self._make_layouts.place(unit, self.versions.offset_of(slot))
-                for unit, slot in zip(plan.rotating, slots, strict=True)
+                self._make_layouts.place(unit, offset)
+                for unit, offset in zip(plan.rotating, slots, strict=True)
             ],
-            carried=self.versions.carried(names),
+            carried=self.store.carried(names),
             is_sent_to_peers=not window.is_last or self._strategy.saves_all,
         )
 

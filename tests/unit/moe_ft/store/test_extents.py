@@ -152,11 +152,15 @@ def test_what_no_index_names_is_filled_first_then_what_the_oldest_names() -> Non
     assert store.take(UNIT, 2) == [second, third]
 
 
-def test_preferred_extent_that_an_index_names_is_not_filled_first() -> None:
-    store = Store({UNIT: 2})
-    first, second = extents(UNIT, 0, 1)
-    store.commit(first)
-    assert store.take(UNIT, 1, preferred=[first]) == [second]
+def test_preferred_extent_that_a_kept_index_names_is_not_filled_first() -> None:
+    store = Store({WINDOW: 2, UNIT: 3})
+    old, kept = extents(WINDOW, 0, 1)
+    first, second, third = extents(UNIT, 0, 1, 2)
+    store.commit(old, [second])
+    store.commit(kept, [third])
+    store.keep(Reason.RECOVERED, [kept])
+    assert store.take(UNIT, 1, preferred=[third]) == [first]
+    assert store.take(UNIT, 1, preferred=[second]) == [second]
 
 
 def test_too_few_free_extents_are_refused_with_their_number() -> None:

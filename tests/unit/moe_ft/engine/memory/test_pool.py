@@ -1,4 +1,4 @@
-"""Slots: a valid file, never one that is needed, and enough of them whatever happens."""
+"""Slots: a valid file, and what a recovery puts there."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from safetensors import safe_open
 
-from moe_ft.engine.memory.pool import FetchedVersion, Pool, PoolVersions
-from moe_ft.errors import SnapshotError
+from moe_ft.engine.memory.pool import FetchedVersion, Pool
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.format.entries import UnitEntry
 from tests.unit.moe_ft.builders import put_in_slot
 
@@ -69,14 +69,6 @@ def test_version_that_does_not_lie_in_one_slot_has_no_place(
     assert not pool.has_place(msgspec.structs.replace(entry(pool, 0), **wrong))
 
 
-def test_pool_without_enough_free_slots_says_how_many_there_are(pool: Pool) -> None:
-    with pytest.raises(SnapshotError, match="3 slots are needed, 2 of 4 are free"):
-        pool.find_free(3, {0, 2})
-
-
-# Which slots may be used again
-
-
 # What a recovery puts back
 
 
@@ -95,9 +87,9 @@ def test_version_whose_slot_is_taken_gets_another_one(tmp_path: Path, pool: Pool
     replica.open()
     other, elsewhere = restored(replica, 2, 1, is_in_pool=False)
     name, own = restored(pool, 2, 8, is_in_pool=True)
-    versions = PoolVersions(pool)
-    versions.adopt({other: elsewhere, name: own})
-    assert versions.newest[name] == own.entry
-    moved = versions.newest[other]
+    store = WindowStore([], pool)
+    store.keep_recovered([], {other: elsewhere, name: own})
+    assert store.newest[name] == own.entry
+    moved = store.newest[other]
     assert moved.offset != own.entry.offset
     assert content_of(pool, moved) == bytes(elsewhere.content)

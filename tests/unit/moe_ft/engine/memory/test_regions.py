@@ -1,4 +1,4 @@
-"""Regions: roles, commits, what survives the process, and file systems that are too small."""
+"""Regions: commits, what survives the process, and file systems that are too small."""
 
 import os
 import stat
@@ -19,22 +19,11 @@ from moe_ft.engine.memory.job_directory import (
     own_directory,
     replica_directory,
 )
-from moe_ft.engine.memory.regions import Region, Role
-from moe_ft.errors import SnapshotError, UnsafePathError
+from moe_ft.engine.memory.regions import Region
+from moe_ft.errors import UnsafePathError
 
 NUM_BYTES = 3 * 4096 + 17
 TMPFS_BYTES = 1 << 20
-ALLOWED = {
-    (Role.FREE, Role.SNAPSHOT),
-    (Role.FREE, Role.RECOVERY),  # a restart finds a complete snapshot
-    (Role.SNAPSHOT, Role.RECOVERY),
-    (Role.SNAPSHOT, Role.FREE),
-    (Role.RECOVERY, Role.PERSIST),
-    (Role.RECOVERY, Role.FREE),
-    (Role.PERSIST, Role.RECOVERY),
-    (Role.PERSIST, Role.FREE),
-}
-MOVES = [(before, after) for before in Role for after in Role]
 
 
 @pytest.fixture
@@ -67,19 +56,6 @@ def is_mapped(path: Path) -> bool:
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.mark.parametrize(("before", "after"), [move for move in MOVES if move not in ALLOWED])
-def test_role_that_may_not_follow_is_refused_with_both_names(
-    tmp_path: Path, before: Role, after: Role
-) -> None:
-    region = Region(tmp_path, 3, NUM_BYTES)
-    region.role = before
-    with pytest.raises(
-        SnapshotError,
-        match=rf"region 3 \(iteration None\) cannot go from {before.name} to {after.name}",
-    ):
-        region.advance(after)
 
 
 def test_reader_during_commits_sees_a_whole_index_or_the_one_before(tmp_path: Path) -> None:

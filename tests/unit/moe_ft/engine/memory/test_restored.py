@@ -10,6 +10,7 @@ from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import FetchedWindow, Handover, keep_restored, replica_to_send
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.topology import RankInfo, Topology
@@ -55,6 +56,14 @@ def memory_for(node_dir: Path, file_bytes: int) -> RankMemory:
     return memory
 
 
+def store_for(node_dir: Path, file_bytes: int) -> WindowStore:
+    """Return the store of rank 0, which knows what its memory holds."""
+    memory = memory_for(node_dir, file_bytes)
+    store = WindowStore(memory.regions, memory.pool)
+    store.find()
+    return store
+
+
 def restored(
     index: Index | None = None, content: bytes = b"", peers: frozenset[int] = frozenset()
 ) -> Handover:
@@ -76,14 +85,14 @@ def restored(
     )
 
 
-def test_state_that_is_damaged_in_own_memory_is_repaired_in_its_place(tmp_path: Path) -> None:
+def test_state_that_is_damaged_in_own_memory_is_replaced(tmp_path: Path) -> None:
     damaged, window = fill_window(own_directory(tmp_path, 0), 1)
     unit = next(iter(window.index.compute[0].values()))
     damaged.mapping[unit.offset] ^= 1
-    memory = memory_for(tmp_path, window.index.file_bytes)
-    (region,) = keep_restored(memory, restored(window.index, window.content))
-    assert (region.number, region.iteration) == (1, 7)
-    assert not memory.regions[0].index_path.exists()
+    store = store_for(tmp_path, window.index.file_bytes)
+    (region,) = keep_restored(store, restored(window.index, window.content))
+    assert region.iteration == 7
+    assert [path.name for path in tmp_path.rglob("*.json")] == [region.index_path.name]
     found = decode(region.index_path.read_bytes(), Index, "")
     check_units(found, {"": memoryview(region.mapping)}, "region")
 
@@ -94,9 +103,9 @@ def test_of_two_states_of_one_iteration_the_one_that_was_put_back_is_kept_and_se
     for number, length in ((0, 2), (1, 3)):
         directory = own_directory(tmp_path, 0)
         fill_window(directory, number, first_iteration=8 - length, length=length)
-    memory = memory_for(tmp_path, make_window().index.file_bytes)
+    store = store_for(tmp_path, make_window().index.file_bytes)
     state = restored(peers=frozenset({3}))
-    kept = keep_restored(memory, state)
+    kept = keep_restored(store, state)
     assert [region.number for region in kept] == [1]
     replica = replica_to_send(kept, state)
     assert replica is not None and replica.index.window == 3
@@ -106,13 +115,13 @@ def test_state_that_cannot_be_written_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, content = sparse_state()
-    memory = memory_for(tmp_path, index.file_bytes)
+    store = store_for(tmp_path, index.file_bytes)
 
     def commit(*_: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(Region, "commit", commit)
-    assert keep_restored(memory, restored(index, content)) == []
+    assert keep_restored(store, restored(index, content)) == []
 
 
 @STATES
@@ -120,8 +129,8 @@ def test_state_of_regions_of_another_size_is_not_brought_back(
     make: Callable[[], State], tmp_path: Path
 ) -> None:
     index, content = make()
-    memory = memory_for(tmp_path, index.file_bytes + 4096)
-    assert keep_restored(memory, restored(index, content)) == []
+    store = store_for(tmp_path, index.file_bytes + 4096)
+    assert keep_restored(store, restored(index, content)) == []
 
 
 @STATES
@@ -130,6 +139,6 @@ def test_state_that_lies_as_this_version_would_not_lay_it_is_not_brought_back(
 ) -> None:
     index, content = make()
     other = msgspec.structs.replace(index, header_checksum="0" * 16)
-    memory = memory_for(tmp_path, index.file_bytes)
-    assert keep_restored(memory, restored(other, content)) == []
+    store = store_for(tmp_path, index.file_bytes)
+    assert keep_restored(store, restored(other, content)) == []
     assert not list(tmp_path.rglob("*.json"))

@@ -9,8 +9,9 @@ import pytest
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory.pool import Pool, PoolVersions
-from moe_ft.engine.memory.regions import Region, Role
+from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
@@ -22,8 +23,8 @@ from moe_ft.strategies.partial.selection import PlannedRun, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from tests.unit.moe_ft.builders import (
     add_units,
-    fill_region,
     make_identity,
+    make_state,
     manifest_of,
     put_in_slot,
     rotating_unit,
@@ -57,13 +58,17 @@ class Rank:
         self.strategy = PartialStrategy([], units, [LAYER], experts, options, run, share)
         self.pool = Pool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
         self.pool.open()
-        self.versions = PoolVersions(self.pool)
+        size = len(make_state()[1])
+        regions = [Region(folder / "rank", number, size) for number in range(3)]
+        for region in regions:
+            region.open()
+        self.store = WindowStore(regions, self.pool)
         self.client = PersistClient(folder / "persist", 0, self.reports, no_fault, Clock())
         self.worker = PersistWorker(folder / "persist", self.storage, keep=2)
         self.schedule = StorageSchedule(
             interval,
             self.client,
-            self.versions,
+            self.store,
             self.strategy,
             make_identity(),
             0,
@@ -73,16 +78,17 @@ class Rank:
 
     def complete(self, iteration: int) -> Region:
         """Have all ranks complete a snapshot."""
-        region, index = fill_region(self.folder / "rank", iteration % 3, iteration=iteration)
+        region = self.store.take_region()
+        index, region.mapping[:] = make_state(iteration=iteration)
+        index = msgspec.structs.replace(index, file=region.data_path.name)
         window = self.strategy.plan_window(iteration)
-        slots = self.versions.find_free(NUM_EXPERTS)
+        slots = map(self.pool.slot_at, self.store.take_slots(NUM_EXPERTS))
         units = dict(
             put_in_slot(self.pool, slot, expert, iteration=iteration)
             for expert, slot in enumerate(slots)
         )
         add_units(region, index, units)
-        region.role = Role.RECOVERY
-        self.versions.settle(region.index_path, units)
+        self.store.complete(region, units)
         self.strategy.note_complete(window, iteration)
         self.schedule.note_complete(iteration)
         return region
@@ -97,18 +103,18 @@ class Rank:
     def _directory(self) -> Path:
         return self.folder / "persist"
 
-    def serve(self, region: Region) -> None:
+    def serve(self) -> None:
         """Have the writer answer, and all ranks hear of it."""
         path, self.request_before = request_path(self._directory, 0), self.request()
         self.worker._serve(path, path.read_bytes())
-        assert self.schedule.poll(region, can_go_on=True)
+        assert self.schedule.poll(can_go_on=True)
         self.schedule.confirm(are_idle=True, can_persist=not self.schedule.has_failed)
 
     def write(self, iteration: int) -> None:
         """Complete a snapshot and write it."""
         region = self.complete(iteration)
         self.schedule.submit(region)
-        self.serve(region)
+        self.serve()
 
     def on_storage(self, iteration: int) -> Sequence[str]:
         """Return the experts that a checkpoint has."""
@@ -161,14 +167,14 @@ def test_checkpoint_that_another_rank_could_not_write_is_built_on_by_none(rank: 
     rank.write(1)
     region = rank.complete(2)
     rank.schedule.submit(region)
-    assert rank.schedule.poll(region, can_go_on=False)
+    assert rank.schedule.poll(can_go_on=False)
     rank.schedule.confirm(are_idle=True, can_persist=False)
     rank.schedule.submit(rank.complete(3))
     assert rank.request().previous.startswith(iteration_directory(1))
 
 
-def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
-    """Submit a region at a time when no request can be made; return it."""
+def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submit a region at a time when no request can be made."""
 
     def fail(**_: object) -> None:
         raise MemoryError
@@ -178,14 +184,12 @@ def submit_in_vain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Region:
         patch.setattr(rank.strategy, "plan_persist", fail)
         with pytest.raises(MemoryError):
             rank.schedule.submit(region)
-    return region
 
 
 def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region = submit_in_vain(rank, monkeypatch)
+    submit_in_vain(rank, monkeypatch)
     assert rank.schedule.is_busy
-    assert rank.schedule.poll(region, can_go_on=True)
+    assert rank.schedule.poll(can_go_on=True)
     assert rank.schedule.has_failed
-    assert region.role is Role.RECOVERY
