@@ -33,7 +33,7 @@ class PlanError(MoeFtError, ValueError):
 
 
 class SnapshotError(MoeFtError):
-    """A snapshot failed, or a region was asked for a step that its role does not allow."""
+    """A snapshot failed, or memory that must be kept would be overwritten."""
 
 
 class CorruptStateError(MoeFtError, OSError):

@@ -4,8 +4,8 @@ An extent may be filled if no reason keeps it and nobody fills it. Indexes that 
 index that lies in an extent that is kept is removed as soon as nothing keeps that.
 
 This file decides and holds no bytes: engine/memory/regions.py maps them. Each owner of memory has a store of
-its own: engine/memory/window_store.py (windows and units), engine/memory/replicas.py (those of other ranks),
-engine/breakpoints.py, engine/boundary/log.py.
+its own: engine/memory/window_store.py (windows and units), engine/memory/replica_store.py (what is kept for
+other ranks), engine/breakpoints.py, engine/boundary/log.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

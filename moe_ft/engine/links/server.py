@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.engine.links.messages import (
@@ -23,7 +21,6 @@ from moe_ft.engine.links.messages import (
     Get,
     Put,
     Reply,
-    TooEarlyError,
     pass_over,
     receive,
     receive_header,
@@ -33,12 +30,12 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
-from moe_ft.errors import CorruptStateError
+from moe_ft.engine.memory.replica_store import ReplicaStore
+from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
-from moe_ft.format.encoding import check_path, decode, encode
+from moe_ft.format.encoding import check_path, decode
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index, IndexHead, check_units
-from moe_ft.planning.recovery import Family, family_of
+from moe_ft.format.index import Index, check_units
 
 _MAX_INDEX_BYTES = 1 << 30
 
@@ -47,14 +44,14 @@ class ReplicaKeeper:
     """Owned by the connections' threads, one at a time for each rank whose replicas are kept."""
 
     def __init__(self) -> None:
-        self._replicas: Mapping[int, ReplicaMemory] = {}
+        self._replicas: Mapping[int, ReplicaStore] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._newest: dict[int, int] = {}  # iteration that was last accepted, by source
 
     def keep(self, replicas: Mapping[int, ReplicaMemory]) -> None:
         """Accept replicas of these ranks into this memory, which is open."""
         self._locks = {source: threading.Lock() for source in replicas}
-        self._replicas = replicas
+        self._replicas = {source: ReplicaStore(each) for source, each in replicas.items()}
 
     def receive(self, connection: socket.socket, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
@@ -65,7 +62,7 @@ class ReplicaKeeper:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
         memory = self._replicas.get(request.source)
-        region_bytes = 0 if memory is None else memory.regions[0].num_bytes
+        region_bytes = 0 if memory is None else memory.region_bytes
         if memory is None or request.start_byte + request.data_bytes > region_bytes:
             raise ConnectionError(
                 f"a replica of rank {request.source} up to byte {request.start_byte + request.data_bytes}; "
@@ -75,14 +72,15 @@ class ReplicaKeeper:
             deadline = Deadline.for_bytes(request.data_bytes + request.slot_bytes)
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
-                self._check_is_expected(index, request)
-                region = _region_for(request, index, memory)
-                slots = _slots_for(request, index, memory, region)
-            except CorruptStateError as error:
+                self._check_is_expected(index, request, region_bytes)
+                slots = _slots_for(request, index, memory)
+                continues = request.start_byte > 0
+                region = memory.begin(index, slots, request.keep_iteration, continues=continues)
+            except (CorruptStateError, SnapshotError) as error:
                 pass_over(connection, request.data_bytes + request.slot_bytes, deadline)
-                return Reply(error=str(error), comes_too_early=isinstance(error, TooEarlyError))
+                return Reply(error=str(error), comes_too_early=isinstance(error, SnapshotError))
             contents = _receive_contents(connection, request, memory, region, slots, deadline)
-            return Reply(error=self._commit(request, index, region, contents))
+            return Reply(error=self._commit(request, index, memory, region, contents))
 
     @contextmanager
     def _alone(self, source: int) -> Iterator[None]:
@@ -96,18 +94,28 @@ class ReplicaKeeper:
         finally:
             lock.release()
 
-    def _check_is_expected(self, index: Index, request: Put) -> None:
+    def _check_is_expected(self, index: Index, request: Put, region_bytes: int) -> None:
         """Raise CorruptStateError for what another rank wrote, or what its sender has given up since."""
         if index.rank != request.source:
             raise CorruptStateError(
                 f"an index of rank {index.rank} in a replica of rank {request.source}"
+            )
+        if index.file_bytes != region_bytes:
+            raise CorruptStateError(
+                f"a replica of rank {request.source} of {index.file_bytes} bytes; expected "
+                f"{region_bytes} bytes"
             )
         newest = self._newest.get(index.rank, -1)
         if index.iteration < newest:
             raise CorruptStateError(f"iteration {index.iteration} comes after iteration {newest}")
 
     def _commit(
-        self, request: Put, index: Index, region: Region, contents: Mapping[str, memoryview]
+        self,
+        request: Put,
+        index: Index,
+        memory: ReplicaStore,
+        region: Region,
+        contents: Mapping[str, memoryview],
     ) -> str:
         """Check what arrived and make it a replica; return what is wrong with it."""
         arrived = [
@@ -118,11 +126,10 @@ class ReplicaKeeper:
         try:
             check_units(index, contents, f"rank {request.source}", arrived)
         except CorruptStateError as error:
-            region.invalidate()
+            memory.drop(region)
             return str(error)
-        named = msgspec.structs.replace(index, file=region.data_path.name)
         try:
-            region.commit(encode(named), index.iteration)
+            memory.commit(region, index)
         except OSError as error:
             return f"{error}"
         self._newest[index.rank] = index.iteration
@@ -132,7 +139,7 @@ class ReplicaKeeper:
 def _receive_contents(
     connection: socket.socket,
     request: Put,
-    memory: ReplicaMemory,
+    memory: ReplicaStore,
     region: Region,
     slots: list[UnitEntry],
     deadline: Deadline,
@@ -149,64 +156,8 @@ def _receive_contents(
     return contents
 
 
-def _region_for(request: Put, index: Index, memory: ReplicaMemory) -> Region:
-    """Return the region that a stretch goes into; one that is filled from its beginning holds nothing then.
-
-    Raises CorruptStateError if all regions are needed, or none holds the snapshots before.
-    """
-    if index.file_bytes != memory.regions[0].num_bytes:
-        raise CorruptStateError(
-            f"a replica of rank {request.source} of {index.file_bytes} bytes; expected "
-            f"{memory.regions[0].num_bytes} bytes"
-        )
-    if request.start_byte > 0:
-        for region in memory.regions:
-            if region.iteration == index.iteration - 1 and _goes_on(region, index):
-                return region
-        raise CorruptStateError(f"there is no window that iteration {index.iteration} continues")
-    free = [
-        each
-        for each in memory.regions
-        if each.iteration is None or each.iteration != request.keep_iteration
-    ]
-    if not free and len(memory.regions) == 1:
-        raise TooEarlyError(
-            f"all regions hold iteration {request.keep_iteration}, which must be kept"
-        )
-    # The least valuable goes. Several may hold the iteration to keep, by different families of snapshots: a
-    # recovery prefers the best.
-    region = min(free or memory.regions, key=_worth)
-    region.invalidate()
-    return region
-
-
-def _worth(region: Region) -> tuple[int, Family | tuple[()]]:
-    """Return how much a recovery would prefer what a region holds to what others do."""
-    try:
-        index = region.index(IndexHead)
-    except OSError:
-        return 1, ()
-    if not index.is_whole:
-        return 0, ()  # it would still look like the beginning of something
-    return 2, family_of(index.iteration, index.window, index.identity.history)
-
-
-def _goes_on(region: Region, index: Index) -> bool:
-    try:
-        found = region.index(IndexHead)
-    except OSError:
-        return False
-    before = (index.identity, index.window, index.num_snapshots - 1, index.header_checksum)
-    return before == (found.identity, found.window, found.num_snapshots, found.header_checksum)
-
-
-def _slots_for(
-    request: Put, index: Index, memory: ReplicaMemory, filled: Region
-) -> list[UnitEntry]:
-    """Return where the units that follow go, after removing the indexes that name what is there now.
-
-    Raises CorruptStateError if a place is not one, or a snapshot that must be kept is there.
-    """
+def _slots_for(request: Put, index: Index, memory: ReplicaStore) -> list[UnitEntry]:
+    """Return where the units that follow go; raises CorruptStateError if a place is not one."""
     slots: dict[int, UnitEntry] = {}
     for name in request.slots:
         unit, pool = index.units.get(name), memory.pool
@@ -217,24 +168,7 @@ def _slots_for(
         unit.num_bytes for unit in slots.values()
     ):
         raise CorruptStateError("the slots that follow are not those of the index")
-    for region in memory.regions:
-        if region is not filled and slots and _names_another(region, slots):
-            if region.iteration is not None and region.iteration == request.keep_iteration:
-                raise TooEarlyError(
-                    f"a slot of iteration {region.iteration} would be overwritten, which must be kept"
-                )
-            region.invalidate()
     return list(slots.values())
-
-
-def _names_another(region: Region, slots: Mapping[int, UnitEntry]) -> bool:
-    """Return whether a region's index names another version than the one that a slot will hold."""
-    try:
-        index = region.index(Index)
-    except OSError:
-        return False
-    named = [(slots[unit.offset], unit) for unit in index.units.values() if unit.offset in slots]
-    return any(new.file == old.file and new.checksum != old.checksum for new, old in named)
 
 
 class PeerServer:

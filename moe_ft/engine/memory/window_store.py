@@ -52,7 +52,8 @@ class WindowStore:
             try:
                 index = region.index(Index)
             except OSError:
-                continue  # nothing can use it
+                self._store.commit(self._homes[region])  # nothing can use it, if there is one
+                continue
             age = region.iteration is not None, index.iteration  # what is recovered is filled last
             found.append((age, region, self._slots(index.units.values())))
         for _, region, slots in sorted(found, key=lambda each: each[0]):

@@ -282,11 +282,15 @@ class PoolSender:
         self.peer = Peer(tmp_path)
         directory = self.peer.regions[0].directory
         self.pool, self.replica = self.make_pool(tmp_path / "own"), self.make_pool(directory)
-        memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
-        self.peer.keep({SOURCE: memory})
+        self.keep()
         self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault, Clock())
         self.connection = self.replicator._pairs[HOLDER].connection
         self.sent: list[tuple[str, ...]] = []
+
+    def keep(self) -> None:
+        """Have the peer keep replicas in its memory, whatever that holds."""
+        memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
+        self.peer.keep({SOURCE: memory})
 
     def make_pool(self, directory: Path, num_slots: int = 6) -> Pool:
         """Return an open pool."""
@@ -358,6 +362,7 @@ def test_slot_of_a_pool_of_another_geometry_is_not_taken_for_one_that_must_be_ke
     region, index = fill_region(directory, 0, rank=SOURCE, iteration=1)
     add_units(region, index, dict([put_in_slot(old, 0, 0, iteration=1)]))
     pooled.peer.regions[0].iteration = 1
+    pooled.keep()
     assert pooled.send(2, {0: (0, 2)}, keep=1)
 
 
