@@ -19,7 +19,6 @@ from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
@@ -374,15 +373,3 @@ def end_of_the_replay_left_out(patches: Patches) -> None:
 def weights_changed_under_a_breakpoint(patches: Patches) -> None:
     """The optimizer steps while a breakpoint is written."""
     patches.set(Checkpoints, "begin_update", lambda self: None)
-
-
-@mutation
-def index_of_what_was_overwritten_stays(patches: Patches) -> None:
-    """Memory is filled again while indexes name what was there."""
-    patches.set(Store, "drop", lambda self, home: self._names.pop(home, None))
-
-
-@mutation
-def replica_to_keep_overwritten(patches: Patches) -> None:
-    """A peer forgets which replica its sender wants kept."""
-    patches.set(ReplicaStore, "_keep", lambda self, iteration: None)

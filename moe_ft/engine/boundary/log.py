@@ -105,7 +105,7 @@ class BoundaryLog:
         self._store = Store(
             {SizeClass.SENDS: len(slots)}, lambda home: self._extents[home].invalidate()
         )
-        self._commits: dict[Extent, Future[bool]] = {}
+        self._commits: dict[Extent, Future[None]] = {}
         self._taking: _Taking | None = None
         self._keep_from: int | None = 0  # None: no log that is begun now will be needed
         self._awaits_window = False
@@ -179,10 +179,11 @@ class BoundaryLog:
 
     def _note_commits(self) -> None:
         for extent in [each for each, commit in self._commits.items() if commit.done()]:
-            if self._commits.pop(extent).result():
-                self._store.commit(extent)
-            else:
+            del self._commits[extent]
+            if self._extents[extent].iteration is None:
                 self._release(extent)
+            else:
+                self._store.commit(extent)
 
     def _release(self, extent: Extent) -> None:
         self._extents[extent].iteration = None
@@ -277,11 +278,15 @@ class BoundaryLog:
         commit = partial(self._commit, taking, self._copier.mark())
         self._commits[taking.extent] = self._worker.submit(commit)
 
-    def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> bool:
+    def _commit(self, taking: _Taking, copied: torch.cuda.Event | None) -> None:
         # On the worker.
         slot = taking.slot
         iteration = slot.iteration or 0
-        with self._reports.catching(_PART, iteration):
+
+        def fail() -> None:
+            slot.iteration = None  # the training thread gives the slot up
+
+        with self._reports.catching(_PART, iteration, fail):
             if copied is not None:
                 copied.synchronize()
             content = slot.view
@@ -302,8 +307,6 @@ class BoundaryLog:
                 record_settings=self._record_settings,
             )
             slot.commit(header, encode(index))
-            return True
-        return False
 
     def note_window(self, iteration: int) -> None:
         """Note that a window begins at an iteration that has not run yet.

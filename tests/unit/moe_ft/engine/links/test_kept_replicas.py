@@ -19,16 +19,19 @@ from moe_ft.engine.links.peers import PeerReplicator, Replica
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index, check_units
+from moe_ft.planning.recovery import Family, family_of
 from moe_ft.recovery.readers import MemoryReader, read_unit
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,
     WindowState,
     add_units,
     fill_region,
+    fill_window,
     make_window,
     put_in_slot,
     rotating_unit,
@@ -261,6 +264,25 @@ def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.M
                 reply = connection.recv(1 << 10)
     assert b"not done within 0.2 s" in reply or b"timed out" in reply
     assert sender.found() == {}
+
+
+def test_of_two_replicas_of_the_iteration_to_keep_the_better_one_stays(tmp_path: Path) -> None:
+    regions = []
+    for number, length in ((0, 3), (1, 2)):
+        region, window = fill_window(tmp_path, number, first_iteration=8 - length, length=length)
+        region.iteration = 7
+        regions.append(region)
+    preferred = max(regions, key=family_of_region)
+    store = ReplicaStore(ReplicaMemory(regions=tuple(regions), pool=None))
+    filled = store.begin(window.index, [], 7, continues=False)
+    assert filled is not preferred
+    assert preferred.index_path.exists()
+    assert not filled.index_path.exists()
+
+
+def family_of_region(region: Region) -> Family:
+    index = region.index(Index)
+    return family_of(index.iteration, index.window, index.identity.history)
 
 
 # Stretches that are corrupt
