@@ -34,6 +34,7 @@ from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.assembly import RankSizes, measure_sizes
+from moe_ft.recovery.fetch import fetch_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import (
     MemoryReader,
@@ -41,7 +42,6 @@ from moe_ft.recovery.readers import (
     PeerReader,
     Readers,
     StorageReader,
-    fetch_unit,
 )
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
@@ -227,12 +227,12 @@ class MoeFtMemory(Candidate):
         source = Source(tier=tier, version=found[0])
         readers = Readers(open_source)
         state: State = {}
-        for unit in self._catalog.units:
-            fetched = fetch_unit(source, unit, self._catalog, readers)
-            if fetched is None:
-                raise LookupError(f"iteration {iteration}: {readers.problems}")
-            tensors = self._stand_ins.state_of({str(unit): fetched})
-            self.iteration_of |= dict.fromkeys(tensors, fetched.entry.iteration)
+        fetched = fetch_window([source], self._catalog.units, self._catalog, readers)
+        if fetched.index is None or fetched.missing:
+            raise LookupError(f"iteration {iteration}: {readers.problems}")
+        for name, unit in fetched.units.items():
+            tensors = self._stand_ins.state_of({name: unit})
+            self.iteration_of |= dict.fromkeys(tensors, unit.entry.iteration)
             state |= tensors
         return state
 

@@ -38,7 +38,8 @@ from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Start
 from moe_ft.format.index import Index
 from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
-from moe_ft.recovery.fetch import Fetched, read_window
+from moe_ft.recovery.fetch import fetch_window
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
@@ -257,7 +258,7 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
     def fetch_state() -> None:
         nonlocal fetched
         readers = Readers(lambda source: MemoryReader(rank.node_dir / source.version.path))
-        fetched = read_window(sources, rank.catalog.units, rank.catalog, readers)
+        fetched = fetch_window(sources, rank.catalog.units, rank.catalog, readers)
 
     steps: dict[str, Callable[[], object]] = {
         f"encode an index of {len(content) / 1e6:.1f} MB": lambda: encode(index),

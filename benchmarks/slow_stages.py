@@ -108,7 +108,7 @@ def _note_recovery(path: Path, logs: list[dict[str, int]]) -> None:
             file.write(json.dumps(notes) + "\n")
 
     _patches.wrap(checkpoints, "start", noted_start)
-    _patches.wrap(starting, "fetch", timed_fetch)
+    _patches.wrap(starting, "fetch_together", timed_fetch)
     for owner, name, around in (
         (Replay, "_run_iteration", timed_replay),
         (Checkpoints, "_write_recovery", write),

@@ -33,7 +33,8 @@ from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import Fetched, read_window
+from moe_ft.recovery.fetch import fetch_window
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.put_back import put_back
@@ -164,7 +165,7 @@ def measure_restore(
         versions = look_at_memory(memory, _NODE, stand_ins.JOB_ID).versions
         sources = [Source(tier=Tier.MEMORY, version=version) for version in versions]
         readers = Readers(lambda source: MemoryReader(region.index_path, [region]))
-        fetched = read_window(sources, catalog.units, catalog, readers)
+        fetched = fetch_window(sources, catalog.units, catalog, readers)
 
     def put_state_back() -> None:
         put_back(list(fetched.units.values()), catalog, _ITERATION, stand_ins.no_fault)

@@ -221,6 +221,8 @@ def recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
         "writer": outcome.writer,
         **(outcome.loss or JobLoss()).fields(),
         "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "needed_bytes": outcome.needed_bytes,
+        "read_bytes": dict(outcome.read_bytes),
         "phases_s": dict(outcome.phases_s),
         "deterministic": outcome.is_deterministic,
         "lossy": dict(outcome.lossy),

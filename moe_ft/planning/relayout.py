@@ -1,11 +1,10 @@
 """State that another layout has left: its places in the model, which version of each unit is there, progress.
 
 A version counts only if all of a unit is there in it, in the ranges of whatever ranks that were. Pure:
-planning/transfer.py plans what moves, recovery/relayout.py reads it.
+planning/transfer.py plans what moves, recovery/transfer.py reads it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -53,25 +52,20 @@ def wholes_of(places: Iterable[GlobalPlace], kind: str) -> list[Block]:
     return found
 
 
-def choose_version(
-    parts: Mapping[VersionNumber, Sequence[Part]],
-    wholes: Sequence[Block],
-    is_allowed: Callable[[VersionNumber], bool],
-) -> VersionNumber | None:
-    """Return the newest version in which all of some tensors is there; None if there is none.
+def complete_versions(
+    parts: Mapping[VersionNumber, Sequence[Part]], wanted: Sequence[Part]
+) -> list[VersionNumber]:
+    """Return the versions in which all of what is wanted is there, the newest first.
 
     Args:
         parts: what there is of these tensors, by version.
-        is_allowed: whether a version may be used.
     """
-    wanted = [Part(None, block, 0, prod(block.extent)) for block in wholes]
-    for version in sorted(filter(is_allowed, parts), reverse=True):
-        found = plan_transfer(
-            parts[version], wanted, lambda _: (None,), lambda *_: 0, lambda owner: 0
-        )
-        if not found.missing:
-            return version
-    return None
+
+    def has_all(found: Sequence[Part]) -> bool:
+        plan = plan_transfer(found, wanted, lambda _: (None,), lambda *_: 0, lambda owner: 0)
+        return not plan.missing
+
+    return [version for version in sorted(parts, reverse=True) if has_all(parts[version])]
 
 
 def merge_progress(found: Sequence[ExpertProgress]) -> ExpertProgress | None:

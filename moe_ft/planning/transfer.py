@@ -5,14 +5,14 @@ model (an index calls that a place). Parts are compared in the order in which th
 each other: the range of a rank is an interval of that order, whatever the tensor around the block looks
 like. So a part is (block, first, last), and two parts share an interval of the block that both blocks share.
 
-Pure: integers and names only. recovery/relayout.py carries a plan out.
+Pure: integers and names only. recovery/transfer.py carries a plan out.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -101,6 +101,35 @@ def boxes_of(move: Move, source_start: int, target_start: int) -> Iterator[tuple
             _box_in(move.source.block, at, lengths, source_start),
             _box_in(move.target.block, at, lengths, target_start),
         )
+
+
+def runs_of(box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [first, last) that a box takes of the flat range, in order and as long as possible."""
+    length, dims = 1, [*zip(box.lengths, box.strides, strict=True)]
+    while dims and (dims[-1][1] == length or dims[-1][0] == 1):
+        length *= dims.pop()[0]
+    for index in product(*(range(size) for size, _ in dims)):
+        first = box.at + sum(at * stride for at, (_, stride) in zip(index, dims, strict=True))
+        yield first, first + length
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]], *, gap: int, most: int) -> list[tuple[int, int]]:
+    """Return ranges in order, joined where no more than a gap is between them.
+
+    Args:
+        most: ranges to return at most; the gap is made larger until there are no more.
+    """
+    found = sorted(ranges)
+    while True:
+        joined: list[tuple[int, int]] = []
+        for start, end in found:
+            if joined and start <= joined[-1][1] + gap:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((start, end))
+        if len(joined) <= most:
+            return joined
+        found, gap = joined, 2 * gap + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

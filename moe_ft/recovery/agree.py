@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moe_ft.planning.recovery import Plan, Rejection
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetch import Fetching
+from moe_ft.recovery.fetched import Fetched
+from moe_ft.recovery.left import Copy
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.put_back import SharedSlices
 from moe_ft.state.catalog import Slices, UnitCatalog
@@ -30,6 +32,24 @@ class Agreed:
     fetched: Fetched
     slices: Sequence[SnapshotSlices]
     positions: Mapping[UnitId, int]
+
+
+def fetch_together(
+    plan: Plan, fetching: Fetching, met: Met
+) -> tuple[Fetched, Agreed | None, list[Rejection]]:
+    """Fetch a state and agree on it. Called by all ranks.
+
+    If a rank cannot read something, all of them fetch again without it: another version of an expert, or
+    another rank's copy, may take its place.
+    """
+    while True:
+        fetched = fetching.fetch()
+        agreed, rejected = agree(plan, fetched, met)
+        if agreed is not None:
+            return fetched, agreed, rejected
+        lost = frozenset[Copy]().union(*met.ranks.everyone.gather(fetched.lost))
+        if not fetching.leave_out(lost):
+            return fetched, agreed, rejected
 
 
 def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[Rejection]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_ft.engine.background import Report
 from moe_ft.engine.ending import Ending
@@ -39,6 +39,8 @@ class Outcome:
         blocked_by: reason why no newer state was reached, or no stage recovers alone; empty if neither is so.
         loss: cost of the recovery; None where every snapshot holds every unit.
         stages: pipeline stages that run iterations again alone; none in a global recovery.
+        needed_bytes, read_bytes: bytes of this rank's part of the state, and by node (or "storage") those
+            that it has read for it.
         lossy: formats of this rank's tensors that were kept in fewer bits than they have, by tensor key.
     """
 
@@ -53,6 +55,8 @@ class Outcome:
     loss: JobLoss | None = None
     stages: Sequence[int] = ()
     lossy: Mapping[str, str]
+    needed_bytes: int = 0
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
     blocked_by: str = ""
 
 
@@ -82,6 +86,8 @@ def make_outcome(
         loss=None if restored is None else restored.loss,
         stages=() if restored is None else _stages_of(restored.plan),
         lossy={} if restored is None else restored.fetched.lossy,
+        needed_bytes=0 if restored is None else restored.fetched.needed_bytes,
+        read_bytes={} if restored is None else restored.fetched.read_bytes,
         blocked_by=blocked_by,
     )
 

@@ -26,7 +26,7 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
 from moe_ft.planning.recovery import Family, Source, Tier
 from moe_ft.recovery.claim import Claimed, memory_of
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.job_memory import measure
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import FetchedUnit

@@ -1,6 +1,6 @@
 """Readers of state from any tier, memory, a peer's memory and storage, and units that are read with them.
 
-A unit version is verified against its index, and against what this rank can put back.
+A unit version is verified against its index.
 """
 
 import mmap
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self, override
 
+from moe_ft.engine.links.messages import GetParts
+from moe_ft.engine.links.parts import spread
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
-from moe_ft.engine.persist.soundness import check_is_finite, read_index
+from moe_ft.engine.persist.soundness import read_index
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.patience import note_progress
 from moe_ft.files.private_files import open_private, read_private
@@ -20,9 +22,6 @@ from moe_ft.format.encoding import checksum, decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_header
 from moe_ft.planning.recovery import Source, Tier, Version
-from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import describe
 from moe_ft.units import Level, UnitId
 
 
@@ -34,6 +33,20 @@ class StateReader:
     def read(self, unit: UnitEntry) -> memoryview:
         """Return the bytes of a unit version that the index names."""
         raise NotImplementedError
+
+    def read_parts(
+        self, name: str, position: int | None, unit: UnitEntry, ranges: Sequence[tuple[int, int]]
+    ) -> memoryview | None:
+        """Return a unit of which only ranges are there, from a place that has verified all of it.
+
+        Args:
+            position: number of the snapshot that has it at COMPUTE; None for FULL.
+            ranges: in bytes, from the start of the unit.
+
+        Returns:
+            None if nobody can verify it there: it must be read whole.
+        """
+        return None
 
     def read_header(self) -> memoryview:
         """Return the safetensors header of the index's own file."""
@@ -124,7 +137,7 @@ class PeerReader(StateReader):
     """Reads a region or replica in another node's memory."""
 
     def __init__(self, connection: PeerConnection, version: Version) -> None:
-        self._connection = connection
+        self._connection, self._path = connection, version.path
         content = bytes(connection.get(version.path))
         self.index = decode(content, Index, f"{version.path} of node {version.node}")
         self._directory = PurePosixPath(version.path).parent
@@ -133,6 +146,14 @@ class PeerReader(StateReader):
     def read(self, unit: UnitEntry) -> memoryview:
         path = str(self._directory / (unit.file or self.index.file))
         return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
+
+    @override
+    def read_parts(
+        self, name: str, position: int | None, unit: UnitEntry, ranges: Sequence[tuple[int, int]]
+    ) -> memoryview | None:
+        at = -1 if position is None else position
+        request = GetParts(self._path, name, at, unit.checksum, tuple(ranges))
+        return spread(unit.num_bytes, ranges, self._connection.get_parts(request, unit.num_bytes))
 
     @override
     def read_header(self) -> memoryview:
@@ -244,67 +265,3 @@ class FetchedUnit:
     def tier(self) -> Tier:
         """Tier of its source."""
         return self.source.tier
-
-
-def fetch_unit(
-    source: Source,
-    unit: UnitId,
-    catalog: UnitCatalog,
-    readers: Readers,
-    version: tuple[int, int] | None = None,
-    iteration: int | None = None,
-    position: int | None = None,
-) -> FetchedUnit | None:
-    """Read and verify a unit from one source; return None, and remember why, if it is not intact there.
-
-    Args:
-        version: the only version to accept; None for any.
-        iteration: the only iteration to accept; None for any.
-        position: number of the snapshot that has the unit at COMPUTE; None for FULL.
-    """
-    reader = readers.open(source)
-    if reader is None:
-        return None
-    try:
-        entry, content = read_unit(reader, str(unit), position)
-        _check_tensors(catalog.parameters_of(unit), unit, entry)
-        check_is_finite(str(unit), entry, content)
-        if version not in (None, entry.version) or iteration not in (None, entry.iteration):
-            raise CorruptStateError(f"unit {unit} is of iteration {entry.iteration} there")
-    except Exception as error:  # whatever a back end raises, the next source may have it
-        readers.say(source, error)
-        return None
-    return FetchedUnit(
-        unit=unit, source=source, entry=entry, content=content, stays=reader.stays(entry)
-    )
-
-
-def _check_tensors(parameters: Sequence[LocalParameter], unit: UnitId, entry: UnitEntry) -> None:
-    """Raise CorruptStateError unless a unit version has what this rank can put back.
-
-    It must have all of the rank's own slices, and nothing else. Of parameters that several ranks hold it may
-    have any range, because all ranks are checked together later.
-    """
-    level = Level(entry.level)
-    expected = {
-        (each.parameter, each.key, each.start, each.end, each.dtype)
-        for local in parameters
-        if local.is_sharded
-        for each in describe(local, level, unit.part)
-    }
-    shared = {
-        (each.parameter, each.key, each.dtype): each.end
-        for local in parameters
-        if not local.is_sharded
-        for each in describe(local.whole, level, unit.part)
-    }
-    found = set()
-    for each in entry.tensors:
-        most = shared.get((each.parameter, each.key, each.dtype))
-        if most is None or each.end > most:
-            found.add((each.parameter, each.key, each.start, each.end, each.dtype))
-    if expected != found:
-        odd = sorted(expected ^ found)[0]
-        raise CorruptStateError(
-            f"unit {unit} is cut differently there, for example {odd[0]}/{odd[1]}[{odd[2]}:{odd[3]}]"
-        )

@@ -16,11 +16,12 @@ from moe_ft.format.records import IterationRecord
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan, Tier, plan_to_keep
 from moe_ft.recovery.agree import Agreed
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetch import versions_in
+from moe_ft.recovery.fetched import Fetched
+from moe_ft.recovery.left import version_of
 from moe_ft.recovery.meet import LiveState, Met
 from moe_ft.recovery.put_back import exchange_state, put_back, refresh_weights, sync_weights
 from moe_ft.recovery.readers import Readers, StateReader
-from moe_ft.recovery.rotating import version_of, versions_in
 from moe_ft.state import record as records
 from moe_ft.strategies.interface import JobLoss, Resumed
 from moe_ft.units import Level, UnitId

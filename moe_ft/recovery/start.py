@@ -28,12 +28,12 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan, passed_over
-from moe_ft.recovery.agree import agree
+from moe_ft.recovery.agree import fetch_together
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.fetch import fetch, open_readers
+from moe_ft.recovery.fetch import Fetching, open_readers
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found, look, note_start
 from moe_ft.recovery.meet import Built, Met, meet
@@ -48,7 +48,6 @@ from moe_ft.recovery.plan import (
     unread,
 )
 from moe_ft.recovery.protect import protect
-from moe_ft.recovery.relayout import fetch_relayout
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import say
@@ -189,11 +188,8 @@ def _recover(
         candidate = candidates.choice.plans[0]
         check_plan(candidate, found, met, notices)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
-            if candidate.is_other_layout:
-                fetched = fetch_relayout(candidate, met, readers, candidates.most_iteration)
-            else:
-                fetched = fetch(candidate, met, readers, origins, candidates.most_iteration)
-            agreed, lacking = agree(candidate, fetched, met)
+            fetching = Fetching(candidate, met, readers, origins, candidates.most_iteration)
+            fetched, agreed, lacking = fetch_together(candidate, fetching, met)
             rejected += lacking
             unread += readers.problems
             if agreed is None:

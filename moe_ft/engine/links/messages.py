@@ -63,15 +63,36 @@ class Get(msgspec.Struct, frozen=True, tag=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=-1)]
 
 
+class GetParts(msgspec.Struct, frozen=True, tag=True):
+    """Send ranges of a unit that an index in the node's memory directory names, if the unit is intact.
+
+    Attributes:
+        position: number of the snapshot that has it at COMPUTE; -1 for FULL.
+        checksum: of the whole unit.
+        ranges: in bytes, from the start of the unit.
+    """
+
+    path: str
+    unit: str
+    position: int
+    checksum: str
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """Answers both; an empty error means success. Followed by num_bytes raw bytes."""
+    """Answers all of them; an empty error means success. Followed by num_bytes raw bytes.
+
+    Attributes:
+        checksum: of these bytes, if they are parts of a unit.
+    """
 
     error: str = ""
     num_bytes: _Count = 0
+    checksum: str = ""
     comes_too_early: bool = False
 
 
-REQUEST = msgspec.json.Decoder(Put | Get)
+REQUEST = msgspec.json.Decoder(Put | Get | GetParts)
 REPLY = msgspec.json.Decoder(Reply)
 
 
@@ -115,7 +136,9 @@ class Deadline:
         connection.settimeout(min(self._silence_s, self.rest_s))
 
 
-def send(connection: socket.socket, header: Put | Get | Reply, deadline: Deadline) -> None:
+def send(
+    connection: socket.socket, header: Put | Get | GetParts | Reply, deadline: Deadline
+) -> None:
     """Send a header."""
     encoded = msgspec.json.encode(header)
     send_all(connection, _LENGTH.pack(len(encoded)) + encoded, deadline)

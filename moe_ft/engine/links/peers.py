@@ -19,7 +19,9 @@ from moe_ft.engine.links.messages import (
     REPLY,
     Deadline,
     Get,
+    GetParts,
     Put,
+    Reply,
     TooEarlyError,
     answer_challenge,
     receive,
@@ -34,7 +36,7 @@ from moe_ft.engine.snapshots.job import ReplicationResult
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import waiting
-from moe_ft.format.encoding import encode
+from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.topology import RankInfo
@@ -128,11 +130,27 @@ class PeerConnection:
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
+        return self._ask(Get(path, offset, num_bytes), Deadline.for_bytes(0))[1]
+
+    def get_parts(self, request: GetParts, unit_bytes: int) -> bytearray:
+        """Return ranges of a unit in the peer's node memory, which the peer verifies before.
+
+        Raises:
+            OSError: if that fails.
+            CorruptStateError: if other bytes came than were sent.
+        """
+        check_s = PROGRESS_TIMEOUT_S + unit_bytes / _SLOWEST_CHECK_BYTES_PER_S
+        reply, content = self._ask(request, Deadline(check_s))
+        if checksum(content) != reply.checksum:
+            raise CorruptStateError(f"parts of unit {request.unit} do not match their checksum")
+        return content
+
+    def _ask(self, request: Get | GetParts, deadline: Deadline) -> tuple[Reply, bytearray]:
         try:
             connection = self._connected()
-            deadline = Deadline.for_bytes(0)
-            send(connection, Get(path, offset, num_bytes), deadline)
-            reply = REPLY.decode(receive_header(connection, deadline))
+            send(connection, request, deadline)
+            with waiting(deadline.rest_s):
+                reply = REPLY.decode(receive_header(connection, deadline))
             deadline = Deadline.for_bytes(reply.num_bytes)
             with waiting(deadline.rest_s):
                 content = receive(connection, reply.num_bytes, deadline)
@@ -141,7 +159,7 @@ class PeerConnection:
             raise
         if reply.error:
             raise OSError(reply.error)
-        return content
+        return reply, content
 
     def close(self) -> None:
         """Close the connection."""

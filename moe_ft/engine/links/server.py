@@ -19,6 +19,7 @@ from moe_ft.engine.links.messages import (
     REQUEST,
     Deadline,
     Get,
+    GetParts,
     Put,
     Reply,
     pass_over,
@@ -28,12 +29,13 @@ from moe_ft.engine.links.messages import (
     send,
     send_all,
 )
+from moe_ft.engine.links.parts import VerifiedUnits
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
-from moe_ft.format.encoding import check_path, decode
+from moe_ft.format.encoding import check_path, checksum, decode, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 
@@ -177,6 +179,7 @@ class PeerServer:
     def __init__(self, node_dir: Path, host: str) -> None:
         self._node_dir, self._host = node_dir, host
         self._keeper = ReplicaKeeper()
+        self._verified = VerifiedUnits(node_dir)
         self._listener = PeerListener(host, self._serve, self._report)
         self._lock = threading.Lock()
         self._reports: Reports | None = None
@@ -229,9 +232,21 @@ class PeerServer:
         request = REQUEST.decode(receive_header(connection, Deadline.for_bytes(0)))
         if isinstance(request, Put):
             send(connection, self._keeper.receive(connection, request), Deadline.for_bytes(0))
+        elif isinstance(request, GetParts):
+            self._get_parts(connection, request)
         else:
             self._get(connection, request)
         return True
+
+    def _get_parts(self, connection: socket.socket, request: GetParts) -> None:
+        try:
+            parts = self._verified.parts(request)
+        except OSError as error:
+            send(connection, Reply(error=str(error)), Deadline.for_bytes(0))
+            return
+        deadline = Deadline.for_bytes(len(parts))
+        send(connection, Reply(num_bytes=len(parts), checksum=checksum(parts)), deadline)
+        send_all(connection, parts, deadline)
 
     def _get(self, connection: socket.socket, request: Get) -> None:
         try:

@@ -1,5 +1,7 @@
 """State of another layout: only whole units of one version count, and only what is found by its place."""
 
+from math import prod
+
 import pytest
 
 from moe_ft.errors import PlanError
@@ -9,7 +11,7 @@ from moe_ft.planning.relayout import (
     ModelTensor,
     VersionNumber,
     blocks_of,
-    choose_version,
+    complete_versions,
     merge_progress,
     wholes_of,
 )
@@ -42,24 +44,19 @@ def test_an_expert_is_a_tensor_of_its_own_though_checkpoints_stack_them() -> Non
 @pytest.mark.parametrize(
     ("there", "expected"),
     [
-        ({(0, 5): (0, 1), (0, 6): (0, 1)}, (0, 6)),
-        ({(0, 5): (0, 1), (0, 6): (1,)}, (0, 5)),
-        ({(0, 9): (0, 1), (1, 6): (0, 1)}, (1, 6)),
-        ({(0, 5): (0,), (0, 6): (1,)}, None),  # a mixture of ages is no version
-        ({}, None),
+        ({(0, 5): (0, 1), (0, 6): (0, 1)}, [(0, 6), (0, 5)]),
+        ({(0, 5): (0, 1), (0, 6): (1,)}, [(0, 5)]),
+        ({(0, 9): (0, 1), (1, 6): (0, 1)}, [(1, 6), (0, 9)]),
+        ({(0, 5): (0,), (0, 6): (1,)}, []),  # a mixture of ages is no version
+        ({}, []),
     ],
 )
-def test_the_newest_version_of_which_all_is_there_is_chosen(
-    there: dict[VersionNumber, tuple[int, ...]], expected: VersionNumber | None
+def test_versions_of_which_all_is_there_come_newest_first(
+    there: dict[VersionNumber, tuple[int, ...]], expected: list[VersionNumber]
 ) -> None:
     parts = {version: halves(*which) for version, which in there.items()}
-    assert choose_version(parts, WHOLE, lambda version: True) == expected
-
-
-def test_versions_of_other_iterations_than_the_state_are_not_chosen() -> None:
-    parts = {(0, iteration): halves(0, 1) for iteration in (4, 5, 6)}
-    assert choose_version(parts, WHOLE, lambda version: version[1] == 5) == (0, 5)
-    assert choose_version(parts, WHOLE, lambda version: version[1] == 7) is None
+    wanted = [Part(None, block, 0, prod(block.extent)) for block in WHOLE]
+    assert complete_versions(parts, wanted) == expected
 
 
 def progress(layer: str, *, k: int = 1, cursor: int = 0) -> ExpertProgress:

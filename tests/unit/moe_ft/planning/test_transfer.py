@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.transfer import Block, Part, TransferPlan, boxes_of, cut, plan_transfer
+from moe_ft.planning.transfer import (
+    Block,
+    Box,
+    Part,
+    TransferPlan,
+    boxes_of,
+    cut,
+    join_ranges,
+    plan_transfer,
+    runs_of,
+)
 
 Numbers = npt.NDArray[np.int64]
 Draw = st.DrawFn
@@ -193,3 +203,26 @@ def test_blocks_that_overlap_are_refused() -> None:
 
     with pytest.raises(PlanError, match="several blocks"):
         plan_transfer([block(0), block(1)], [_line(0, "t", 4)], lambda _: [0], lambda *_: 1, hash)
+
+
+@given(st.lists(st.integers(1, 4), max_size=3), st.data())
+def test_runs_of_a_box_are_its_elements_and_joined_ones_have_only_short_gaps_more(
+    shape: list[int], data: st.DataObject
+) -> None:
+    strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+    start = [data.draw(st.integers(0, size - 1)) for size in shape]
+    lengths = tuple(
+        data.draw(st.integers(1, size - at)) for size, at in zip(shape, start, strict=True)
+    )
+    flat = np.arange(prod(shape)).reshape(shape)
+    elements = flat[_box(tuple(start), lengths)].reshape(-1).tolist()
+    runs = list(runs_of(Box(elements[0], lengths, strides)))
+    assert [each for first, last in runs for each in range(first, last)] == elements
+    most = data.draw(st.integers(1, 4))
+    joined = join_ranges(runs, gap=1, most=most)
+    assert len(joined) <= most
+    covered = {each for first, last in joined for each in range(first, last)}
+    assert covered >= set(elements)
+    if len(join_ranges(runs, gap=1, most=len(runs))) <= most:
+        between = covered - set(elements)
+        assert all({each - 1, each + 1} <= set(elements) for each in between)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ft.recovery.agree import agree, find_gaps
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.put_back import SharedSlices
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_parameter
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, initialized, met_alone

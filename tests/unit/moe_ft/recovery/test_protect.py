@@ -14,7 +14,7 @@ from moe_ft.format.index import Index
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, StagePlan, Tier, Version
 from moe_ft.planning.scope import ScopePlan
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.protect import hand_over
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored

@@ -16,13 +16,13 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
+from moe_ft.recovery.fetch import fetch_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import (
     MemoryReader,
     PeerReader,
     StateReader,
     StorageReader,
-    fetch_unit,
     read_unit,
 )
 from moe_ft.state.catalog import UnitCatalog
@@ -198,21 +198,12 @@ def catalog_with(num_elements: int) -> UnitCatalog:
     return UnitCatalog([parameter], leaves_out_frozen=False)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_unit_of_another_version_or_iteration_is_refused(copies: Copies, number: int) -> None:
-    wanted = [{"version": (9, 9)}, {"iteration": 9}][number]
-    found = fetch_unit(copies.sources[0], UNIT, make_catalog(), copies.readers, **wanted)  # type: ignore[arg-type]
-    assert found is None
-    assert f"unit {UNIT} is of iteration 6 there" in copies.readers.problems[0]
-
-
 @pytest.mark.parametrize("num_elements", [NUM_ELEMENTS - 1, NUM_ELEMENTS + 1])
 def test_slices_of_another_size_than_the_ranks_own_are_refused(
     copies: Copies, num_elements: int
 ) -> None:
-    found = fetch_unit(copies.sources[0], UNIT, catalog_with(num_elements), copies.readers)
-    assert found is None
-    assert f"unit {UNIT} is cut differently there" in copies.readers.problems[0]
+    found = fetch_window(copies.sources, [UNIT], catalog_with(num_elements), copies.readers)
+    assert (found.units, found.missing) == ({}, (str(UNIT),))
 
 
 def test_any_range_of_a_parameter_that_several_ranks_hold_is_accepted(copies: Copies) -> None:
@@ -222,5 +213,57 @@ def test_any_range_of_a_parameter_that_several_ranks_hold_is_accepted(copies: Co
     changed = msgspec.structs.replace(ENTRY, tensors=tensors)
     copies.change_index(0, units={**WINDOW.index.units, str(UNIT): changed})
     shared = make_catalog(is_sharded=False)
-    found = fetch_unit(copies.sources[0], UNIT, shared, copies.readers)
-    assert found is not None, copies.readers.problems
+    found = fetch_window(copies.sources, [UNIT], shared, copies.readers)
+    assert found.missing == (), copies.readers.problems
+
+
+RANGES = ((3, 9), (20, 25))
+
+
+def test_parts_of_a_unit_come_from_a_peer_and_are_read_whole_from_elsewhere(place: Place) -> None:
+    reader = place.reader()
+    entry = reader.index.units[str(UNIT)]
+    parts = reader.read_parts(str(UNIT), None, entry, RANGES)
+    if place.tier != "peer":
+        assert parts is None
+        return
+    assert parts is not None
+    whole = reader.read(entry)
+    assert [bytes(parts[start:end]) for start, end in RANGES] == [
+        bytes(whole[start:end]) for start, end in RANGES
+    ]
+    assert not any(parts[:3])
+
+
+@pytest.mark.parametrize("has_been_verified", [False, True])
+def test_parts_of_a_unit_that_is_damaged_outside_of_them_are_refused_if_an_index_is_new(
+    tmp_path: Path, has_been_verified: bool
+) -> None:
+    place = Place("peer", tmp_path)
+    try:
+        reader = place.reader()
+        entry = reader.index.units[str(UNIT)]
+        if has_been_verified:
+            reader.read_parts(str(UNIT), None, entry, RANGES)
+        with place.data.open("r+b") as file:
+            file.seek(entry.offset + entry.num_bytes - 1)
+            file.write(b"\xff")
+        index = place.node_dir / place.version.path
+        content = index.read_bytes()
+        index.unlink()
+        index.write_bytes(content)
+        with pytest.raises(OSError, match="does not match its checksum"):
+            reader.read_parts(str(UNIT), None, entry, RANGES)
+    finally:
+        place.server.close()
+
+
+def test_parts_of_another_version_are_refused(tmp_path: Path) -> None:
+    place = Place("peer", tmp_path)
+    try:
+        reader = place.reader()
+        entry = msgspec.structs.replace(reader.index.units[str(UNIT)], checksum="0" * 16)
+        with pytest.raises(OSError, match="another version"):
+            reader.read_parts(str(UNIT), None, entry, RANGES)
+    finally:
+        place.server.close()

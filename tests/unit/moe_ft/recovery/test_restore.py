@@ -8,7 +8,7 @@ import pytest
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.recovery.agree import Agreed
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.put_back import SharedSlices
 from moe_ft.recovery.restore import Conversion, find_persisted
 from moe_ft.units import UnitId

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity
 from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.recovery.fetch import Fetching
+from moe_ft.recovery.fetched import Fetched
+from moe_ft.recovery.left import Copy
 from moe_ft.recovery.readers import MemoryReader, Readers
-from moe_ft.recovery.rotating import Rotation, fetch_rotating
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from tests.unit.moe_ft.builders import fill_region, make_identity, put_in_slot, rotating_unit
@@ -103,30 +106,43 @@ class Rank:
         origins: dict[str, str] | None = None,
         most_iteration: int | None = None,
         wanted: tuple[int, int] = (0, 99),
-    ) -> Rotation:
-        """Agree with other ranks, and read."""
-        return fetch_rotating(
-            self.sources,
-            UNITS,
-            catalog(),
-            self.readers,
-            ORIGINS if origins is None else origins,
-            gather,
-            wanted,
-            most_iteration,
+    ) -> Fetched:
+        """Agree with other ranks, and read; again without what some rank cannot read."""
+        met: Any = SimpleNamespace(
+            site=SimpleNamespace(rank=self.number),
+            strategy=SimpleNamespace(always=(), rotating=frozenset(UNITS), saves_all=False),
+            live=SimpleNamespace(catalog=catalog()),
+            ranks=SimpleNamespace(stage=SimpleNamespace(gather=gather)),
         )
+        found: Any = SimpleNamespace(
+            sources_of=lambda rank: [
+                each
+                for each in self.sources
+                if most_iteration is None or each.version.iteration <= most_iteration
+            ][:1],
+            elsewhere={self.number: self.sources},
+            is_other_layout=False,
+            start=SimpleNamespace(number=wanted[0]),
+            iteration=wanted[1],
+        )
+        known = ORIGINS if origins is None else origins
+        fetching = Fetching(found, met, self.readers, known, most_iteration)
+        while True:
+            fetched = fetching.fetch()
+            if not fetching.leave_out(frozenset[Copy]().union(*gather(fetched.lost))):
+                return fetched
 
 
-def fetch_all(ranks: Sequence[Rank]) -> list[Rotation]:
+def fetch_all(ranks: Sequence[Rank]) -> list[Fetched]:
     """Have all ranks agree."""
     return run_together(len(ranks), lambda number, gather: ranks[number].fetch(gather))
 
 
-def iterations(state: Rotation) -> dict[str, int]:
-    return {name: version.iteration for name, version in state.versions.items()}
+def iterations(state: Fetched) -> dict[str, int]:
+    return {name: version.iteration for name, version in state.rotation.versions.items()}
 
 
-def read_iterations(state: Rotation) -> dict[str, int]:
+def read_iterations(state: Fetched) -> dict[str, int]:
     return {name: unit.entry.iteration for name, unit in state.units.items()}
 
 
@@ -140,7 +156,7 @@ def test_newest_version_of_each_expert_is_read(rank: Rank) -> None:
     rank.save(5, {0: 5, 1: 4})
     state = rank.fetch()
     assert iterations(state) == read_iterations(state) == {NAMES[0]: 5, NAMES[1]: 4}
-    assert (state.kept, state.missing) == (frozenset(), ())
+    assert (state.rotation.kept, state.missing) == (frozenset(), ())
 
 
 def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state(
@@ -148,7 +164,7 @@ def test_expert_that_was_never_saved_is_missing_after_a_start_from_another_state
 ) -> None:
     rank.save(5, {0: 5})
     state = rank.fetch(origins=dict.fromkeys(NAMES, "f" * 16))
-    assert (state.kept, state.missing) == (frozenset(), (NAMES[1],))
+    assert (state.rotation.kept, state.missing) == (frozenset(), (NAMES[1],))
 
 
 def test_version_beyond_the_iteration_that_was_asked_for_is_not_used(rank: Rank) -> None:
@@ -206,4 +222,4 @@ def test_ranks_agree_on_the_newest_version_that_is_intact_on_all_of_them(
     states = fetch_all(ranks)
     for state in states:
         assert iterations(state) == read_iterations(state) == expected
-        assert state.kept == set(NAMES) - set(expected)
+        assert state.rotation.kept == set(NAMES) - set(expected)

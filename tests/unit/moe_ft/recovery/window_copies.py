@@ -9,7 +9,8 @@ from moe_ft.engine.memory.job_directory import own_directory, replica_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import Fetched, read_window
+from moe_ft.recovery.fetch import fetch_window
+from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.readers import FetchedUnit, MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
@@ -63,7 +64,7 @@ class Copies:
 
     def fetch(self, catalog: UnitCatalog | None = None) -> Fetched:
         """Read the window."""
-        return read_window(self.sources, WINDOW_UNITS, catalog or make_catalog(), self.readers)
+        return fetch_window(self.sources, WINDOW_UNITS, catalog or make_catalog(), self.readers)
 
 
 def all_fetched(fetched: Fetched) -> dict[tuple[str, str, int], FetchedUnit]:

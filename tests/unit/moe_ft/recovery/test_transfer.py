@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from moe_ft.engine.links.parts import spread
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import (
     GlobalPlace,
@@ -20,12 +21,15 @@ from moe_ft.format.entries import (
 from moe_ft.format.index import Index
 from moe_ft.format.packings import Packing
 from moe_ft.planning.recovery import Plan, Source, Tier, Version, plan_recovery
-from moe_ft.recovery import relayout
-from moe_ft.recovery.fetch import Fetched
+from moe_ft.recovery import fetch as fetching
+from moe_ft.recovery import transfer
+from moe_ft.recovery.fetched import Fetched
+from moe_ft.recovery.left import Left as Findings
+from moe_ft.recovery.left import model_blocks
 from moe_ft.recovery.readers import Readers, StateReader
-from moe_ft.recovery.relayout import fetch_relayout
+from moe_ft.recovery.transfer import Transfer
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import (
     make_identity,
     make_optimizer,
@@ -70,6 +74,7 @@ class Left(StateReader):
     ages: Mapping[UnitId, int] = field(default_factory=lambda: dict.fromkeys(UNITS, NOW))
     absent: Sequence[str] = ()
     is_damaged: bool = False
+    asked_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.content = bytearray()
@@ -126,6 +131,14 @@ class Left(StateReader):
         return memoryview(self.content)[unit.offset : unit.offset + unit.num_bytes]
 
     @override
+    def read_parts(
+        self, name: str, position: int | None, unit: UnitEntry, ranges: Sequence[tuple[int, int]]
+    ) -> memoryview | None:
+        parts = b"".join(self.read(unit)[start:end] for start, end in ranges)
+        self.asked_bytes += len(parts)
+        return spread(unit.num_bytes, ranges, bytearray(parts))
+
+    @override
     def read_header(self) -> memoryview:
         return memoryview(b"")
 
@@ -157,7 +170,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     def record_of(indexes: Mapping[int, Index], met: Any, position: int) -> Any:
         return indexes[0].records[position]
 
-    monkeypatch.setattr(relayout, "make_record", record_of)
+    monkeypatch.setattr(fetching, "make_record", record_of)
     parameters = []
     for unit in UNITS:
         master = torch.zeros(24)
@@ -190,7 +203,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
             return by_path[source.version.path]
 
         readers = Readers(open_source)
-        return fetch_relayout(plan_of(left), met, readers, None), readers
+        return fetching.Fetching(plan_of(left), met, readers, {}, None).fetch(), readers
 
     return run
 
@@ -276,3 +289,33 @@ def test_a_damaged_copy_is_replaced_by_one_of_another_node_or_refused(fetch: Fet
     assert any("checksum" in each for each in readers.problems)
     fetched, _ = fetch(damaged, Left(1))
     assert f"{EMBEDDING} of rank 0 of the other layout" in fetched.missing
+
+
+def test_a_rank_that_needs_a_few_rows_of_a_unit_reads_no_more_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "_GAP_BYTES", 0)
+    master = torch.zeros(6)
+    local = make_parameter(
+        EMBEDDING,
+        parameter=torch.zeros((2, 3), dtype=torch.bfloat16),
+        optimizer=make_optimizer(master),
+        master=master,
+    )
+    object.__setattr__(local, "entry", entry_of(EMBEDDING, 2, 3))  # rows 3 and 4, of both ranks
+    left = [Left(0), Left(1)]
+    by_path = {each.path: each for each in left}
+    findings = Findings(
+        Readers(lambda source: by_path[source.version.path]),
+        plan_of(left).sources_of(0),
+        blocks=model_blocks,
+    )
+    findings.look_at_all()
+    catalog = UnitCatalog([local], leaves_out_frozen=False)
+    reading = Transfer(findings, catalog, 0, is_other_layout=True)
+    found = reading.read(EMBEDDING, Level.FULL, None, (0, NOW))
+    for each in found.entry.tensors:
+        rows = torch.frombuffer(found.content, dtype=torch.float32, count=6, offset=each.offset)
+        assert torch.equal(rows.view(2, 3), whole(EMBEDDING, each.key, NOW)[3:5])
+    assert [each.asked_bytes for each in left] == [3 * 3 * 4] * 2
+    assert (reading.needed_bytes, reading.read_bytes) == (72, {"n": 72})

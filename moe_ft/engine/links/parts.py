@@ -1,0 +1,95 @@
+"""Parts of units that a node sends to ranks of another layout, which need only some bytes of a unit.
+
+A checksum covers a whole unit, so its holder verifies it, once for each index, and then sends ranges of it.
+The one who asks puts them where they are in the unit; engine/links/messages.py has the request.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ft.engine.links.messages import GetParts
+from moe_ft.errors import CorruptStateError
+from moe_ft.files.private_files import open_private, read_private
+from moe_ft.format.encoding import check_path, checksum, decode
+from moe_ft.format.index import Index
+
+_Stamp = tuple[int, int]  # inode and time of an index: another one after it was written again
+
+
+class VerifiedUnits:
+    """Units in this node's memory that match their checksums. Used by the threads of all connections."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self._node_dir = node_dir
+        self._lock = threading.Lock()
+        self._indexes: dict[Path, tuple[_Stamp, Index]] = {}
+        self._verified: set[tuple[Path, _Stamp, str, int]] = set()
+
+    def parts(self, request: GetParts) -> bytes:
+        """Return the ranges that a request names, one after another.
+
+        An index is removed before anything that it names is overwritten. So what was copied while it stayed
+        as it was is what it names.
+
+        Raises:
+            CorruptStateError: if the unit is not the one that was asked for, or not intact.
+            OSError: if it cannot be read.
+        """
+        check_path(request.path, "a request")
+        path = self._node_dir / request.path
+        stamp, index = self._index(path)
+        units = index.units if request.position < 0 else index.compute[request.position]
+        unit = units.get(request.unit)
+        if unit is None or unit.checksum != request.checksum:
+            raise CorruptStateError(f"unit {request.unit} is another version there")
+        with open_private(path.parent / (unit.file or index.file)) as file:
+            if os.fstat(file.fileno()).st_size < unit.offset + unit.num_bytes:
+                raise CorruptStateError(f"unit {request.unit} is cut short")
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = memoryview(mapping)[unit.offset : unit.offset + unit.num_bytes]
+        key = path, stamp, request.unit, request.position
+        with self._lock:
+            is_verified = key in self._verified
+        if not is_verified and checksum(content) != unit.checksum:
+            raise CorruptStateError(f"unit {request.unit} does not match its checksum")
+        if any(not 0 <= start < end <= unit.num_bytes for start, end in request.ranges):
+            raise CorruptStateError(f"a range beyond unit {request.unit}")
+        parts = b"".join(content[start:end] for start, end in request.ranges)
+        if _stamp_of(path) != stamp:
+            raise CorruptStateError(f"{request.path} was replaced while it was read")
+        with self._lock:
+            self._verified.add(key)
+        return parts
+
+    def _index(self, path: Path) -> tuple[_Stamp, Index]:
+        stamp = _stamp_of(path)
+        with self._lock:
+            known = self._indexes.get(path)
+        if known is None or known[0] != stamp:
+            known = stamp, decode(read_private(path), Index, str(path))
+            with self._lock:
+                self._indexes[path] = known
+        return known
+
+
+def _stamp_of(path: Path) -> _Stamp:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def spread(num_bytes: int, ranges: Sequence[tuple[int, int]], parts: bytearray) -> memoryview:
+    """Return a unit of which only some ranges are there; the rest is zero.
+
+    Raises:
+        CorruptStateError: if these are not as many bytes as the ranges have.
+    """
+    content, at = bytearray(num_bytes), 0
+    for start, end in ranges:
+        content[start:end] = parts[at : at + end - start]
+        at += end - start
+    if at != len(parts) or len(content) != num_bytes:
+        raise CorruptStateError(f"{len(parts)} bytes came, and {at} were asked for")
+    return memoryview(content)

@@ -1,0 +1,182 @@
+"""State that ranks have left, as one rank sees it: copies of units, their parts, and where they are.
+
+In the same layout only what a rank of the same number has left counts, and its tensors are compared as they
+are. Of another layout every rank may need something of all ranks, and tensors are compared by their places in
+the model. recovery/transfer.py reads what a plan takes from here.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.format.records import Gaps
+from moe_ft.planning.lost_tokens import UnitVersion
+from moe_ft.planning.recovery import Source
+from moe_ft.planning.relayout import VersionNumber, blocks_of
+from moe_ft.planning.transfer import Block, Part, cut
+from moe_ft.recovery.readers import Readers
+
+_UNBOUNDED = (1 << 62,)
+
+Position = int | None  # number of the snapshot that has a unit at COMPUTE; None for FULL
+Blocks = Callable[[ParameterEntry | None, TensorEntry], Sequence[Block]]
+
+
+class Copy(NamedTuple):
+    """Version of a unit as one rank has saved it; several places may keep it."""
+
+    rank: int
+    position: Position
+    unit: str
+    version: VersionNumber
+    checksum: str
+
+
+class Held(NamedTuple):
+    """One tensor of a saved unit, by its number in the unit."""
+
+    copy: Copy
+    number: int
+
+
+class OwnTensor(NamedTuple):
+    """Tensor of a rank, if the layout is the same."""
+
+    parameter: str
+    key: str
+    dtype: str
+
+
+def own_blocks(_: ParameterEntry | None, tensor: TensorEntry) -> Sequence[Block]:
+    """Return the block that a tensor is in the same layout: the tensor itself, flat."""
+    own = OwnTensor(tensor.parameter, tensor.key, tensor.dtype)
+    return (Block(own, (0,), _UNBOUNDED, _UNBOUNDED, (0,)),)
+
+
+def model_blocks(entry: ParameterEntry | None, tensor: TensorEntry) -> Sequence[Block]:
+    """Return the blocks of a tensor in the tensors of the model."""
+    assert entry is not None
+    return blocks_of(entry.places or (), entry.shape, tensor.key)
+
+
+class Left:
+    """Everything that was found of a state, and of single units in others. Owned by the training thread.
+
+    Attributes:
+        indexes: of the state that is to be recovered, by rank; of each the best.
+        newest_gaps: by layer name, the start and iteration of the newest state, and its ``[expert]`` gaps.
+        sources: of each copy, best first.
+        copies: by position and unit name, best first.
+        parts: by position and tensor, what there is of each version.
+        lost: copies that a rank could not read anywhere, as all ranks know.
+    """
+
+    def __init__(
+        self,
+        readers: Readers,
+        own: Sequence[Source],
+        others: Iterable[Source] = (),
+        *,
+        blocks: Blocks = own_blocks,
+        most_iteration: int | None = None,
+    ) -> None:
+        """Remember where to look.
+
+        Args:
+            own: sources of the state itself, best first.
+            others: sources of other states of the run, of which single units may be used.
+            most_iteration: latest iteration of these; None for any.
+        """
+        self.readers, self._blocks, self._most_iteration = readers, blocks, most_iteration
+        known = set(own)
+        self._waiting = [(each, True) for each in own]
+        self._waiting += [(each, False) for each in others if each not in known]
+        self.indexes: dict[int, Index] = {}
+        self.newest_gaps: dict[str, tuple[VersionNumber, Sequence[Gaps]]] = {}
+        self.sources: dict[Copy, list[Source]] = defaultdict(list)
+        self.units: dict[Copy, UnitEntry] = {}
+        self.copies: dict[tuple[Position, str], list[Copy]] = defaultdict(list)
+        self.parts: dict[tuple[Position, object], dict[VersionNumber, list[Part]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self.origins: set[tuple[str, str]] = set()
+        self.lost: set[Copy] = set()
+        self._failed: set[tuple[Copy, Source]] = set()
+
+    def look_further(self) -> bool:
+        """Open the next source that can be read; return whether there is one."""
+        while self._waiting:
+            source, is_own = self._waiting.pop(0)
+            if (reader := self.readers.open(source)) is not None:
+                self._add(source, reader.index, is_own)
+                return True
+        return False
+
+    def look_at_all(self) -> None:
+        """Open all sources."""
+        while self.look_further():
+            pass
+
+    def _add(self, source: Source, index: Index, is_own: bool) -> None:
+        version = source.version
+        self.origins.update(index.origins.items())
+        age = version.start.number, version.iteration
+        for layer, gaps in index.progress.gaps.items() if index.progress else ():
+            if layer not in self.newest_gaps or self.newest_gaps[layer][0] < age:
+                self.newest_gaps[layer] = age, gaps
+        if is_own:
+            self.indexes.setdefault(version.rank, index)
+            for position, units in enumerate(index.compute):
+                for name in units:
+                    self._add_unit(source, index, position, name)
+        elif self._most_iteration is not None and version.iteration > self._most_iteration:
+            return
+        for name in index.units:
+            self._add_unit(source, index, None, name)
+
+    def _add_unit(self, source: Source, index: Index, position: Position, name: str) -> None:
+        unit = (index.units if position is None else index.compute[position])[name]
+        copy = Copy(source.version.rank, position, name, unit.version, unit.checksum)
+        self.sources[copy].append(source)
+        if copy in self.units:
+            return
+        self.units[copy] = unit
+        self.copies[position, name].append(copy)
+        for number, tensor in enumerate(unit.tensors):
+            blocks = self._blocks(index.parameters.get(tensor.parameter), tensor)
+            for part in cut(Held(copy, number), blocks, tensor.start, tensor.end):
+                self.parts[position, part.block.tensor][unit.version].append(part)
+
+    def parts_of(
+        self, position: Position, tensors: Collection[object]
+    ) -> dict[VersionNumber, list[Part]]:
+        """Return what there is of tensors by version, without what ranks could not read."""
+        found: dict[VersionNumber, list[Part]] = defaultdict(list)
+        for tensor in tensors:
+            for version, parts in self.parts.get((position, tensor), {}).items():
+                found[version] += (each for each in parts if each.owner.copy not in self.lost)
+        return found
+
+    def readable(self, copy: Copy) -> list[Source]:
+        """Return the sources of a copy that have not failed, best first."""
+        return [each for each in self.sources[copy] if (copy, each) not in self._failed]
+
+    def give_up(self, copy: Copy, source: Source, error: Exception) -> None:
+        """Note that a copy cannot be read from a source."""
+        self.readers.say(source, error)
+        self._failed.add((copy, source))
+
+    @property
+    def unreadable(self) -> frozenset[Copy]:
+        """Copies that could be read from no source, and of which other ranks do not know that yet."""
+        failed = {copy for copy, _ in self._failed} - self.lost
+        return frozenset(copy for copy in failed if not self.readable(copy))
+
+
+def version_of(entry: UnitEntry) -> UnitVersion:
+    """Return the version of an entry, as strategies know it."""
+    return UnitVersion(
+        iteration=entry.iteration, routed_tokens=entry.routed_tokens, gaps=entry.gaps
+    )
