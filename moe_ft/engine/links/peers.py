@@ -141,7 +141,7 @@ class PeerConnection:
         """
         check_s = PROGRESS_TIMEOUT_S + unit_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply, content = self._ask(request, Deadline(check_s))
-        if checksum(content) != reply.checksum:
+        if checksum(memoryview(content)) != reply.checksum:
             raise CorruptStateError(f"parts of unit {request.unit} do not match their checksum")
         return content
 
