@@ -286,7 +286,7 @@ class MoeFtStorage(MoeFtMemory):
     def _recovery(self) -> tuple[Tier, list[Version], Opener]:
         storage = Storage(str(self._persist_dir))
         versions = look_at_storage(storage).versions
-        return Tier.STORAGE, versions, lambda source: StorageReader(storage, source.version)
+        return Tier.STORAGE, versions, lambda source: StorageReader.open(storage, source.version)
 
 
 class MoeFtSparse(MoeFtStorage):

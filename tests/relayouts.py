@@ -1,10 +1,11 @@
 """Jobs that continue in another layout, and their tensors before and after, put together independently.
 
-Before: by the reader of `convert`, from what the dead job has left. After: from the live tensors of all
-ranks, by code of its own. Both must be the same, bit for bit.
+Before: from the files that the dead job has left, which `convert` chooses. After: from the live tensors of
+all ranks. Both are read and put together by code of this file, as recovery and `convert` share theirs, and
+must be the same, bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,10 +17,12 @@ from megatron.training import get_tensorboard_writer
 
 import pretrain_gpt_moe
 from moe_ft.convert.source import open_source
-from moe_ft.convert.tensors import find_tensors, read_tensor
+from moe_ft.format.index import Index
+from moe_ft.format.packings import Packing
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restore import Restored, restore
-from moe_ft.state.slices import describe, live_tensor
+from moe_ft.state.packed_values import unpack
+from moe_ft.state.slices import DTYPES, describe, live_tensor
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import Level
 from tests.demo_model import layout_flags, model_flags
@@ -27,6 +30,7 @@ from tests.harness import JobResult, events, run_ranks
 from tests.stock import scalars_of
 
 Tensors = dict[tuple[str, str], torch.Tensor]  # by name in the model and kind
+Row = tuple[str, Any, tuple[int, ...], int, int, torch.Tensor]  # as `_rows` says
 ANY = ("--moe-ft-layout", "any")
 _KINDS = {"param": "master", "master_param": "master"}
 
@@ -102,12 +106,12 @@ class LayoutJob:
 
     def left(self, place: Path | None = None) -> Tensors:
         """Return the tensors of the newest state that is in memory, or elsewhere."""
-        source = open_source(str(place or self.memory / "job"))
-        return {
-            (tensor.name, kind): read_tensor(source, tensor, kind)
-            for tensor in find_tensors(source)
-            for kind in tensor.iterations
-        }
+        root = place or self.memory / "job"
+        return put_together(
+            row
+            for state in open_source(str(root)).ranks
+            for row in _saved_rows(root, root / state.where, state.index)
+        )
 
     def newest(self, place: Path | None = None) -> int:
         """Return the iteration of the newest state that is in memory, or elsewhere."""
@@ -115,7 +119,11 @@ class LayoutJob:
 
     def live(self, layout: Layout) -> Tensors:
         """Return the tensors that the last start has put back, before any iteration."""
-        return put_together([self.start / f"live_{rank}.pt" for rank in range(layout.ranks)])
+        return put_together(
+            row
+            for rank in range(layout.ranks)
+            for row in torch.load(self.start / f"live_{rank}.pt", weights_only=False)
+        )
 
     def recovery(self, rank: int = 0) -> dict[str, Any]:
         """Return the last event of a recovery."""
@@ -142,9 +150,9 @@ def train_and_dump(flags: list[str], folder: str) -> None:
         writer.flush()  # the rank ends without closing it
 
 
-def _rows(met: Met) -> list[tuple[Any, ...]]:
+def _rows(met: Met) -> list[Row]:
     """Return each live tensor: kind, places, shape, flat range, and its elements."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[Row] = []
     for local in met.live.parameters:
         places = local.entry.places or ()
         shape = tuple(local.entry.shape)
@@ -165,19 +173,47 @@ def _rows(met: Met) -> list[tuple[Any, ...]]:
     return rows
 
 
-def put_together(paths: Sequence[Path]) -> Tensors:
+def _saved_rows(root: Path, index_path: Path, index: Index) -> Iterator[Row]:
+    """Yield each tensor that a rank has saved, as `_rows` does of live ones; nothing of it may be packed."""
+    for unit in index.units.values():
+        # A unit names a file by its path on storage, in memory by its name.
+        own = index_path.parent / index.file
+        path = next(
+            each for each in (root / unit.file, own.parent / unit.file, own) if each.is_file()
+        )
+        content = bytearray(path.read_bytes()[unit.offset : unit.offset + unit.num_bytes])
+        have_weights = {each.parameter for each in unit.tensors if each.key == "weight"}
+        for entry in unit.tensors:
+            if entry.is_absent:
+                continue
+            assert entry.packing == Packing.EXACT
+            described = index.parameters[entry.parameter]
+            shape, places = tuple(described.shape), described.places or ()
+            count = entry.end - entry.start
+            flat = torch.frombuffer(
+                content, dtype=DTYPES[entry.dtype], count=count, offset=entry.offset
+            )
+            kind = _KINDS.get(entry.key, entry.key)
+            yield kind, places, shape, entry.start, entry.end, flat
+            if kind == "master" and entry.parameter not in have_weights:
+                weights = flat.to(DTYPES[described.dtype or ""])
+                yield "weight", places, shape, entry.start, entry.end, weights
+    for name, places in index.model_places.buffers.items():
+        if (packed := index.records[-1].buffers.get(name)) is not None:
+            buffer = unpack(packed)
+            yield "weight", places, tuple(buffer.shape), 0, buffer.numel(), buffer.view(-1)
+
+
+def put_together(rows: Iterable[Row]) -> Tensors:
     """Return the tensors of the model; fail if ranks differ in an element, or none has it."""
     found: Tensors = {}
     seen: Tensors = {}
-    for path in paths:
-        for kind, places, shape, first, end, flat in torch.load(path, weights_only=False):
-            values, known = (
-                torch.zeros(prod(shape), dtype=flat.dtype),
-                torch.zeros(prod(shape), dtype=torch.bool),
-            )
-            values[first:end], known[first:end] = flat, True
-            for place in places:
-                _add(found, seen, kind, place, values.view(shape), known.view(shape))
+    for kind, places, shape, first, end, flat in rows:
+        values = torch.zeros(prod(shape), dtype=flat.dtype)
+        known = torch.zeros(prod(shape), dtype=torch.bool)
+        values[first:end], known[first:end] = flat, True
+        for place in places:
+            _add(found, seen, kind, place, values.view(shape), known.view(shape))
     assert all(bool(each.all()) for each in seen.values()), "something is on no rank"
     return found
 

@@ -171,16 +171,13 @@ def list_items(
 
 def _optimizer_items(tensor: GlobalTensor) -> list[Item]:
     kinds = [kind for kind in KINDS if kind != "weight" and kind in tensor.iterations]
-    saved = {kind for block in tensor.blocks for kind in block.slices} - {"weight"}
+    saved = tensor.parts.keys() - {"weight"}
     if absent := sorted(saved - set(kinds)):
         raise ConfigError(
             f"--what=all needs {absent[0]} of {tensor.name}, which did not exist yet when it was saved. "
             "Convert a checkpoint after the first step of the optimizer, or give --what weights."
         )
-    return [
-        Item(tensor=tensor, kind=kind, dtype=tensor.blocks[0].slices[kind][0].entry.dtype)
-        for kind in kinds
-    ]
+    return [Item(tensor=tensor, kind=kind, dtype=tensor.dtype_of(kind)) for kind in kinds]
 
 
 def into_shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:

@@ -4,68 +4,23 @@ Decides what can be converted and refuses the rest. tensors.py names and reads t
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import xxhash
-
-from moe_ft.convert import foreign_files
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
-from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity
-from moe_ft.format.index import Index, check_header
+from moe_ft.format.index import check_header
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
 from moe_ft.recovery.job_memory import is_alive
+from moe_ft.recovery.readers import MemoryReader, StateReader, StorageReader
 
-_CHUNK_BYTES = 16 << 20
-_MOST_KEPT_BYTES = 64 << 20
 _WATCH_S = LOCK_RENEWAL_S + 2.0
-
-# Reads a range of a file that a unit names; an empty name is the index's own file.
-ReadRange = Callable[[str, int, int], memoryview]
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class RankState:
-    """State of one rank: its index, and the bytes of its units. Used by one thread."""
-
-    index: Index
-    place: str
-    read_range: ReadRange = field(repr=False)
-    _verified: set[str] = field(default_factory=set)
-    _kept: tuple[str, memoryview] = field(default=("", memoryview(b"")), repr=False)
-
-    def read(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """Return a range of a unit, from its start; all of it is verified first."""
-        unit = self.index.units[name]
-        if unit.num_bytes <= _MOST_KEPT_BYTES:
-            if name != self._kept[0]:
-                self._kept = ("", memoryview(b""))  # first, to have one at a time
-                self._kept = (name, self._verify(name, unit, _MOST_KEPT_BYTES))
-            return self._kept[1][offset : offset + num_bytes]
-        if name not in self._verified:
-            self._verify(name, unit, _CHUNK_BYTES)
-            self._verified.add(name)
-        return self.read_range(unit.file, unit.offset + offset, num_bytes)
-
-    def _verify(self, name: str, unit: UnitEntry, piece_bytes: int) -> memoryview:
-        """Compare a unit with its checksum, piece by piece; return the last piece."""
-        found, piece = xxhash.xxh3_64(), memoryview(b"")
-        for start in range(0, unit.num_bytes, piece_bytes):
-            num_bytes = min(piece_bytes, unit.num_bytes - start)
-            piece = self.read_range(unit.file, unit.offset + start, num_bytes)
-            if len(piece) != num_bytes:
-                raise CorruptStateError(f"{self.place}: unit {name} is cut short")
-            found.update(piece)
-        if found.hexdigest() != unit.checksum:
-            raise CorruptStateError(f"{self.place}: unit {name} does not match its checksum")
-        return piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,7 +35,7 @@ class Source:
     place: str
     iteration: int
     identity: Identity
-    ranks: Sequence[RankState]
+    ranks: Sequence[StateReader]
 
 
 def open_source(directory: str, iteration: int | None = None) -> Source:
@@ -160,20 +115,10 @@ def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:
         iteration=manifest.iteration,
         identity=manifest.identity,
         ranks=[
-            _checked(indexes[file.data], file.index, _storage_reader(storage, file.data))
+            _checked(StorageReader(storage, indexes[file.data], file.data, where=file.index))
             for file in manifest.files
         ],
     )
-
-
-def _storage_reader(storage: Storage, own: str) -> ReadRange:
-    def read(name: str, offset: int, num_bytes: int) -> memoryview:
-        path = storage.local_path(name or own)
-        if path is not None:
-            return foreign_files.read_range(path, offset, num_bytes)
-        return memoryview(bytearray(storage.read(name or own, offset, num_bytes)))
-
-    return read
 
 
 def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> Source:
@@ -201,24 +146,16 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
                 "runs. Wait for its end, or convert a checkpoint on storage."
             )
     ranks = []
-    for rank, path in enumerate(paths):
-        index = parts[rank].indexes[0]
-        check_region(index, path)
-        ranks.append(_checked(index, str(path), _memory_reader(path.parent, index.file)))
+    for path in paths:
+        reader = MemoryReader(path, where=str(path))
+        check_region(reader.index, path)
+        ranks.append(_checked(reader))
     return Source(place=directory, iteration=max(whole), identity=identity, ranks=ranks)
 
 
-def _memory_reader(folder: Path, own: str) -> ReadRange:
-    def read(name: str, offset: int, num_bytes: int) -> memoryview:
-        path = folder / PurePosixPath(name or own).name
-        return foreign_files.read_range(path, offset, num_bytes)
-
-    return read
-
-
-def _checked(index: Index, place: str, read_range: ReadRange) -> RankState:
-    check_header(index, read_range("", 0, index.header_bytes), place)
-    return RankState(index=index, place=place, read_range=read_range)
+def _checked(reader: StateReader) -> StateReader:
+    check_header(reader.index, reader.read_header(), reader.where)
+    return reader
 
 
 def _check_is_one_state(source: Source, whole: int | None) -> None:

@@ -24,25 +24,31 @@ and outside of layers
     mtp.layers.D.{enorm,hnorm,final_layernorm}.weight, mtp.layers.D.eh_proj.weight
     mtp.layers.D.transformer_layer.*                             as a layer of the decoder
 
-Each has some of the kinds of `KINDS`. They are read one at a time: besides it, one block of it is in memory.
+Each has some of the kinds of `KINDS`. They are read one at a time: besides it, what one rank has saved of it
+is in memory. planning/transfer.py plans how it is put together.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from moe_ft.convert.source import RankState, Source
+from moe_ft.convert.source import Source
 from moe_ft.engine.snapshots.staging import unpack_into
-from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.format.entries import GlobalPlace, TensorEntry, tensor_bytes
+from moe_ft.errors import ConfigError, CorruptStateError, PlanError
+from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, tensor_bytes
+from moe_ft.planning.relayout import blocks_of
+from moe_ft.planning.transfer import Block, Box, Dims, Move, Part, boxes_of, cut, plan_transfer
+from moe_ft.recovery.readers import StateReader
 from moe_ft.state.packed_values import unpack
 from moe_ft.state.slices import DTYPES
-from moe_ft.units import Part, UnitId, UnitKind, parse_unit
+from moe_ft.units import UnitId, UnitKind, parse_unit
 
 # Kinds of a tensor, and the keys that they have in an index. The fp32 master weights are the state; weights
 # follow from them, and have entries of their own only where there are no masters.
@@ -55,6 +61,7 @@ KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "momentum_buffer": ("momentum_buffer",),
     }
 )
+_Name = tuple[str, Dims]  # Megatron's key and the place in what is stacked
 _KIND_OF = {key: kind for kind, keys in KINDS.items() for key in keys}
 _STACK = ".experts.experts."
 _LAYER = re.compile(r"(?P<stack>decoder|mtp)\.layers\.(?P<layer>\d+)\.")
@@ -68,27 +75,12 @@ _OUTSIDE = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A flat range of a rank's tensor in one of its units."""
 
     rank: int
     unit: str
     entry: TensorEntry
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """Blocks of a tensor that the same ranks hold.
-
-    Attributes:
-        local_shape: of the tensor that these ranks have.
-        slices: by kind, flat ranges of the ranks' tensor; they may overlap.
-    """
-
-    local_shape: tuple[int, ...]
-    places: tuple[GlobalPlace, ...]
-    slices: Mapping[str, tuple[Slice, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +94,7 @@ class GlobalTensor:
         index: of the expert in that tensor; empty for other tensors.
         iterations: by kind, of the state that it is from; "weight" is always there.
         buffer: name in the records, if it is no parameter; else empty.
-        blocks: that together are the tensor.
+        parts: by kind, what ranks have saved of it; the owner of each is a `Slice`.
     """
 
     name: str
@@ -114,7 +106,9 @@ class GlobalTensor:
     index: tuple[int, ...]
     iterations: Mapping[str, int]
     buffer: str = ""
-    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    parts: Mapping[str, Sequence[Part]] = field(
+        default_factory=lambda: MappingProxyType({}), repr=False
+    )
 
     @property
     def numel(self) -> int:
@@ -125,34 +119,53 @@ class GlobalTensor:
     def has_own_weight(self) -> bool:
         """True if the source has its weights besides its masters; else they follow from the masters."""
         ages = (self.iterations.get("weight"), self.iterations.get("master", ...))
-        return ages[0] == ages[1] and all("weight" in block.slices for block in self.blocks)
+        return ages[0] == ages[1] and (not self.parts or "weight" in self.parts)
+
+    def dtype_of(self, kind: str) -> str:
+        """Return safetensors' name of the type in which a kind is saved."""
+        dtype: str = self.parts[kind][0].owner.entry.dtype
+        return dtype
 
 
 def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
     """Return the tensors of the model, ordered by unit and name."""
-    unit_of: dict[str, UnitId] = {}
-    slices: dict[str, dict[int, list[Slice]]] = {}
-    for rank, state in enumerate(source.ranks):
-        for name, unit in state.index.units.items():
-            for entry in unit.tensors:
-                unit_of[entry.parameter] = parse_unit(name).whole
-                by_rank = slices.setdefault(entry.parameter, {})
-                by_rank.setdefault(rank, []).append(Slice(rank, name, entry))
+    unit_of = {
+        entry.parameter: parse_unit(name).whole
+        for state in source.ranks
+        for name, unit in state.index.units.items()
+        for entry in unit.tensors
+    }
     _check_is_described(source, unit_of)
-    found: dict[tuple[str, tuple[int, ...]], list[tuple[str, int, tuple[GlobalPlace, ...]]]] = {}
+    described: dict[_Name, tuple[str, ParameterEntry, GlobalPlace]] = {}
+    parts: dict[_Name, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
     for rank, state in enumerate(source.ranks):
-        for parameter, description in state.index.parameters.items():
-            by_tensor: dict[tuple[str, tuple[int, ...]], list[GlobalPlace]] = {}
-            for place in description.places or ():
-                index = place.offset[: len(place.shape) - len(place.extent)]
-                by_tensor.setdefault((place.key, index), []).append(place)
-            for tensor, places in by_tensor.items():
-                found.setdefault(tensor, []).append((parameter, rank, tuple(places)))
+        parameters = state.index.parameters
+        for parameter, entry in parameters.items():
+            for block, place in zip(_blocks(entry, ""), entry.places or (), strict=True):
+                named = block.tensor.key, block.tensor.stacked_at
+                described.setdefault(named, (parameter, entry, place))
+        for name, unit in state.index.units.items():
+            for saved in (each for each in unit.tensors if each.parameter in parameters):
+                kind, own = _kind_of(saved), Slice(rank, name, saved)
+                blocks = _blocks(parameters[saved.parameter], kind)
+                for part in cut(own, blocks, saved.start, saved.end):
+                    tensor = part.block.tensor
+                    parts[tensor.key, tensor.stacked_at][kind].append(part)
     tensors = [
-        _parameter(source.ranks, unit_of[holders[0][0]], index, holders, slices)
-        for (_, index), holders in found.items()
+        _parameter(source.ranks, unit_of[parameter], named, entry.dtype or "", place, parts[named])
+        for named, (parameter, entry, place) in described.items()
     ]
     return tuple(sorted((*tensors, *_buffers(source)), key=lambda each: (each.unit, each.name)))
+
+
+def _blocks(entry: ParameterEntry, kind: str) -> list[Block]:
+    return blocks_of(entry.places or (), entry.shape, kind)
+
+
+def _kind_of(entry: TensorEntry) -> str:
+    if entry.key not in _KIND_OF:
+        raise ConfigError(f"{entry.parameter}: {entry.key} is state of an unknown kind")
+    return _KIND_OF[entry.key]
 
 
 def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
@@ -188,87 +201,41 @@ def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
 
 
 def _parameter(
-    ranks: Sequence[RankState],
+    ranks: Sequence[StateReader],
     unit: UnitId,
-    index: tuple[int, ...],
-    holders: Sequence[tuple[str, int, tuple[GlobalPlace, ...]]],
-    slices: Mapping[str, Mapping[int, Sequence[Slice]]],
+    named: _Name,
+    dtype: str,
+    place: GlobalPlace,
+    parts: Mapping[str, Sequence[Part]],
 ) -> GlobalTensor:
-    """Return one tensor from the parameters of the ranks that hold blocks of it."""
-    parameter, first, (place, *_) = holders[0]
-    name = (
-        place.key.replace(_STACK, f"{_STACK}{'.'.join(map(str, index))}.") if index else place.key
-    )
-    groups: dict[tuple[GlobalPlace, ...], list[Slice]] = {}
-    local_shapes: dict[tuple[GlobalPlace, ...], tuple[int, ...]] = {}
-    for held, rank, places in holders:
-        groups.setdefault(places, []).extend(slices.get(held, {}).get(rank, ()))
-        local_shapes[places] = ranks[rank].index.parameters[held].shape
-    shape = place.shape[len(index) :]
-    blocks = tuple(
-        Block(local_shape=local_shapes[places], places=places, slices=_by_kind(found))
-        for places, found in groups.items()
-    )
-    _check_is_covered(name, shape, blocks)
-    return GlobalTensor(
+    """Return one tensor from what ranks have saved of it; one of the places says what it is part of."""
+    key, index = named
+    name = key.replace(_STACK, f"{_STACK}{'.'.join(map(str, index))}.") if index else key
+    tensor = GlobalTensor(
         name=name,
         unit=unit,
-        shape=shape,
-        dtype=ranks[first].index.parameters[parameter].dtype or "",
-        key=place.key,
+        shape=place.shape[len(index) :],
+        dtype=dtype,
+        key=key,
         stacked_shape=place.shape,
         index=index,
-        iterations=_iterations(name, ranks, blocks),
-        blocks=blocks,
+        iterations=_iterations(name, ranks, parts),
+        parts=parts,
     )
+    for kind in parts:
+        _moves(tensor, kind)
+    return tensor
 
 
-def _by_kind(slices: Sequence[Slice]) -> dict[str, tuple[Slice, ...]]:
-    found: dict[str, list[Slice]] = {}
-    for each in slices:
-        if each.entry.key not in _KIND_OF:
-            raise ConfigError(
-                f"{each.entry.parameter}: {each.entry.key} is state of an unknown kind"
-            )
-        found.setdefault(_KIND_OF[each.entry.key], []).append(each)
-    return {
-        kind: tuple(sorted(parts, key=lambda part: (part.entry.start, -part.entry.end, part.rank)))
-        for kind, parts in found.items()
-    }
-
-
-def _check_is_covered(name: str, shape: tuple[int, ...], blocks: Sequence[Block]) -> None:
-    """Raise CorruptStateError unless the blocks are the whole tensor, and slices are whole blocks."""
-    there = {(place.offset, place.extent) for block in blocks for place in block.places}
-    if (num := sum(prod(extent) for _, extent in there)) != prod(shape):
-        raise CorruptStateError(f"{name}: blocks have {num} of its {prod(shape)} elements")
-    for block in blocks:
-        if not block.slices:
-            raise CorruptStateError(
-                f"{name}: no rank has saved its block at {block.places[0].offset}"
-            )
-        for kind, slices in block.slices.items():
-            end = 0
-            for each in slices:
-                if each.entry.start > end:
-                    break
-                end = max(end, each.entry.end)
-            if end < prod(block.local_shape):
-                raise CorruptStateError(
-                    f"{name}: no rank has saved {kind} of its block at {block.places[0].offset} from element "
-                    f"{end} on"
-                )
-
-
-def _iterations(name: str, ranks: Sequence[RankState], blocks: Sequence[Block]) -> dict[str, int]:
-    """Return the age of each kind that all blocks have."""
-    kinds = [set(block.slices) for block in blocks]
+def _iterations(
+    name: str, ranks: Sequence[StateReader], parts: Mapping[str, Sequence[Part]]
+) -> dict[str, int]:
+    """Return the age of each kind."""
     found: dict[str, int] = {}
-    for kind in sorted(set.intersection(*kinds)):
-        slices = [each for block in blocks for each in block.slices[kind]]
-        if any(each.entry.is_absent for each in slices):
+    for kind, slices in sorted(parts.items()):
+        if any(part.owner.entry.is_absent for part in slices):
             continue  # moments that do not exist yet
-        versions = {ranks[each.rank].index.units[each.unit].version for each in slices}
+        versions = {ranks[rank].index.units[unit].version for (rank, unit, _), *_ in slices}
         if len(versions) > 1:
             raise ConfigError(
                 f"{name} must be of one iteration, and ranks have it of iterations "
@@ -277,10 +244,24 @@ def _iterations(name: str, ranks: Sequence[RankState], blocks: Sequence[Block]) 
             )
         found[kind] = versions.pop()[1]
     if "master" not in found and "weight" not in found:
-        raise CorruptStateError(
-            f"{name}: ranks have saved neither weights nor masters of all of it"
-        )
+        raise CorruptStateError(f"{name}: ranks have saved neither its weights nor its masters")
     return {"weight": found.get("master", found.get("weight", 0)), **found}
+
+
+def _moves(tensor: GlobalTensor, kind: str) -> list[Move]:
+    """Return the moves that put a kind of a tensor together; raises CorruptStateError if some is missing."""
+    parts, zero = tensor.parts[kind], (0,) * len(tensor.shape)
+    block = Block(parts[0].block.tensor, zero, tensor.shape, tensor.shape, zero)
+    wanted = [Part(None, block, 0, tensor.numel)]
+    try:
+        plan = plan_transfer(parts, wanted, lambda _: ("",), lambda *_: 0, lambda owner: owner.rank)
+    except PlanError as error:
+        raise CorruptStateError(f"{tensor.name}: {error}") from error
+    if missing := plan.missing.get(None):
+        raise CorruptStateError(
+            f"{tensor.name}: no rank has saved {missing} of its {tensor.numel} elements of {kind}"
+        )
+    return [move for _, move in plan.moves.get(None, ())]
 
 
 def _buffers(source: Source) -> Iterator[GlobalTensor]:
@@ -341,7 +322,6 @@ def _unit_named(key: str) -> UnitId:
         block="mtp" if match["stack"] == "mtp" else "layer",
         layer=int(match["layer"]),
         expert=int(expert["expert"]) if expert else -1,
-        part=Part.WHOLE,
     )
 
 
@@ -356,42 +336,23 @@ def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> t
         rank, _, name = tensor.buffer.partition("/")
         return unpack(source.ranks[int(rank)].index.records[-1].buffers[name])
     # Weights follow from masters, unless the optimizer that holds the masters keeps few bits of them.
-    saved = kind if all(kind in block.slices for block in tensor.blocks) else "master"
-    own = tensor.dtype if kind == "weight" else tensor.blocks[0].slices[saved][0].entry.dtype
-    dtype = DTYPES[own]
-    if _is_all_of(tensor):
-        return _read_block(source, tensor.blocks[0], saved).to(dtype)
-    found = torch.empty(tensor.shape, dtype=dtype)
-    for block in tensor.blocks:
-        local = _read_block(source, block, saved)
-        for place in block.places:
-            into = found
-            for dim, offset in enumerate(place.offset[len(tensor.index) :]):
-                into = into.narrow(dim, offset, place.extent[dim])
-            part = local
-            for dim, start in enumerate(place.start):
-                part = part.narrow(dim, start, place.extent[dim])
-            into.copy_(part)
-    return found
+    saved = kind if kind in tensor.parts else "master"
+    dtype = DTYPES[tensor.dtype if kind == "weight" else tensor.dtype_of(saved)]
+    moves: dict[Slice, list[Move]] = defaultdict(list)
+    for move in _moves(tensor, saved):
+        moves[move.source.owner].append(move)
+    found = torch.empty(tensor.numel, dtype=dtype)
+    for own, its in moves.items():
+        flat = torch.empty(own.entry.end - own.entry.start, dtype=DTYPES[own.entry.dtype])
+        _read_slice(source, own, flat)
+        for move in its:
+            for ours, theirs in boxes_of(move, own.entry.start, 0):
+                _view(found, theirs).copy_(_view(flat, ours))
+    return found.view(tensor.shape)
 
 
-def _is_all_of(tensor: GlobalTensor) -> bool:
-    """Return whether some ranks have the tensor as it is."""
-    first, *others = tensor.blocks
-    extents = {place.extent for place in first.places}
-    return not others and first.local_shape == tensor.shape and extents == {tensor.shape}
-
-
-def _read_block(source: Source, block: Block, kind: str) -> torch.Tensor:
-    """Return the tensor that some ranks have, put together from the slices that each of them saved."""
-    slices = block.slices[kind]
-    numel, end = prod(block.local_shape), 0
-    local = torch.empty(numel, dtype=DTYPES[slices[0].entry.dtype])
-    for each in slices:
-        if each.entry.end > end:
-            _read_slice(source, each, local[each.entry.start : each.entry.end])
-            end = each.entry.end
-    return local.view(block.local_shape)
+def _view(flat: torch.Tensor, box: Box) -> torch.Tensor:
+    return torch.as_strided(flat, box.lengths, box.strides, box.at)
 
 
 def _read_slice(source: Source, each: Slice, target: torch.Tensor) -> None:
@@ -399,8 +360,8 @@ def _read_slice(source: Source, each: Slice, target: torch.Tensor) -> None:
     scales = (scale for inner in state.index.records[-1].optimizers for scale in inner.scales)
     if entry.dtype == "I16" or f"{entry.parameter}/{entry.key}" in scales:
         raise ConfigError(
-            f"{state.place}: {entry.key} of {entry.parameter} is kept in few bits by the optimizer "
+            f"{state.where}: {entry.key} of {entry.parameter} is kept in few bits by the optimizer "
             "(--use-precision-aware-optimizer), in a form that only it can read. Give --what weights."
         )
-    content = state.read(each.unit, entry.offset, tensor_bytes(entry))
+    content = state.read_part(each.unit, entry.offset, tensor_bytes(entry))
     unpack_into(target, msgspec.structs.replace(entry, offset=0), content)

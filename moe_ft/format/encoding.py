@@ -52,6 +52,17 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def check_content(what: str, content: bytes | memoryview, expected: str) -> None:
+    """Raise CorruptStateError, which begins with what it is, unless bytes have their checksum."""
+    check_found(what, checksum(content), expected)
+
+
+def check_found(what: str, found: str, expected: str) -> None:
+    """Raise CorruptStateError, which begins with what it is, unless a checksum is the expected one."""
+    if found != expected:
+        raise CorruptStateError(f"{what} does not match its checksum")
+
+
 def encode(body: Body) -> bytes:
     """Return the file's content: a JSON object that holds the body and the checksum of its bytes."""
     encoded = msgspec.json.encode(body)

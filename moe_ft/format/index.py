@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, override
 
 import msgspec
+import xxhash
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.encoding import Body, Checksum, check_path, checksum, decodable
+from moe_ft.format.encoding import Body, Checksum, check_content, check_found, check_path, decodable
 from moe_ft.format.entries import (
     FileEntry,
     ModelPlaces,
@@ -174,8 +175,7 @@ def check_units(
 
 def check_header(index: Index, header: memoryview | bytes, where: str) -> None:
     """Raise CorruptStateError if a safetensors header does not have the checksum of the index."""
-    if checksum(header) != index.header_checksum:
-        raise CorruptStateError(f"{where}: the safetensors header does not match its checksum")
+    check_content(_at(where, "the safetensors header"), header, index.header_checksum)
 
 
 def check_places(
@@ -184,10 +184,25 @@ def check_places(
     """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
     for name, unit in entries:
         content = contents[unit.file]
-        check_unit(name, unit, content[unit.offset : unit.offset + unit.num_bytes], where)
+        check_unit(name, unit, (content[unit.offset : unit.offset + unit.num_bytes],), where)
 
 
-def check_unit(name: str, unit: UnitEntry, content: memoryview | bytes, where: str) -> None:
-    """Raise CorruptStateError if the bytes of a unit do not have the checksum of the index."""
-    if checksum(content) != unit.checksum:
-        raise CorruptStateError(f"{where}: unit {name} does not match its checksum")
+def check_unit(
+    name: str, unit: UnitEntry, pieces: Iterable[memoryview | bytes], where: str
+) -> None:
+    """Raise CorruptStateError unless the bytes of a unit, in pieces, have the checksum of the index.
+
+    Args:
+        where: begins the message, unless it is empty.
+    """
+    found, num_bytes = xxhash.xxh3_64(), 0
+    for piece in pieces:
+        found.update(piece)
+        num_bytes += len(piece)
+    if num_bytes != unit.num_bytes:
+        raise CorruptStateError(_at(where, f"unit {name} is cut short"))
+    check_found(_at(where, f"unit {name}"), found.hexdigest(), unit.checksum)
+
+
+def _at(where: str, what: str) -> str:
+    return f"{where}: {what}" if where else what

@@ -55,7 +55,7 @@ def open_readers(met: Met, claimed: Claimed) -> Readers:
             return MemoryReader(met.site.node_dir / version.path, [*claimed.memory.regions, *pool])
         if source.tier is Tier.STORAGE:
             assert claimed.storage is not None
-            return StorageReader(claimed.storage, version)
+            return StorageReader.open(claimed.storage, version)
         assert version.node is not None
         address = met.site.topology.lowest_on_node(version.node).address
         assert address is not None

@@ -1,11 +1,13 @@
 """Readers of state from any tier, memory, a peer's memory and storage, and units that are read with them.
 
+Recovery, conversions, `diff` and `verify` read with them. What is wrong with bytes says format/index.py.
 A unit version is verified against its index.
 """
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path, PurePosixPath
 from typing import Self, override
 
@@ -18,20 +20,31 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.files.patience import note_progress
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.files.storage import Storage
-from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.index import Index, check_header
+from moe_ft.format.index import Index, check_header, check_unit
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.units import Level, UnitId
 
+_PIECE_BYTES = 16 << 20
+_MOST_KEPT_BYTES = 64 << 20
+
 
 class StateReader:
-    """Reads one rank's state at one place. All methods raise OSError if it cannot be read."""
+    """Reads one rank's state at one place, by one thread. All methods raise OSError if it cannot be read.
 
-    index: Index
+    Attributes:
+        index: what is there.
+        where: begins messages; empty where the caller says it.
+    """
 
-    def read(self, unit: UnitEntry) -> memoryview:
-        """Return the bytes of a unit version that the index names."""
+    def __init__(self, index: Index, where: str) -> None:
+        self.index, self.where = index, where
+        self._verified: set[str] = set()
+        self._kept: tuple[str, memoryview] = ("", memoryview(b""))
+
+    def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
+        """Return a range of a file that a unit names, as it is; an empty name is the index's own file."""
         raise NotImplementedError
 
     def read_parts(
@@ -50,7 +63,36 @@ class StateReader:
 
     def read_header(self) -> memoryview:
         """Return the safetensors header of the index's own file."""
-        raise NotImplementedError
+        return self.read("", 0, self.index.header_bytes)
+
+    def read_part(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Return a range of a unit at FULL, from its start; all of it is verified before.
+
+        One unit at a time stays in memory, a large one only as far as it is asked for.
+        """
+        unit = self.index.units[name]
+        if unit.num_bytes <= _MOST_KEPT_BYTES:
+            if name != self._kept[0]:
+                self._kept = ("", memoryview(b""))  # first, to have one at a time
+                self._kept = (name, read_unit(self, name)[1])
+            return self._kept[1][offset : offset + num_bytes]
+        if name not in self._verified:
+            starts = range(0, unit.num_bytes, _PIECE_BYTES)
+            sizes = (min(_PIECE_BYTES, unit.num_bytes - start) for start in starts)
+            pieces = map(
+                self.read, repeat(unit.file), (unit.offset + each for each in starts), sizes
+            )
+            check_unit(name, unit, pieces, self.where)
+            self._verified.add(name)
+        return self.read(unit.file, unit.offset + offset, num_bytes)
+
+    def check(self) -> None:
+        """Read everything; raise CorruptStateError unless it is intact, and its numbers are finite."""
+        check_header(self.index, self.read_header(), self.where)
+        for name, unit in self.index.entries():
+            content = self.read(unit.file, unit.offset, unit.num_bytes)
+            check_unit(name, unit, (content,), self.where)
+            check_is_finite(name, unit, content)
 
     def stays(self, unit: UnitEntry) -> bool:
         """Return whether a unit version is in memory that this rank will use again."""
@@ -76,11 +118,8 @@ def read_unit(
     unit = (index.units if position is None else index.compute[position]).get(name)
     if unit is None or unit.level != (Level.FULL if position is None else Level.COMPUTE):
         raise CorruptStateError(f"there is no unit {name}")
-    content = reader.read(unit)
-    if len(content) != unit.num_bytes:
-        raise CorruptStateError(f"unit {name} is cut short")
-    if checksum(content) != unit.checksum:
-        raise CorruptStateError(f"unit {name} does not match its checksum")
+    content = reader.read(unit.file, unit.offset, unit.num_bytes)
+    check_unit(name, unit, (content,), reader.where)
     note_progress()
     return unit, content
 
@@ -91,12 +130,12 @@ class MemoryReader(StateReader):
     Closing leaves files mapped: callers may still hold parts of them.
     """
 
-    def __init__(self, path: Path, reusable: Iterable[MappedFile] = ()) -> None:
+    def __init__(self, path: Path, reusable: Iterable[MappedFile] = (), where: str = "") -> None:
         """Open an index.
 
         Files in its directory that this rank will use again are read through their own mappings, which stay.
         """
-        self.index = decode(read_private(path), Index, str(path))
+        super().__init__(decode(read_private(path), Index, str(path)), where)
         self._directory = path.parent
         self._reused: set[str] = set()
         self._views: dict[str, memoryview] = {}
@@ -105,7 +144,6 @@ class MemoryReader(StateReader):
                 file.open()
                 self._reused.add(file.data_path.name)
                 self._views[file.data_path.name] = memoryview(file.mapping)
-        self._mapped(self.index.file)
 
     def _mapped(self, name: str) -> memoryview:
         if name not in self._views:
@@ -124,13 +162,8 @@ class MemoryReader(StateReader):
         return bool(unit.file) and unit.file in self._reused
 
     @override
-    def read(self, unit: UnitEntry) -> memoryview:
-        view = self._mapped(unit.file or self.index.file)
-        return view[unit.offset : unit.offset + unit.num_bytes]
-
-    @override
-    def read_header(self) -> memoryview:
-        return self._mapped(self.index.file)[: self.index.header_bytes]
+    def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
+        return self._mapped(file or self.index.file)[offset : offset + num_bytes]
 
 
 class PeerReader(StateReader):
@@ -139,13 +172,13 @@ class PeerReader(StateReader):
     def __init__(self, connection: PeerConnection, version: Version) -> None:
         self._connection, self._path = connection, version.path
         content = bytes(connection.get(version.path))
-        self.index = decode(content, Index, f"{version.path} of node {version.node}")
+        super().__init__(decode(content, Index, f"{version.path} of node {version.node}"), "")
         self._directory = PurePosixPath(version.path).parent
 
     @override
-    def read(self, unit: UnitEntry) -> memoryview:
-        path = str(self._directory / (unit.file or self.index.file))
-        return memoryview(self._connection.get(path, unit.offset, unit.num_bytes))
+    def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
+        path = str(self._directory / (file or self.index.file))
+        return memoryview(self._connection.get(path, offset, num_bytes))
 
     @override
     def read_parts(
@@ -156,22 +189,23 @@ class PeerReader(StateReader):
         return spread(unit.num_bytes, ranges, self._connection.get_parts(request, unit.num_bytes))
 
     @override
-    def read_header(self) -> memoryview:
-        path = str(self._directory / self.index.file)
-        return memoryview(self._connection.get(path, 0, self.index.header_bytes))
-
-    @override
     def close(self) -> None:
         self._connection.close()
 
 
 class StorageReader(StateReader):
-    """Reads a persisted file."""
+    """Reads a persisted file, and those of older checkpoints that its index names."""
 
-    def __init__(self, storage: Storage, version: Version) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, index: Index, path: str, where: str = "") -> None:
+        """Take an index that was checked, and the path of its data file."""
+        super().__init__(index, where)
+        self._storage, self._own = storage, path
+
+    @classmethod
+    def open(cls, storage: Storage, version: Version) -> Self:
+        """Return the reader of a file of a checkpoint; raises OSError unless the manifest names its index."""
         assert version.file is not None
-        self.index = read_index(
+        index = read_index(
             storage.read(version.path),
             version.file,
             iteration=version.iteration,
@@ -179,17 +213,12 @@ class StorageReader(StateReader):
             window=version.window,
             where=f"{storage.url}/{version.path}",
         )
-        self._own = str(PurePosixPath(version.path).with_name(self.index.file))
+        return cls(storage, index, version.file.data)
 
     @override
-    def read(self, unit: UnitEntry) -> memoryview:
-        # The file may be that of an older checkpoint.
-        content = self._storage.read(unit.file or self._own, unit.offset, unit.num_bytes)
-        return memoryview(bytearray(content))
-
-    @override
-    def read_header(self) -> memoryview:
-        return memoryview(self._storage.read(self._own, 0, self.index.header_bytes))
+    def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
+        # A copy, because torch wants a writable buffer.
+        return memoryview(bytearray(self._storage.read(file or self._own, offset, num_bytes)))
 
 
 Opener = Callable[[Source], StateReader]

@@ -14,7 +14,7 @@ from moe_ft.engine.memory.regions import BOUNDARY_INDEX_NAME
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
-from moe_ft.format.encoding import checksum, decode
+from moe_ft.format.encoding import check_content, decode
 
 Key = tuple[int, Direction, int]  # receiver, direction, ordinal
 
@@ -40,9 +40,7 @@ class LoggedIteration:
     def read(self, sent: SentTensor) -> memoryview:
         """Return the bytes of a tensor; raises CorruptStateError if they do not have its checksum."""
         data = self._bytes_of(sent)
-        if checksum(data) != sent.checksum:
-            where = _describe(self.index)
-            raise CorruptStateError(f"{where}: {sent.name} does not match its checksum")
+        check_content(f"{_describe(self.index)}: {sent.name}", data, sent.checksum)
         return data
 
     def check(self, receiver: int | None = None) -> None:
@@ -74,8 +72,8 @@ def open_slot(index_path: Path) -> LoggedIteration:
         raise CorruptStateError(
             f"{_describe(index)} has {len(content)} bytes, not {index.file_bytes}"
         )
-    if checksum(content[: index.header_bytes]) != index.header_checksum:
-        raise CorruptStateError(f"{_describe(index)}: its header does not match its checksum")
+    header = content[: index.header_bytes]
+    check_content(f"{_describe(index)}: its header", header, index.header_checksum)
     return LoggedIteration(index, lambda sent: content[sent.offset : sent.offset + sent.num_bytes])
 
 

@@ -122,7 +122,7 @@ def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -
         if with_older or not unit.file:
             file = unit.file or path
             content = storage.read(file, unit.offset, unit.num_bytes)
-            check_unit(name, unit, content, f"{storage.url}/{file}")
+            check_unit(name, unit, (content,), f"{storage.url}/{file}")
 
 
 def check_sizes(listings: Listings, manifest: Manifest) -> None:

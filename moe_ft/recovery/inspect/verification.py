@@ -4,30 +4,21 @@ engine/persist/soundness.py decides whether a checkpoint is sound, as it does fo
 read too. holdings.py finds what there is to check.
 """
 
-import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
-from moe_ft.engine.persist.soundness import (
-    check_is_finite,
-    check_references,
-    check_region,
-    read_file,
-)
+from moe_ft.engine.persist.soundness import check_references, check_region, read_file
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.private_files import open_private, open_regular, read_private
 from moe_ft.files.storage import Storage
-from moe_ft.format.encoding import decode
-from moe_ft.format.index import Index, check_places, check_units
+from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
 from moe_ft.recovery.inspect.boundary_logs import verify_logs
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings
-
-Open = Callable[[Path], BinaryIO]
+from moe_ft.recovery.readers import MemoryReader, StorageReader
 
 
 def verify(directory: str) -> tuple[list[str], list[str]]:
@@ -75,36 +66,11 @@ def _damage(check: Callable[[], None]) -> Iterator[str]:
 
 
 def _check_region(path: Path) -> None:
-    index = decode(read_private(path), Index, str(path))
-    check_region(index, path)
-    _check_file(path.parent / index.file, index, open_private)
-    for pool in {unit.file for unit in index.units.values() if unit.file}:
-        _check_pool(path.parent / pool, index)
-
-
-def _check_file(data: Path, index: Index, open_: Open = open_regular) -> None:
-    """Check a local data file against its index, and that it is a valid safetensors file."""
-    if data.stat().st_size != index.file_bytes:
-        raise CorruptStateError(f"{data} has {data.stat().st_size} bytes, not {index.file_bytes}")
-    content = _mapped(data, open_)
-    check_units(index, {"": content}, str(data))
-    _check_numbers(index, "", content)
-    _check_is_valid(data)
-
-
-def _check_pool(path: Path, index: Index) -> None:
-    """Check the units that an index has in a pool."""
-    content = _mapped(path, open_private)
-    pooled = [(name, unit) for name, unit in index.units.items() if unit.file == path.name]
-    check_places({path.name: content}, str(path), pooled)
-    _check_numbers(index, path.name, content)
-    _check_is_valid(path)
-
-
-def _mapped(path: Path, open_: Open) -> memoryview:
-    """Return the bytes of a file; the garbage collector unmaps it, since a traceback may hold parts."""
-    with open_(path) as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    reader = MemoryReader(path, where=str(path))
+    check_region(reader.index, path)
+    reader.check()
+    for file in {unit.file or reader.index.file for _, unit in reader.index.entries()}:
+        _check_is_valid(path.parent / file)
 
 
 def _check_is_valid(path: Path) -> None:
@@ -113,12 +79,6 @@ def _check_is_valid(path: Path) -> None:
             opened.keys()
     except SafetensorError as error:
         raise CorruptStateError(f"{path} is not a valid safetensors file: {error}") from error
-
-
-def _check_numbers(index: Index, file: str, content: memoryview) -> None:
-    for name, unit in index.entries():
-        if unit.file == file:
-            check_is_finite(name, unit, content[unit.offset : unit.offset + unit.num_bytes])
 
 
 def _damage_of_checkpoint(storage: Storage, manifest: Manifest) -> Iterator[str]:
@@ -136,10 +96,9 @@ def _damage_of_checkpoint(storage: Storage, manifest: Manifest) -> Iterator[str]
 
 
 def _check_stored(storage: Storage, path: str, index: Index) -> None:
-    local = storage.local_path(path)
-    if local is not None:
-        _check_file(local, index)
-        return
-    content = memoryview(storage.read(path))
-    check_units(index, {"": content}, path)
-    _check_numbers(index, "", content)
+    # Units in older files are checked with those.
+    units = {name: unit for name, unit in index.units.items() if not unit.file}
+    own = msgspec.structs.replace(index, units=units)
+    StorageReader(storage, own, path, where=f"{storage.url}/{path}").check()
+    if (local := storage.local_path(path)) is not None:
+        _check_is_valid(local)

@@ -231,7 +231,7 @@ def test_versions_that_are_not_asked_for_may_be_wrong() -> None:
 def test_content_that_is_cut_off_is_found() -> None:
     name, unit = ENTRIES[0]
     content = WINDOW.content[: unit.offset + unit.num_bytes - 1]
-    with pytest.raises(CorruptStateError, match=f"unit {name} does not match"):
+    with pytest.raises(CorruptStateError, match=f"unit {name} is cut short"):
         check_places(contents_of(content), "a region", ENTRIES[:1])
 
 

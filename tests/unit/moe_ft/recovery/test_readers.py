@@ -77,7 +77,7 @@ class Place:
         if self.tier == "memory":
             return MemoryReader(self.node_dir / version.path)
         if self.tier == "storage":
-            return StorageReader(self.storage, version)
+            return StorageReader.open(self.storage, version)
         assert self.server.address is not None
         return PeerReader(PeerConnection(self.server.address, "token"), version)
 

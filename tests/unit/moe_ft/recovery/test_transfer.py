@@ -79,7 +79,7 @@ class Left(StateReader):
     def __post_init__(self) -> None:
         self.content = bytearray()
         units = {str(unit): self._add(unit, age) for unit, age in self.ages.items()}
-        self.index: Index = msgspec.structs.replace(
+        index = msgspec.structs.replace(
             make_window(length=1).index,
             rank=self.rank,
             iteration=NOW,
@@ -90,6 +90,7 @@ class Left(StateReader):
             records=(make_record(NOW),),
             compute=(),
         )
+        super().__init__(index, "")
         if self.is_damaged:
             self.content[5] ^= 1
 
@@ -127,8 +128,8 @@ class Left(StateReader):
         return f"{self.node}/rank_{self.rank:05d}/region_0.json"
 
     @override
-    def read(self, unit: UnitEntry) -> memoryview:
-        return memoryview(self.content)[unit.offset : unit.offset + unit.num_bytes]
+    def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self.content)[offset : offset + num_bytes]
 
     @override
     def read_parts(

@@ -282,7 +282,7 @@ def reader_of(storage: Storage, iteration: int) -> StorageReader:
         window=manifest.window,
         file=file,
     )
-    return StorageReader(storage, version)
+    return StorageReader.open(storage, version)
 
 
 @pytest.mark.parametrize("number", range(7))

@@ -102,7 +102,7 @@ def recoverable(storage: Storage) -> list[int]:
     ranks = []
     for version in look_at_storage(storage).versions:
         try:
-            StorageReader(storage, version)
+            StorageReader.open(storage, version)
         except OSError:
             continue
         ranks.append(version.rank)
