@@ -15,7 +15,7 @@ from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.parts import spread
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
-from moe_ft.engine.persist.soundness import read_index
+from moe_ft.engine.persist.soundness import check_is_finite, read_index
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.patience import note_progress
 from moe_ft.files.private_files import open_private, read_private

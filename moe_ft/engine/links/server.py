@@ -35,7 +35,7 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
-from moe_ft.format.encoding import check_path, checksum, decode, encode
+from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 
