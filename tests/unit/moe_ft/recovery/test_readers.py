@@ -228,7 +228,7 @@ def test_parts_of_a_unit_come_from_a_peer_and_are_read_whole_from_elsewhere(plac
         assert parts is None
         return
     assert parts is not None
-    whole = reader.read(entry)
+    whole = reader.read(entry.file, entry.offset, entry.num_bytes)
     assert [bytes(parts[start:end]) for start, end in RANGES] == [
         bytes(whole[start:end]) for start, end in RANGES
     ]

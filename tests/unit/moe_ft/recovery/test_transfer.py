@@ -135,7 +135,7 @@ class Left(StateReader):
     def read_parts(
         self, name: str, position: int | None, unit: UnitEntry, ranges: Sequence[tuple[int, int]]
     ) -> memoryview | None:
-        parts = b"".join(self.read(unit)[start:end] for start, end in ranges)
+        parts = b"".join(self.read("", unit.offset + start, end - start) for start, end in ranges)
         self.asked_bytes += len(parts)
         return spread(unit.num_bytes, ranges, bytearray(parts))
 
