@@ -99,7 +99,8 @@ def train_and_measure(folder: str, flags: list[str]) -> None:
 
     def close_and_write(self: BoundaryLog, timeout_s: float) -> None:
         close(self, timeout_s)
-        found, problems = open_log(self._slots[0].data_path.parent)
+        slots = [*self._extents.values()]
+        found, problems = open_log(slots[0].data_path.parent)
         assert not problems, problems
         sizes = {
             (len(each.index.sent), sum(sent.num_bytes for sent in each.index.sent))
@@ -111,7 +112,7 @@ def train_and_measure(folder: str, flags: list[str]) -> None:
         measured = {
             "sent": sent,
             "computed": (traffic.num_sends(stage), traffic.sent_bytes(stage)),
-            "memory_bytes": sum(slot.num_bytes for slot in self._slots),
+            "memory_bytes": sum(slot.num_bytes for slot in slots),
             "seconds": seconds[FIRST_ITERATION:],
         }
         Path(folder, f"log_{rank}.json").write_text(json.dumps(measured))

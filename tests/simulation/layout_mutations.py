@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.planning.recovery import plan_recovery
 from moe_ft.recovery import fetch, look, new_record
 from moe_ft.recovery import plan as planning
 from tests.simulation.active import Patches
@@ -28,12 +29,11 @@ def layout_not_marked(patches: Patches) -> None:
 @_of_layouts
 def complete_by_the_ranks_of_now(patches: Patches) -> None:
     """State of another layout counts as complete if as many ranks have some as there are now."""
-    original = planning.plan_recovery
 
-    def plan_recovery(versions: Any, *rest: Any) -> Any:
-        return original([replace(each, world_size=0) for each in versions], *rest)
+    def plan(versions: Any, *rest: Any) -> Any:
+        return plan_recovery([replace(each, world_size=0) for each in versions], *rest)
 
-    patches.set(planning, "plan_recovery", plan_recovery)
+    patches.set(planning, "plan_recovery", plan)
 
 
 @_of_layouts
@@ -45,7 +45,7 @@ def same_random_numbers_again(patches: Patches) -> None:
 @_of_layouts
 def buffers_by_their_number(patches: Patches) -> None:
     """A buffer is that of the layer that had its number in the layout before, on the first rank."""
-    original = fetch.make_record
+    original = new_record.make_record
 
     def make(indexes: Any, met: Any, position: int) -> Any:
         record = original(indexes, met, position)
