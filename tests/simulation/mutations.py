@@ -220,19 +220,7 @@ def persisted_region_is_free(patches: Patches) -> None:
 @mutation
 def checksums_ignored(patches: Patches) -> None:
     """Content that is read in a recovery is not compared with its checksum."""
-    patches.set(readers, "checksum", lambda content: _Anything())
-
-
-class _Anything(str):
-    """Equal to everything."""
-
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
+    patches.set(readers, "check_unit", lambda *given: None)
 
 
 @mutation

@@ -167,7 +167,7 @@ def _limited(queue: Any, which: int, value: int, pattern: str, path: Path) -> No
     ("which", "value", "pattern", "check", "result"),
     [
         (resource.RLIMIT_MEMLOCK, 65536, "core", "locked memory", Result.WARN),
-        (resource.RLIMIT_NOFILE, 200, "core", "open files", Result.FAIL),
+        (resource.RLIMIT_NOFILE, 130, "core", "open files", Result.FAIL),
         (resource.RLIMIT_NOFILE, 2000, "core", "open files", Result.PASS),
         (resource.RLIMIT_CORE, 0, "core", "core files", Result.PASS),
         (resource.RLIMIT_CORE, 1 << 20, "core.%p", "core files", Result.WARN),

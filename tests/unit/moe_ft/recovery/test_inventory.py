@@ -254,4 +254,4 @@ def test_state_that_is_not_safely_ours_is_not_used_and_said_to_be_there(
     assert reason in problem.text
     assert "memory of node node-a: rank_00000" in problem.text
     with pytest.raises(UnsafePathError, match=reason):
-        MemoryReader(region.index_path)
+        MemoryReader(region.index_path).read_header()
