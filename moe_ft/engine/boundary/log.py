@@ -62,6 +62,11 @@ class SendCopier:
         """Return an event after all copies so far; None if they have ended already."""
         return None if self._stream is None else self._stream.record_event()
 
+    def wait(self) -> None:
+        """Wait until all copies so far have ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 @dataclass(kw_only=True, slots=True)
 class _Taking:
@@ -326,8 +331,12 @@ class BoundaryLog:
         return not wait([*self._commits.values()], timeout_s).not_done
 
     def close(self, timeout_s: float) -> None:
-        """Commit what has ended, and end the worker. The memory stays."""
+        """Commit what has ended, and end the worker. The memory stays.
+
+        Copies of an iteration that a failure has cut short end, too: their target is unmapped next.
+        """
         self._taking = None
+        self._worker.submit(self._copier.wait)
         self._worker.close(timeout_s)
 
 

@@ -1,0 +1,1 @@
+"""A stand-in for a CUDA device on the CPU, which runs queued operations as late as CUDA's rules allow."""

@@ -1,0 +1,167 @@
+"""Removal of the product's waits, one at a time: each must be noticed.
+
+The waits are read from the source, so a new one is tried too. Run `python -m tests.device.removal` for the
+table of what finds each.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from moe_ft.engine.snapshots.windows import Windows
+from tests.device.queues import Device, Event, Stream
+from tests.device.simulated import late_devices
+from tests.device.tensors import LateTensor
+from tests.simulation.active import Patches
+from tests.simulation.job import Setup
+from tests.simulation.schedule import Fault, Schedule
+from tests.simulation.simulate import installed
+from tests.simulation.soak import attempt
+from tests.unit.source import ROOT
+
+_CALLS = {"wait_stream", "wait_event", "synchronize", "record_stream", "record_event", "record"}
+_KILLED = Fault(kind="kill-all", start=0, event=300)
+_ALONE = Setup(dp=1, ep=1, nodes=1, replication="0", iterations=6)
+_PACKED = msgspec.structs.replace(_ALONE, state_dtype="master=split")
+_STAGES = msgspec.structs.replace(
+    _ALONE, stages=2, breakpoints=True, upstream_log=True, recovery="local", interval="2"
+)
+# Jobs in which the waits of the product matter, and how they are disturbed.
+JOBS: tuple[tuple[Setup, tuple[Fault, ...]], ...] = (
+    (_ALONE, (_KILLED,)),
+    (_PACKED, (_KILLED,)),
+    (_STAGES, (Fault(kind="kill-rank", start=0, event=400, target=1),)),
+    (_STAGES, (Fault(kind="terminate", start=0, event=13, moment="after step"),)),
+)
+_TESTS = str(ROOT / "tests")
+FENCE = "Windows.wait_for_copy"
+
+
+def schedules(seeds: range) -> Iterator[Schedule]:
+    """Yield the jobs with each seed."""
+    for seed in seeds:
+        for setup, faults in JOBS:
+            yield Schedule(seed=seed, setup=setup, faults=faults)
+
+
+def waits() -> dict[str, Path]:
+    """Return the calls in moe_ft that order the device's work, as "Class.function: call", with their files."""
+    found: dict[str, Path] = {}
+    for path in sorted((ROOT / "moe_ft").rglob("*.py")):
+        source = path.read_text()
+        if "torch.cuda" in source:
+            found.update((name, path) for name in _calls_in(ast.parse(source), ""))
+    return found
+
+
+def _calls_in(node: ast.AST, place: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from _calls_in(child, f"{place}.{child.name}".removeprefix("."))
+            continue
+        called = child.func if isinstance(child, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in _CALLS:
+            if called.attr != "record" or not ast.unparse(called).startswith("self"):
+                yield f"{place}: {called.attr}"
+        yield from _calls_in(child, place)
+
+
+@contextmanager
+def without(name: str) -> Iterator[list[int]]:
+    """Leave out one wait; the list gets an entry each time that it is left out."""
+    patches, left_out = Patches(), list[int]()
+    try:
+        if name == FENCE:
+            patches.set(Windows, "wait_for_copy", lambda *_: left_out.append(1))
+        else:
+            place, _, call = name.partition(": ")
+            _leave_out(patches, place, call, left_out)
+        yield left_out
+    finally:
+        patches.restore()
+
+
+def _leave_out(patches: Patches, place: str, call: str, left_out: list[int]) -> None:
+    def replace(owner: Any, instead: Callable[..., Any]) -> None:
+        original = getattr(owner, call)
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if _caller() != place:
+                return original(*args, **kwargs)
+            left_out.append(1)
+            return instead(*args)
+
+        patches.set(owner, call, act)
+
+    for owner in (Stream, Event, LateTensor, Device):
+        if call in vars(owner):
+            returns_event = call == "record_event"
+            replace(owner, lambda first, *_: Event(first._device) if returns_event else None)
+
+
+def _caller() -> str:
+    """Return the name of the function of the product that has called the device."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TESTS):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_qualname
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Outcome of a hunt for one removed wait.
+
+    Attributes:
+        num_schedules: that were run with it.
+        num_left_out: times that the wait was left out in them.
+        problem: what was noticed first; empty if nothing was.
+    """
+
+    num_schedules: int
+    num_left_out: int
+    problem: str
+
+
+def check(schedule: Schedule, folder: Path = Path("/dev/shm")) -> list[str]:
+    """Run a schedule on late devices; return what is wrong."""
+    with installed(), late_devices(schedule.seed) as devices:
+        verdict = attempt(schedule, folder)
+        return [*devices.conflicts, *verdict.violations]
+
+
+def hunt(name: str, seeds: range) -> Finding:
+    """Run jobs without a wait until that is noticed; an empty name leaves out nothing."""
+    count = 0
+    with without(name) if name else nullcontext([]) as left_out:
+        for count, schedule in enumerate(schedules(seeds), 1):
+            if problems := check(schedule):
+                return Finding(
+                    num_schedules=count, num_left_out=len(left_out), problem=problems[0]
+                )
+    return Finding(num_schedules=count, num_left_out=len(left_out), problem="")
+
+
+def main() -> int:
+    """Print a table of all waits."""
+    torch.set_num_threads(1)
+    num_missed = 0
+    for name in ("", *waits(), FENCE):
+        found = hunt(name, range(4))
+        num_missed += bool(name) != bool(found.problem)
+        problem = found.problem.partition("\n")[0][:110] or "nothing noticed"
+        print(
+            f"{name or 'none':50} {found.num_schedules:3} {found.num_left_out:4}  {problem}",
+            flush=True,
+        )
+    return int(num_missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

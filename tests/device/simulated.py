@@ -1,0 +1,305 @@
+"""Simulated jobs whose ranks have their state on late devices.
+
+Each simulated process has a device of its own, which a kill ends with everything that is queued. What the
+model computes on the host appears on the device when a kernel has run, and is poison before. Of the product's
+GPU code everything in moe_ft runs, with the torch reference in the place of kernels. Ranks leave as on a CPU:
+nothing is aborted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, override
+
+import torch
+import xxhash
+
+from kernels.pack_table import PackTable
+from kernels.packing import Segment, pack_by_reference, unpack_by_reference
+from moe_ft.engine.snapshots.staging import Staging
+from moe_ft.loop.leaving import BreakpointWriter
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId
+from tests.device.queues import Device, Event, Stream, poison, span_of
+from tests.device.tensors import CUDA, LateTensor, new, on_device
+from tests.simulation import rank, training
+from tests.simulation.active import Patches, World
+from tests.simulation.model import Model
+from tests.simulation.training import RouterLoad, SimulatedLoop
+
+_LONGEST_WAIT_S = 0.03  # virtual, of a host thread for its device: more than half an iteration
+_CHUNK_BYTES = 4096  # so that a small model is packed in many chunks
+
+
+@dataclass
+class Devices:
+    """The devices of a simulation, in the order of their first use."""
+
+    seed: int
+    all: list[Device] = field(default_factory=list)
+
+    @property
+    def conflicts(self) -> list[str]:
+        return [each for device in self.all for each in device.conflicts]
+
+    def of(self, world: World) -> Device:
+        """Return the device of the process that runs."""
+        kernel, local = world.kernel, world.process.local
+
+        def pause() -> None:
+            kernel.event("wait for the device")
+            kernel.sleep(kernel.random.uniform(0.0, _LONGEST_WAIT_S))
+
+        if "device" not in local:
+            seed = f"{self.seed} {len(self.all)}"
+            local["device"] = Device(seed, lambda: id(kernel.running), pause)
+            self.all.append(local["device"])
+        found: Device = local["device"]
+        return found
+
+
+class DeviceModel(Model):
+    """The simulated model with its state on a device. Its arithmetic is that of kernels on the default stream."""
+
+    def __init__(self, device: Device, *args: Any) -> None:
+        self._device, self._is_running = device, False
+        super().__init__(*args)
+        self._on_device = {
+            key: on_device(device, flat)
+            for key, flat in (*self._flat.items(), ("weights", self.weights), ("bias", self.bias))
+        }
+        self._moments = [
+            {key: self._late_view(key, each) for key in ("exp_avg", "exp_avg_sq")}
+            for each in self.parts
+        ]
+        self.group["params"] = [self._late_view("param", each) for each in self.parts]
+        self.chunk._buffers["expert_bias"] = self._on_device["bias"]
+
+    def _late_view(self, key: str, part: Any) -> torch.Tensor:
+        return self._on_device[key][part.own_at : part.own_at + part.end - part.start]
+
+    @contextmanager
+    def _running(self, *, writes: bool = True) -> Iterator[None]:
+        """Do at once what kernels do later: their results appear when another one has run."""
+        if self._is_running:
+            yield
+            return
+        self._device.run(self._device.default.last)
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+        if writes:
+            self._postpone()
+
+    def _postpone(self) -> None:
+        memory = [each.content for each in self._on_device.values()]
+        results = [each.clone() for each in memory]
+        spans = [span_of(each) for each in memory]
+        self._device.note_write("training", spans)
+
+        def appear() -> None:
+            for target, result in zip(memory, results, strict=True):
+                target.copy_(result)
+
+        for each in memory:
+            poison(each)
+        self._device.queue("training", appear, writes=spans, stream=self._device.default)
+
+    @override
+    def local_parameters(self, assign_slices: Any) -> list[LocalParameter]:
+        found = []
+        for part, local in zip(self.parts, super().local_parameters(assign_slices), strict=True):
+            live = self._on_device["weights"][part.at : part.at + part.size]
+            parameter = torch.nn.Parameter(live, requires_grad=False)
+            found.append(replace(local, parameter=parameter))
+        return found
+
+    @override
+    def refresh(self) -> None:
+        with self._running():
+            super().refresh()
+
+    @override
+    def sync(self) -> None:
+        with self._running():
+            super().sync()
+
+    @override
+    def begin_pass(self) -> None:
+        with self._running(writes=False):
+            super().begin_pass()
+
+    @override
+    def norm_share(self) -> bytes:
+        with self._running():
+            return super().norm_share()
+
+    @override
+    def reduce(self, shares: Sequence[bytes]) -> int:
+        with self._running():
+            return super().reduce(shares)
+
+    @override
+    def step(self, signal: int, grad_norm: float, frozen: Any = ()) -> None:
+        with self._running():
+            super().step(signal, grad_norm, frozen)
+
+    @override
+    def _adopt(self, frozen: Any = (), *, creates: bool = False) -> None:
+        super()._adopt(frozen, creates=creates)
+        self._device.run(self._device.default.last)
+
+    @override
+    def digest(self, *, leaves_out_experts: bool = False) -> str:
+        with self._running():
+            return super().digest(leaves_out_experts=leaves_out_experts)
+
+    @override
+    def unit_digest(self, unit: UnitId) -> str:
+        state = xxhash.xxh3_64()
+        with self._running(writes=False):
+            for part, master in zip(self.parts, self.group["params"], strict=True):
+                if part.unit == unit and part.start < part.end:
+                    own = self.inner.optimizer.state.get(master, {})
+                    for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
+                        state.update(b"" if tensor is None else tensor.content.numpy())
+        return str(state.hexdigest())
+
+
+class ReferenceTable:
+    """The torch reference as a kernel, in the place of kernels/triton_packing.py."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = [
+            replace(
+                each,
+                tensor=each.tensor.content,
+                weights=None if each.weights is None else each.weights.content,
+            )
+            for each in segments
+        ]
+        self._tensors = [span_of(each.tensor) for each in self._segments]
+        self._weights = [span_of(e.weights) for e in self._segments if e.weights is not None]
+
+    def pack(self, buffer: LateTensor) -> torch.Tensor:
+        """Queue the kernel that packs."""
+        device, target = buffer.memory.device, buffer.content
+        counts = on_device(device, torch.full((len(self._segments),), -1, dtype=torch.int64))
+        found = counts.content
+
+        def pack() -> None:
+            found.copy_(pack_by_reference(self._segments, target))
+
+        device.queue(
+            "pack",
+            pack,
+            reads=[*self._tensors, *self._weights],
+            writes=[span_of(target), span_of(found)],
+        )
+        return counts
+
+    def unpack(self, buffer: LateTensor) -> None:
+        """Queue the kernel that unpacks."""
+        source = buffer.content
+        buffer.memory.device.queue(
+            "unpack",
+            lambda: unpack_by_reference(self._segments, source),
+            reads=[span_of(source), *self._weights],
+            writes=self._tensors,
+        )
+
+
+@contextmanager
+def late_devices(seed: int) -> Iterator[Devices]:
+    """Put late devices into a simulation that is installed already."""
+    devices, patches = Devices(seed), Patches()
+    try:
+        _install_cuda(devices, patches)
+        _install_model(devices, patches)
+        yield devices
+    finally:
+        patches.restore()
+
+
+def _install_cuda(devices: Devices, patches: Patches) -> None:
+    of = devices.of
+    patches.divert(torch.cuda, "Stream", lambda world, *_: Stream(of(world)))
+    patches.divert(torch.cuda, "Event", lambda world, **_: Event(of(world)))
+    patches.divert(torch.cuda, "stream", lambda world, stream: of(world).using(stream))
+    patches.divert(torch.cuda, "current_stream", lambda world, *_: of(world).current)
+    patches.divert(torch.cuda, "synchronize", lambda world, *_: of(world).synchronize())
+    patches.divert(torch.cuda, "cudart", lambda world: _Runtime(of(world)))
+    plain = torch.zeros
+
+    def zeros(world: World, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made = plain(*args, **kwargs)
+        return new(of(world), made) if device == CUDA else made
+
+    patches.divert(torch, "zeros", zeros)
+
+    def to(world: World, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and args[0] == CUDA:
+            return new(of(world), tensor)
+        return torch._C.TensorBase.to(tensor, *args, **kwargs)
+
+    patches.divert(torch.Tensor, "to", to)
+    patches.set(PackTable, "_kernel_table", _reference_table)
+
+
+def _reference_table(table: Any) -> ReferenceTable:
+    table._on_device = table._on_device or ReferenceTable(table.segments)
+    found: ReferenceTable = table._on_device
+    return found
+
+
+class _Runtime:
+    """What the product calls of `torch.cuda.cudart()`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def cudaHostRegister(self, first: int, num_bytes: int, _: int) -> int:  # noqa: N802
+        self._device.pin(first, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, first: int) -> None:  # noqa: N802
+        self._device.unpin(first)
+
+
+def _install_model(devices: Devices, patches: Patches) -> None:
+    def model(world: World, *args: Any) -> Model:
+        return DeviceModel(devices.of(world), *args)
+
+    patches.divert(training, "Model", model)
+    counts = RouterLoad.counts
+
+    def late_counts(world: World, load: RouterLoad) -> dict[str, Any]:
+        return {name: new(devices.of(world), each) for name, each in counts(load).items()}
+
+    patches.divert(RouterLoad, "counts", late_counts)
+    recording = SimulatedLoop.recording
+
+    def record_late(world: World, loop: SimulatedLoop, record: Callable[..., None]) -> Any:
+        def late(neighbour: int, direction: Any, tensor: torch.Tensor) -> None:
+            # Megatron frees it as soon as it was sent.
+            record(neighbour, direction, new(devices.of(world), tensor))
+
+        return recording(loop, late)
+
+    patches.divert(SimulatedLoop, "recording", record_late)
+    use = BreakpointWriter.use
+
+    def use_as_on_cpu(self: BreakpointWriter, *args: Any, **kwargs: Any) -> None:
+        use(self, *args, **{**kwargs, "is_on_gpu": False})
+
+    patches.set(BreakpointWriter, "use", use_as_on_cpu)
+    make = Staging.__init__
+
+    def make_small(self: Staging, *args: Any) -> None:
+        make(self, *args)
+        self.chunk_bytes = min(self.chunk_bytes, _CHUNK_BYTES)
+
+    patches.set(Staging, "__init__", make_small)
