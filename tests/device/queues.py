@@ -5,25 +5,25 @@ the seed says so. tensors.py has the tensors whose operations are queued, simula
 
 Rules that it follows, and where they are written:
 
-- Operations of a stream run in their order, those of two streams in any, unless an event orders them (CUDA C++
-  Programming Guide, "Streams" and "Events").
+- Operations of a stream run in their order, those of two streams in any, unless an event orders them
+  (CUDA C++ Programming Guide, "Streams" and "Events").
 - torch's streams do not wait for the default stream, nor it for them: they are made with
-  cudaStreamNonBlocking (torch, c10/cuda/CUDAStream.cpp). Each host thread has a current stream of its own, at
-  first the default one (torch, "CUDA semantics").
-- An event stands for what its stream had been given when it was recorded. A wait takes what it stands for at
-  the call: recording it again later changes nothing. One that was never recorded stops nobody (CUDA Runtime
-  API, cudaEventRecord and cudaStreamWaitEvent).
+  cudaStreamNonBlocking (torch, c10/cuda/CUDAStream.cpp). Each host thread has a current stream of its own,
+  at first the default one (torch, "CUDA semantics").
+- An event stands for what its stream had been given when it was recorded. A wait takes what it stands for
+  at the call: recording it again later changes nothing. One that was never recorded stops nobody (CUDA
+  Runtime API, cudaEventRecord and cudaStreamWaitEvent).
 - A copy between the device and page-locked memory may go on after the call. One into pageable memory is
-  complete when the call returns; one from pageable memory has been read then, as it is staged (CUDA Runtime API,
-  "API synchronization behavior"). Copies of torch wait for their end unless non_blocking is set (torch,
-  aten/src/ATen/native/cuda/Copy.cu).
-- `to("cpu", non_blocking=True)` makes page-locked memory (torch, TensorConversions.cpp), which is not given away
-  before copies that torch has queued have ended (torch, CachingHostAllocator).
+  complete when the call returns; one from pageable memory has been read then, as it is staged (CUDA Runtime
+  API, "API synchronization behavior"). Copies of torch wait for their end unless non_blocking is set
+  (torch, aten/src/ATen/native/cuda/Copy.cu).
+- `to("cpu", non_blocking=True)` makes page-locked memory (torch, TensorConversions.cpp), which is not given
+  away before copies that torch has queued have ended (torch, CachingHostAllocator).
 - Device memory that is freed on the host may be used again at once by what is queued later on the stream on
   which it was allocated. Uses on other streams are waited for only after `record_stream` (torch,
   "Tensor.record_stream" and CUDACachingAllocator).
-- Memory that is unregistered while a copy is queued fails or is undefined (CUDA Runtime API, cudaHostUnregister
-  and cudaMemcpyAsync).
+- Memory that is unregistered while a copy is queued: CUDA's documents do not say that this waits (CUDA
+  Runtime API, cudaHostUnregister), so it must not happen.
 
 Not covered: operations that overlap in time without a conflict (each is one step), CUDA graphs, several
 devices in one process, memory shared by processes, unified memory.
@@ -37,7 +37,12 @@ from typing import Any
 import torch
 
 POISON = 0xA5  # each byte of what is not there yet, or no longer
-_EAGER = (0.0, 0.0, 0.3, 1.0)  # probability with which a stream runs its next operation, whenever one is queued
+_EAGER = (
+    0.0,
+    0.0,
+    0.3,
+    1.0,
+)  # probability with which a stream runs its next operation, whenever one is queued
 Span = tuple[int, int]  # addresses of the first byte and after the last
 
 
@@ -82,10 +87,10 @@ class Operation:
         writes: Sequence[Span],
         after: Sequence["Operation | None"],
     ) -> None:
+        self.is_done = False
         self.name, self.stream, self.act = name, stream, act
         self.reads, self.writes = reads, writes
         self.after = [each for each in after if each is not None and not each.is_done]
-        self.is_done = False
 
     def disturbs(self, earlier: "Operation") -> bool:
         """Return whether running now, before an operation that was queued earlier, changes a result."""
@@ -127,6 +132,7 @@ class Device:
         self._pinned: dict[int, int] = {}  # end by first address
         self.conflicts: list[str] = []
         self.default = Stream(self)
+        self.freed = Stream(self)  # writes of those to whom memory is given that others have used
 
     @property
     def current(self) -> "Stream":
@@ -191,15 +197,23 @@ class Device:
                 break
             self._note(operation, earlier)
         del self._queued[operation]
-        operation.act()
+        act, operation.act, operation.after = operation.act, _nothing, []
         operation.is_done = True
-        operation.act, operation.after = _nothing, []
+        act()
 
     def note_write(self, name: str, spans: Sequence[Span]) -> None:
         """Note a write that happens now, after all operations of the default stream."""
         now = Operation(name, self.default, _nothing, (), spans, ())
         for earlier in self._queued:
             self._note(now, earlier)
+
+    def note_host_read(self, span: Span) -> None:
+        """Note that the host reads its memory now."""
+        self.conflicts += [
+            f"the host read what {each} writes"
+            for each in self._queued
+            if _meet([span], each.writes)
+        ]
 
     def _note(self, operation: Operation, earlier: Operation) -> None:
         if operation.disturbs(earlier):
@@ -228,7 +242,9 @@ class Device:
 
     def unpin(self, first: int) -> None:
         end = self._pinned.pop(first)
-        users = [each for each in self._queued if _meet([(first, end)], [*each.reads, *each.writes])]
+        users = [
+            each for each in self._queued if _meet([(first, end)], [*each.reads, *each.writes])
+        ]
         self.conflicts += [f"memory was unregistered before {each} has run" for each in users]
 
     def forget_pinned(self, first: int) -> None:
@@ -315,10 +331,12 @@ class Memory:
 
     def __del__(self) -> None:
         content = self.content
+        # Without other users it is given away at once, and so before whatever its stream is given next.
+        # With some the allocator looks whether they have ended, for which nothing that is queued waits.
         self.device.queue(
             "next use of freed memory",
             lambda: poison(content),
             writes=[span_of(content)],
-            stream=self._stream,
-            after=[each.last for each in self.users],
+            stream=self.device.freed if self.users else self._stream,
+            after=[self._stream.last, *(each.last for each in self.users)],
         )

@@ -7,9 +7,10 @@ table of what finds each.
 import ast
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -40,6 +41,8 @@ JOBS: tuple[tuple[Setup, tuple[Fault, ...]], ...] = (
     (_STAGES, (Fault(kind="kill-rank", start=0, event=400, target=1),)),
     (_STAGES, (Fault(kind="terminate", start=0, event=13, moment="after step"),)),
 )
+# A device may be later than an iteration, which then gets no log, and says so.
+_SLOW = "the logs of earlier iterations are still being written"
 _TESTS = str(ROOT / "tests")
 FENCE = "Windows.wait_for_copy"
 
@@ -52,7 +55,7 @@ def schedules(seeds: range) -> Iterator[Schedule]:
 
 
 def waits() -> dict[str, Path]:
-    """Return the calls in moe_ft that order the device's work, as "Class.function: call", with their files."""
+    """Return the calls in moe_ft that order the device's work as "Class.function: call", with their files."""
     found: dict[str, Path] = {}
     for path in sorted((ROOT / "moe_ft").rglob("*.py")):
         source = path.read_text()
@@ -68,17 +71,20 @@ def _calls_in(node: ast.AST, place: str) -> Iterator[str]:
             continue
         called = child.func if isinstance(child, ast.Call) else None
         if isinstance(called, ast.Attribute) and called.attr in _CALLS:
-            if called.attr != "record" or not ast.unparse(called).startswith("self"):
+            is_ours = called.attr == "record" and ast.unparse(called).startswith("self")
+            if not is_ours:
                 yield f"{place}: {called.attr}"
         yield from _calls_in(child, place)
 
 
 @contextmanager
 def without(name: str) -> Iterator[list[int]]:
-    """Leave out one wait; the list gets an entry each time that it is left out."""
+    """Leave out one wait, or none if it has no name; the list gets an entry each time that it is left out."""
     patches, left_out = Patches(), list[int]()
     try:
-        if name == FENCE:
+        if not name:
+            pass
+        elif name == FENCE:
             patches.set(Windows, "wait_for_copy", lambda *_: left_out.append(1))
         else:
             place, _, call = name.partition(": ")
@@ -100,15 +106,19 @@ def _leave_out(patches: Patches, place: str, call: str, left_out: list[int]) -> 
 
         patches.set(owner, call, act)
 
+    instead: Callable[..., Any] = _unrecorded if call == "record_event" else lambda *_: None
     for owner in (Stream, Event, LateTensor, Device):
         if call in vars(owner):
-            returns_event = call == "record_event"
-            replace(owner, lambda first, *_: Event(first._device) if returns_event else None)
+            replace(owner, instead)
+
+
+def _unrecorded(stream: Stream) -> Event:
+    return Event(stream._device)
 
 
 def _caller() -> str:
     """Return the name of the function of the product that has called the device."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TESTS):
         frame = frame.f_back
     return "" if frame is None else frame.f_code.co_qualname
@@ -133,18 +143,17 @@ def check(schedule: Schedule, folder: Path = Path("/dev/shm")) -> list[str]:
     """Run a schedule on late devices; return what is wrong."""
     with installed(), late_devices(schedule.seed) as devices:
         verdict = attempt(schedule, folder)
-        return [*devices.conflicts, *verdict.violations]
+        violations = [each for each in verdict.violations if _SLOW not in each]
+        return [*devices.conflicts, *violations]
 
 
 def hunt(name: str, seeds: range) -> Finding:
     """Run jobs without a wait until that is noticed; an empty name leaves out nothing."""
     count = 0
-    with without(name) if name else nullcontext([]) as left_out:
+    with without(name) as left_out:
         for count, schedule in enumerate(schedules(seeds), 1):
             if problems := check(schedule):
-                return Finding(
-                    num_schedules=count, num_left_out=len(left_out), problem=problems[0]
-                )
+                return Finding(num_schedules=count, num_left_out=len(left_out), problem=problems[0])
     return Finding(num_schedules=count, num_left_out=len(left_out), problem="")
 
 

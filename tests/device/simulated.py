@@ -6,38 +6,55 @@ GPU code everything in moe_ft runs, with the torch reference in the place of ker
 nothing is aborted.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, override
+from unittest import mock
 
+import numpy as np
 import torch
 import xxhash
 
 from kernels.pack_table import PackTable
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from moe_ft.engine.snapshots.staging import Staging
+from moe_ft.format import encoding
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
 from tests.device.queues import Device, Event, Stream, poison, span_of
-from tests.device.tensors import CUDA, LateTensor, new, on_device
-from tests.simulation import rank, training
+from tests.device.tensors import CUDA, LateTensor, content_of, new, on_device
+from tests.simulation import collectives, training
 from tests.simulation.active import Patches, World
 from tests.simulation.model import Model
 from tests.simulation.training import RouterLoad, SimulatedLoop
 
-_LONGEST_WAIT_S = 0.03  # virtual, of a host thread for its device: more than half an iteration
-_CHUNK_BYTES = 4096  # so that a small model is packed in many chunks
+_WAITS_S = (
+    0.005,
+    0.2,
+)  # longest ones, virtual, of a host thread for its device; an iteration takes 0.05
+_COLLECTIVES = ("broadcast", "all_reduce")
+_CHUNK_BYTES = 256  # so that a small model is packed in many chunks
 
 
 @dataclass
 class Devices:
-    """The devices of a simulation, in the order of their first use."""
+    """The devices of a simulation, in the order of their first use.
+
+    Attributes:
+        has_buffers: whether anything but weights and moments is on a device. Where nothing is, taking a
+            record waits for no copy.
+    """
 
     seed: int
     all: list[Device] = field(default_factory=list)
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.seed % 2 == 1
 
     @property
     def conflicts(self) -> list[str]:
@@ -49,7 +66,7 @@ class Devices:
 
         def pause() -> None:
             kernel.event("wait for the device")
-            kernel.sleep(kernel.random.uniform(0.0, _LONGEST_WAIT_S))
+            kernel.sleep(kernel.random.uniform(0.0, kernel.random.choice(_WAITS_S)))
 
         if "device" not in local:
             seed = f"{self.seed} {len(self.all)}"
@@ -60,28 +77,29 @@ class Devices:
 
 
 class DeviceModel(Model):
-    """The simulated model with its state on a device. Its arithmetic is that of kernels on the default stream."""
+    """The simulated model with its state on a device. Its arithmetic is that of kernels."""
 
-    def __init__(self, device: Device, *args: Any) -> None:
+    def __init__(self, device: Device, *args: Any, has_buffers: bool) -> None:
         self._device, self._is_running = device, False
         super().__init__(*args)
-        self._on_device = {
-            key: on_device(device, flat)
-            for key, flat in (*self._flat.items(), ("weights", self.weights), ("bias", self.bias))
-        }
+        memory = {**self._flat, "weights": self.weights}
+        if has_buffers:
+            memory["bias"] = self.bias
+        self._on_device = {key: on_device(device, each) for key, each in memory.items()}
         self._moments = [
             {key: self._late_view(key, each) for key in ("exp_avg", "exp_avg_sq")}
             for each in self.parts
         ]
         self.group["params"] = [self._late_view("param", each) for each in self.parts]
-        self.chunk._buffers["expert_bias"] = self._on_device["bias"]
+        if has_buffers:
+            self.chunk._buffers["expert_bias"] = self._on_device["bias"]
 
     def _late_view(self, key: str, part: Any) -> torch.Tensor:
         return self._on_device[key][part.own_at : part.own_at + part.end - part.start]
 
     @contextmanager
-    def _running(self, *, writes: bool = True) -> Iterator[None]:
-        """Do at once what kernels do later: their results appear when another one has run."""
+    def _running(self, *writes: str) -> Iterator[None]:
+        """Do at once what kernels do later: what they write appears when another one has run."""
         if self._is_running:
             yield
             return
@@ -92,10 +110,10 @@ class DeviceModel(Model):
         finally:
             self._is_running = False
         if writes:
-            self._postpone()
+            found = [self._on_device.get(key) for key in writes]
+            self._postpone([each.content for each in found if each is not None])
 
-    def _postpone(self) -> None:
-        memory = [each.content for each in self._on_device.values()]
+    def _postpone(self, memory: Sequence[torch.Tensor]) -> None:
         results = [each.clone() for each in memory]
         spans = [span_of(each) for each in memory]
         self._device.note_write("training", spans)
@@ -119,17 +137,17 @@ class DeviceModel(Model):
 
     @override
     def refresh(self) -> None:
-        with self._running():
+        with self._running("weights"):
             super().refresh()
 
     @override
     def sync(self) -> None:
-        with self._running():
+        with self._running("weights"):
             super().sync()
 
     @override
     def begin_pass(self) -> None:
-        with self._running(writes=False):
+        with self._running():
             super().begin_pass()
 
     @override
@@ -139,12 +157,12 @@ class DeviceModel(Model):
 
     @override
     def reduce(self, shares: Sequence[bytes]) -> int:
-        with self._running():
+        with self._running("bias"):
             return super().reduce(shares)
 
     @override
     def step(self, signal: int, grad_norm: float, frozen: Any = ()) -> None:
-        with self._running():
+        with self._running("param", "exp_avg", "exp_avg_sq"):
             super().step(signal, grad_norm, frozen)
 
     @override
@@ -160,7 +178,7 @@ class DeviceModel(Model):
     @override
     def unit_digest(self, unit: UnitId) -> str:
         state = xxhash.xxh3_64()
-        with self._running(writes=False):
+        with self._running():
             for part, master in zip(self.parts, self.group["params"], strict=True):
                 if part.unit == unit and part.start < part.end:
                     own = self.inner.optimizer.state.get(master, {})
@@ -176,8 +194,8 @@ class ReferenceTable:
         self._segments = [
             replace(
                 each,
-                tensor=each.tensor.content,
-                weights=None if each.weights is None else each.weights.content,
+                tensor=content_of(each.tensor),
+                weights=None if each.weights is None else content_of(each.weights),
             )
             for each in segments
         ]
@@ -219,9 +237,21 @@ def late_devices(seed: int) -> Iterator[Devices]:
     try:
         _install_cuda(devices, patches)
         _install_model(devices, patches)
-        yield devices
+        late = {name: partial(_collective, collectives._SIMULATED[name]) for name in _COLLECTIVES}
+        with mock.patch.dict(collectives._SIMULATED, late):
+            yield devices
     finally:
         patches.restore()
+
+
+def _collective(act: Callable[..., None], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Run a collective on what is on the device: the host waits, so lateness of NCCL is not in this."""
+    if not isinstance(tensor, LateTensor):
+        act(tensor, *args, **kwargs)
+        return
+    numbers = tensor.to("cpu")
+    act(numbers, *args, **kwargs)
+    tensor.copy_(numbers)
 
 
 def _install_cuda(devices: Devices, patches: Patches) -> None:
@@ -232,13 +262,8 @@ def _install_cuda(devices: Devices, patches: Patches) -> None:
     patches.divert(torch.cuda, "current_stream", lambda world, *_: of(world).current)
     patches.divert(torch.cuda, "synchronize", lambda world, *_: of(world).synchronize())
     patches.divert(torch.cuda, "cudart", lambda world: _Runtime(of(world)))
-    plain = torch.zeros
-
-    def zeros(world: World, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        made = plain(*args, **kwargs)
-        return new(of(world), made) if device == CUDA else made
-
-    patches.divert(torch, "zeros", zeros)
+    for name in ("zeros", "tensor"):
+        patches.divert(torch, name, partial(_make, devices, getattr(torch, name)))
 
     def to(world: World, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and args[0] == CUDA:
@@ -246,7 +271,35 @@ def _install_cuda(devices: Devices, patches: Patches) -> None:
         return torch._C.TensorBase.to(tensor, *args, **kwargs)
 
     patches.divert(torch.Tensor, "to", to)
+    _watch_checksums(devices, patches)
     patches.set(PackTable, "_kernel_table", _reference_table)
+
+
+def _make(
+    devices: Devices,
+    plain: Callable[..., torch.Tensor],
+    world: World,
+    *args: Any,
+    device: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    made = plain(*args, **kwargs)
+    return new(devices.of(world), made) if device == CUDA else made
+
+
+def _watch_checksums(devices: Devices, patches: Patches) -> None:
+    """Have a checksum note that it reads what a copy has not written yet."""
+    checksum = encoding.checksum
+
+    def watched(world: World, data: Any) -> str:
+        if len(data):
+            first = np.frombuffer(data, np.uint8).ctypes.data
+            devices.of(world).note_host_read((first, first + len(data)))
+        return checksum(data)
+
+    for module in [*sys.modules.values()]:
+        if getattr(module, "checksum", None) is checksum and module is not encoding:
+            patches.divert(module, "checksum", watched)
 
 
 def _reference_table(table: Any) -> ReferenceTable:
@@ -271,13 +324,16 @@ class _Runtime:
 
 def _install_model(devices: Devices, patches: Patches) -> None:
     def model(world: World, *args: Any) -> Model:
-        return DeviceModel(devices.of(world), *args)
+        return DeviceModel(devices.of(world), *args, has_buffers=devices.has_buffers)
 
     patches.divert(training, "Model", model)
     counts = RouterLoad.counts
 
     def late_counts(world: World, load: RouterLoad) -> dict[str, Any]:
-        return {name: new(devices.of(world), each) for name, each in counts(load).items()}
+        found = counts(load)
+        if not devices.has_buffers:
+            return found
+        return {name: new(devices.of(world), each) for name, each in found.items()}
 
     patches.divert(RouterLoad, "counts", late_counts)
     recording = SimulatedLoop.recording

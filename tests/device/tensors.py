@@ -17,7 +17,12 @@ from tests.device.queues import Device, Memory, Stream, poison, span_of
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
 # Operations whose results have shapes that depend on numbers, or that return numbers: the host waits.
-_WAITS = {_aten._local_scalar_dense.default, _aten.masked_select.default, _aten.nonzero.default}
+_WAITS = {
+    _aten._local_scalar_dense.default,
+    _aten.item.default,
+    _aten.masked_select.default,
+    _aten.nonzero.default,
+}
 
 
 class LateTensor(torch.Tensor):
@@ -39,19 +44,17 @@ class LateTensor(torch.Tensor):
             strides=content.stride(),
             storage_offset=content.storage_offset(),
             dtype=content.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
         )
         made.content, made.memory = content, memory
         return made
 
     @property
-    @override
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return CUDA
 
     @property
-    @override
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
     @override
@@ -59,7 +62,7 @@ class LateTensor(torch.Tensor):
         return self.content.data_ptr()
 
     @override
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.memory.users.add(stream)
 
     @override
@@ -86,13 +89,17 @@ class LateTensor(torch.Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     @override
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LateTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
     @override
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is _aten.copy_.default:
@@ -105,6 +112,12 @@ class LateTensor(torch.Tensor):
         if func in (_aten.detach.default, _aten.alias.default) or func.is_view:
             return _view(func, args, kwargs)
         return _compute(func, args, kwargs)
+
+
+def content_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor that is on a device."""
+    assert isinstance(tensor, LateTensor)
+    return tensor.content
 
 
 def pinned(device: Device, tensor: torch.Tensor) -> None:
@@ -147,13 +160,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> 
         return target
     device, numbers = source.memory.device, source.content
     goes_to_host = not isinstance(target, LateTensor)
-    into = target if goes_to_host else target.content
+    into = target if goes_to_host else content_of(target)
     is_async = non_blocking and device.is_pinned(into) if goes_to_host else True
     if goes_to_host and not device.is_used(span_of(into)):
         poison(into)
     name = "copy to the host" if goes_to_host else "copy"
-    spans = {"reads": [span_of(numbers)], "writes": [span_of(into)]}
-    copying = device.queue(name, lambda: _assign(into, numbers), **spans)
+    copying = device.queue(
+        name, lambda: _assign(into, numbers), reads=[span_of(numbers)], writes=[span_of(into)]
+    )
     if not is_async:
         device.wait(copying)
     return target

@@ -230,17 +230,17 @@ class Staging:
         self._buffers = [
             torch.zeros(self.chunk_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         ]
-        self._is_on_gpu = device.type == "cuda"
         self._num_packed = 0
-        self._copy_stream = torch.cuda.Stream() if self._is_on_gpu else None
+        self._copy_stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._copied: list[torch.cuda.Event | None] = [None, None]
 
     def warm_up(self) -> None:
-        """Compile the kernel now, because training waits for the first snapshot."""
+        """Compile the kernel now, because training waits for the first snapshot.
+
+        Nobody waits for it to have run: a snapshot waits for all that training has queued before.
+        """
         buffer = self._buffers[0]
         PackTable([Segment(tensor=torch.zeros(1, device=buffer.device))]).pack(buffer)
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
 
     def copy(self, chunks: Sequence[Chunk]) -> None:
         """Pack chunks and copy them into their files; on a GPU this continues after the return.
