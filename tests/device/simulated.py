@@ -309,7 +309,7 @@ def _reference_table(table: Any) -> ReferenceTable:
 
 
 class _Runtime:
-    """What the product calls of `torch.cuda.cudart()`."""
+    """The calls of `torch.cuda.cudart()` that the product makes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
