@@ -19,8 +19,8 @@ from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
 from kernels.packing import Segment, Way
 
 TILE_BYTES = 8192  # in the buffer
-_NUM_WARPS = 8
-_MOST_REGISTERS = 128  # per thread: two programs at a time on a multiprocessor, and hardly a spill
+NUM_WARPS = 8
+MOST_REGISTERS = 128  # per thread: two programs at a time on a multiprocessor, and hardly a spill
 _HALVES = tl.constexpr(TILE_BYTES // 4)  # int32 of a tile in the buffer
 _AS_IT_IS = tl.constexpr(int(Way.AS_IT_IS))
 _FP32_SCALES = tl.constexpr(int(Way.FP32_SCALES))
@@ -369,8 +369,8 @@ class KernelTable:
                 buffer,
                 num_wrong,
                 is_packing,
-                num_warps=_NUM_WARPS,
-                maxnreg=_MOST_REGISTERS,
+                num_warps=NUM_WARPS,
+                maxnreg=MOST_REGISTERS,
             )
         return num_wrong
 

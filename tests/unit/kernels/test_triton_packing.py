@@ -1,8 +1,4 @@
-"""The kernels pack and unpack to the same bits as their reference, and compile for the GPUs they are for."""
-
-import os
-import subprocess
-import sys
+"""The kernels pack and unpack to the same bits as their reference; test_kernel_code.py compiles them."""
 
 import pytest
 import torch
@@ -79,36 +75,3 @@ def test_weights_that_are_not_of_their_masters_are_counted() -> None:
     weights[[3, 5000, 8999]] += 1
     segments, num_bytes = in_a_row([Segment(tensor=masters, weights=weights)])
     assert KernelTable(segments).pack(empty_buffer(num_bytes)).tolist() == [3]
-
-
-_COMPILE = """
-import re, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kernels.triton_packing import _work
-names = ["rows", "segments", "buffer", "num_wrong"]
-for is_packing in (True, False):
-    source = ASTSource(
-        fn=_work,
-        signature={
-            **dict.fromkeys(names, "*i64"),
-            **{"segments": "*i32", "buffer": "*u8", "IS_PACKING": "constexpr"},
-        },
-        constexprs={(4,): is_packing},
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(4)},
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "maxnreg": 128})
-    print(len(re.findall(r"(?:ld|st)[.]global[.]v4", built.asm["ptx"])))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton has its compiler for Linux")
-def test_kernels_compile_for_hopper_and_move_16_bytes_at_a_time() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    packing, unpacking = map(int, done.stdout.split())
-    assert packing > 0
-    assert unpacking > 0
