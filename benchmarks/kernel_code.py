@@ -192,9 +192,9 @@ def main() -> None:
         f"stores of {widths}",
     )
     text = (
-        f"Triton {triton.__version__}, {codes[0].threads} threads a block. Stack in bytes of a thread, shared memory "
-        "in bytes of a block, spills, loads and stores as instructions in the code, by bytes; blocks are those that "
-        "fit on a multiprocessor at a time."
+        f"Triton {triton.__version__}, {codes[0].threads} threads a block. Stack in bytes of a thread, "
+        "shared memory in bytes of a block, spills, loads and stores as instructions in the code, by "
+        "bytes; blocks are those that fit on a multiprocessor at a time."
     )
     show([text, markdown_table([code.row() for code in codes], headers)], options.output)
     problems = [each for code in codes for each in code.problems(LIMITS[code.name])]

@@ -1,4 +1,4 @@
-"""The compiler makes of every kernel what its limits allow, for each GPU that it is for, and the page says so."""
+"""Each kernel is compiled for the GPUs that it is for, within its limits, and to what the page shows."""
 
 import ast
 import importlib.util
