@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check bench clean
+.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check bench gpu-day clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -19,6 +19,7 @@ help:
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
 	@echo "make chaos        kill processes of a small job at random, 150 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
+	@echo "make gpu-day      try everything on a GPU that has not run on one yet; without one, show the steps"
 	@echo "make clean        remove runs and caches"
 
 venv: .venv/installed
@@ -82,6 +83,10 @@ BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+
+# STEPS="NAME..." runs some of them; FOLDER is where logs and tables go.
+gpu-day: .venv/installed
+	$(BIN)/python -m tools.gpu_day $(STEPS) $(if $(FOLDER),--folder $(FOLDER))
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

@@ -2,9 +2,9 @@
 
     python -m tools.published_names [--apex FOLDER]
 
-Nothing of them is imported: their source is parsed. The wheels come from the package registry. It has no Apex of
-NVIDIA's (the package of that name is something else), so that a checkout of github.com/NVIDIA/apex is read if
-one is named. What is found goes to `published_names.json`, which tests compare with what is relied on.
+Nothing of them is imported: their source is parsed. The wheels come from the package registry. It has no Apex
+of NVIDIA's (the package of that name is something else), so that a checkout of github.com/NVIDIA/apex is read
+if one is named. What is found goes to `published_names.json`, which tests compare with what is relied on.
 """
 
 import argparse

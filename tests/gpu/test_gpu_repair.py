@@ -175,7 +175,7 @@ def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob, tmp_path: Path)
 
 @needs_two
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)
-@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_rank_of_nccl_is_replaced_and_the_result_has_the_same_bits(
     job: GpuJob, phase: str, strategy: Sequence[str], layout: dict[str, int]
