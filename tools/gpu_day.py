@@ -113,8 +113,10 @@ _REPAIR = "tests/gpu/test_gpu_repair.py"
 _TWO = (Need.TWO_GPUS,)
 _TE = (Need.GPU, Need.TRANSFORMER_ENGINE)
 _STRATEGIES = ("dense", "partial", "sparse", "packed-dense", "split-sparse")
-_FEW_BITS = ("fp16-fp16+fp16", "fp32-fp32+fp32", "fp16-fp32+fp32", "fp16-fp8+fp16")
-_FEW_BITS += ("fp32-bf16+bf16", "own-fp16+fp8", "fp8-delayed", "fp8-fp16-fp8+fp16", "grouped")
+_FEW_BITS = (
+    *("fp16-fp16+fp16", "fp32-fp32+fp32", "fp16-fp32+fp32", "fp16-fp8+fp16"),
+    *("fp32-bf16+bf16", "own-fp16+fp8", "fp8-delayed", "fp8-fp16-fp8+fp16", "grouped"),
+)
 
 STEPS = (
     *(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_registers_spills_and_widths_are_read_from_the_machine_code() -> None:
         ({"stores": {16: 5}}, ["wide_stores"]),
     ],
 )
-def test_each_limit_that_is_broken_is_named(change: dict[str, int], broken: list[str]) -> None:
+def test_each_limit_that_is_broken_is_named(change: dict[str, Any], broken: list[str]) -> None:
     good = KernelCode(
         name="pack",
         target=90,
