@@ -31,13 +31,13 @@ demo: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh
 
 test: .venv/installed
-	$(PYTEST) tests/unit --numprocesses 2 --quiet
+	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
 	$(PYTEST) tests/simulation
 	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
 	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
-	$(PYTEST) tests/unit tests/simulation tests/distributed tests/slurm -m "rest or chaos"
+	$(PYTEST) tests/unit tests/device tests/simulation tests/distributed tests/slurm -m "rest or chaos"
 
 test-slurm: .venv/installed
 	$(PYTEST) tests/slurm -m "rest or not rest" --needs-slurm
