@@ -41,8 +41,10 @@ class VerifiedUnits:
         check_path(request.path, "a request")
         path = self._node_dir / request.path
         stamp, index = self._index(path)
-        units = index.units if request.position < 0 else index.compute[request.position]
-        unit = units.get(request.unit)
+        snapshots = [*index.compute, index.units]  # -1: that with units at FULL
+        unit = None
+        if -1 <= request.position < len(index.compute):
+            unit = snapshots[request.position].get(request.unit)
         if unit is None or unit.checksum != request.checksum:
             raise CorruptStateError(f"unit {request.unit} is another version there")
         with open_private(path.parent / (unit.file or index.file)) as file:
