@@ -283,7 +283,7 @@ class _Window:
         """Return a unit in a version of some iterations; None, and say so, if there is none.
 
         In the same layout this rank may look at further sources, and at a state of another start: such whole
-        states are alike. Of another layout all ranks must take the same version, which agree.py sees to.
+        states are the same. Of another layout all ranks must take the same version, which agree.py sees to.
         """
         tried = set[VersionNumber]()
         while True:

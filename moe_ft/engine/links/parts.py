@@ -13,8 +13,8 @@ from pathlib import Path
 from moe_ft.engine.links.messages import GetParts
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, read_private
-from moe_ft.format.encoding import check_path, checksum, decode
-from moe_ft.format.index import Index
+from moe_ft.format.encoding import check_path, decode
+from moe_ft.format.index import Index, check_unit
 
 _Stamp = tuple[int, int]  # inode and time of an index: another one after it was written again
 
@@ -55,8 +55,8 @@ class VerifiedUnits:
         key = path, stamp, request.unit, request.position
         with self._lock:
             is_verified = key in self._verified
-        if not is_verified and checksum(content) != unit.checksum:
-            raise CorruptStateError(f"unit {request.unit} does not match its checksum")
+        if not is_verified:
+            check_unit(request.unit, unit, (content,), "")
         if any(not 0 <= start < end <= unit.num_bytes for start, end in request.ranges):
             raise CorruptStateError(f"a range beyond unit {request.unit}")
         parts = b"".join(content[start:end] for start, end in request.ranges)

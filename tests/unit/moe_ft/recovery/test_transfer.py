@@ -29,6 +29,7 @@ from moe_ft.recovery.left import model_blocks
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.recovery.transfer import Transfer
 from moe_ft.state.catalog import UnitCatalog
+from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import (
     make_identity,
@@ -164,6 +165,19 @@ def plan_of(left: Sequence[Left]) -> Plan:
 Fetch = Callable[..., tuple[Fetched, Readers]]
 
 
+def local_rows(unit: UnitId, rows: int, first: int) -> LocalParameter:
+    """Return a parameter of which this rank has some rows."""
+    master = torch.zeros(rows * 3)
+    local = make_parameter(
+        unit,
+        parameter=torch.zeros((rows, 3), dtype=torch.bfloat16),
+        optimizer=make_optimizer(master),
+        master=master,
+    )
+    object.__setattr__(local, "entry", entry_of(unit, rows, first))
+    return local
+
+
 @pytest.fixture
 def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Return what fetches on the only rank of a job; with rotating experts if it is told so."""
@@ -172,17 +186,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
         return indexes[0].records[position]
 
     monkeypatch.setattr(fetching, "make_record", record_of)
-    parameters = []
-    for unit in UNITS:
-        master = torch.zeros(24)
-        local = make_parameter(
-            unit,
-            parameter=torch.zeros((8, 3), dtype=torch.bfloat16),
-            optimizer=make_optimizer(master),
-            master=master,
-        )
-        object.__setattr__(local, "entry", entry_of(unit, 8, 0))
-        parameters.append(local)
+    parameters = [local_rows(unit, 8, 0) for unit in UNITS]
 
     def run(*left: Left, rotates: bool = False) -> tuple[Fetched, Readers]:
         met: Any = SimpleNamespace(
@@ -296,14 +300,7 @@ def test_a_rank_that_needs_a_few_rows_of_a_unit_reads_no_more_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "_GAP_BYTES", 0)
-    master = torch.zeros(6)
-    local = make_parameter(
-        EMBEDDING,
-        parameter=torch.zeros((2, 3), dtype=torch.bfloat16),
-        optimizer=make_optimizer(master),
-        master=master,
-    )
-    object.__setattr__(local, "entry", entry_of(EMBEDDING, 2, 3))  # rows 3 and 4, of both ranks
+    local = local_rows(EMBEDDING, 2, 3)  # rows 3 and 4, of both ranks
     left = [Left(0), Left(1)]
     by_path = {each.path: each for each in left}
     findings = Findings(
