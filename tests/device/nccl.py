@@ -126,13 +126,12 @@ class _Watched(Collective):
 
     @override
     def run(self, inner: Any) -> None:
-        for each in [*self.reads, *self.writes]:
-            if not _same(_plain(each), self._seen[id(each)]):
-                sys.stderr.write(f"{CONFLICT} {self.name} met a tensor that was changed too early\n")
-                sys.stderr.flush()
-            elif id(each) in self._given:  # in place: what lay under the poison
-                with torch.no_grad():
-                    _plain(each).copy_(self._given[id(each)])
+        if not all(_same(_plain(each), self._seen[id(each)]) for each in [*self.reads, *self.writes]):
+            sys.stderr.write(f"{CONFLICT} {self.name} met a tensor that was changed too early\n")
+            sys.stderr.flush()
+        for each in self.reads:  # what lay under the poison, where it is an output too
+            with torch.no_grad():
+                _plain(each).copy_(self._given[id(each)])
         super().run(inner)
 
     @override

@@ -23,7 +23,6 @@ from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from moe_ft.engine.snapshots.staging import Staging
 from moe_ft.format import encoding
 from moe_ft.loop.leaving import BreakpointWriter
-from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
 from tests.device.queues import Device, Event, Stream, poison, span_of
 from tests.device.tensors import CUDA, LateTensor, content_of, new, on_device
@@ -91,8 +90,16 @@ class DeviceModel(Model):
             for each in self.parts
         ]
         self.group["params"] = [self._late_view("param", each) for each in self.parts]
+        weights = self._on_device["weights"]
+        self._live = [
+            torch.nn.Parameter(
+                weights[each.at : each.at + each.size].view(each.extent), requires_grad=False
+            )
+            for each in self.parts
+        ]
         if has_buffers:
-            self.chunk._buffers["expert_bias"] = self._on_device["bias"]
+            for number in range(len(self.bias)):
+                self.chunk._buffers[f"expert_bias_{number}"] = self._on_device["bias"][number]
 
     def _late_view(self, key: str, part: Any) -> torch.Tensor:
         return self._on_device[key][part.own_at : part.own_at + part.end - part.start]
@@ -125,15 +132,6 @@ class DeviceModel(Model):
         for each in memory:
             poison(each)
         self._device.queue("training", appear, writes=spans, stream=self._device.default)
-
-    @override
-    def local_parameters(self, assign_slices: Any) -> list[LocalParameter]:
-        found = []
-        for part, local in zip(self.parts, super().local_parameters(assign_slices), strict=True):
-            live = self._on_device["weights"][part.at : part.at + part.size]
-            parameter = torch.nn.Parameter(live, requires_grad=False)
-            found.append(replace(local, parameter=parameter))
-        return found
 
     @override
     def refresh(self) -> None:

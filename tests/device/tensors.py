@@ -62,6 +62,10 @@ class LateTensor(torch.Tensor):
         return self.content.data_ptr()
 
     @override
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.content.untyped_storage()
+
+    @override
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.memory.users.add(stream)
 

@@ -29,8 +29,8 @@ def test_chosen_jobs_wait_for_all_that_they_need() -> None:
     ids=["some", "many"],
 )
 def test_drawn_jobs_on_late_devices_break_no_promise(seeds: range) -> None:
-    for seed in seeds:  # the late model says no places of its buffers, which another layout needs
-        assert check(draw(seed, share_of_layouts=0)) == [], seed
+    for seed in seeds:
+        assert check(draw(seed)) == [], seed
 
 
 @pytest.mark.parametrize("name", [*waits(), FENCE])
