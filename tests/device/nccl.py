@@ -78,17 +78,37 @@ class Collective:
 
     Attributes:
         has_ended: set when it has run, or was aborted.
+        has_result: whether it has run.
+        parts: those of a batch.
     """
 
     def __init__(self, name: str, calls: Sequence[Call], reads: Tensors, writes: Tensors) -> None:
         self.name, self.calls = name, list(calls)
         self.reads, self.writes = list(reads), list(writes)
-        self.has_ended = threading.Event()
+        self.parts: Sequence[Collective] = ()
+        self.has_ended, self.has_result = threading.Event(), False
         self.begun_s = time.monotonic()
         self._lock = threading.Lock()
 
+    @classmethod
+    def of_batch(cls, parts: Sequence["Collective"]) -> "Collective":
+        """Return one that runs others together."""
+        calls, reads, writes = (
+            [each for part in parts for each in getattr(part, name)]
+            for name in ("calls", "reads", "writes")
+        )
+        made = cls("batch", calls, reads, writes)
+        made.parts = parts
+        return made
+
+    def begin(self) -> None:
+        """Begin to run."""
+        for each in self.parts:
+            each.begin()
+
     def run(self, inner: Any) -> None:
         """Exchange. Raises RuntimeError if a rank has died."""
+        self.begin()
         copies = {id(each): _plain(each).clone() for each in [*self.reads, *self.writes]}
         for work in [work for call in self.calls for work in call(inner, partial(_copies, copies))]:
             work.wait()
@@ -97,6 +117,7 @@ class Collective:
                 for each in self.writes:
                     with torch.no_grad():
                         _plain(each).copy_(copies[id(each)])
+                self.has_result = True
                 self.has_ended.set()
 
     def abort(self) -> None:
@@ -125,14 +146,13 @@ class _Watched(Collective):
         self._seen = {id(each): _plain(each).clone() for each in [*reads, *writes]}
 
     @override
-    def run(self, inner: Any) -> None:
+    def begin(self) -> None:
         if not all(_same(_plain(each), self._seen[id(each)]) for each in [*self.reads, *self.writes]):
             sys.stderr.write(f"{CONFLICT} {self.name} met a tensor that was changed too early\n")
             sys.stderr.flush()
         for each in self.reads:  # what lay under the poison, where it is an output too
             with torch.no_grad():
                 _plain(each).copy_(self._given[id(each)])
-        super().run(inner)
 
     @override
     def abort(self) -> None:
@@ -332,6 +352,9 @@ class LateNccl(dist.ProcessGroupGloo):
         def run() -> None:
             by.begin(operation)
             operation.has_ended.wait()
+            if not operation.has_result:
+                for each in operation.writes:
+                    poison(_plain(each))
 
         queued = device.queue(
             operation.name,
@@ -359,16 +382,9 @@ class LateNccl(dist.ProcessGroupGloo):
         batch, self._batch = self._batch or [], None
         if not batch:
             return None
-        first = batch[0]
-        first.name = "batch"
-        if len(batch) > 1:
-            joined = Collective("batch", [], [], [])
-            for each in batch:
-                joined.calls += each.calls
-                joined.reads += each.reads
-                joined.writes += each.writes
-            first = joined
-        return self._queue(self._communicator("all"), first, is_async=True)
+        return self._queue(
+            self._communicator("all"), Collective.of_batch(batch), is_async=True
+        )
 
     def allreduce(self, tensors: Tensors, options: Any) -> Any:
         return self._give(

@@ -152,8 +152,12 @@ class Device:
     def add(self, stream: "Stream") -> str:
         """Take a new stream; return its name."""
         self._streams.append(stream)
-        stream.eagerness = self._random.choice(_EAGER)
+        stream.eagerness = self.choose_eagerness()
         return f"stream {len(self._streams) - 1}"
+
+    def choose_eagerness(self) -> float:
+        """Return the eagerness of a new stream."""
+        return self._random.choice(_EAGER)
 
     # Queues
 

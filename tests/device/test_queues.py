@@ -8,7 +8,7 @@ from tests.device.tensors import LateTensor, new, on_device, pinned
 LATE = next(seed for seed in range(10_000) if not Device(seed).default.eagerness)
 
 
-def _late(*, count: int = 1) -> tuple[Device, list[Stream]]:
+def late(*, count: int = 1) -> tuple[Device, list[Stream]]:
     """Return a device and streams that run nothing before they must."""
     device = Device(LATE)
     streams = [Stream(device) for _ in range(count)]
@@ -24,7 +24,7 @@ def _host(device: Device, count: int = 4) -> torch.Tensor:
 
 
 def test_copy_into_page_locked_memory_is_poison_until_its_stream_is_waited_for() -> None:
-    device, _ = _late()
+    device, _ = late()
     source, target = new(device, torch.arange(4.0)), _host(device)
     target.copy_(source, non_blocking=True)
     assert set(target.view(torch.uint8).tolist()) == {POISON}
@@ -33,14 +33,14 @@ def test_copy_into_page_locked_memory_is_poison_until_its_stream_is_waited_for()
 
 
 def test_copy_into_pageable_memory_is_complete_when_it_returns() -> None:
-    device, _ = _late()
+    device, _ = late()
     target = torch.zeros(4)
     target.copy_(new(device, torch.arange(4.0)), non_blocking=True)
     assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_copy_from_page_locked_memory_reads_what_the_host_writes_later() -> None:
-    device, _ = _late()
+    device, _ = late()
     source = _host(device)
     target = on_device(device, torch.zeros(4))
     target.copy_(source, non_blocking=True)
@@ -49,7 +49,7 @@ def test_copy_from_page_locked_memory_reads_what_the_host_writes_later() -> None
 
 
 def test_copy_from_pageable_memory_has_read_it_when_it_returns() -> None:
-    device, _ = _late()
+    device, _ = late()
     source = torch.zeros(4)
     target = on_device(device, torch.ones(4))
     target.copy_(source, non_blocking=True)
@@ -58,7 +58,7 @@ def test_copy_from_pageable_memory_has_read_it_when_it_returns() -> None:
 
 
 def test_stream_that_waits_for_no_other_meets_poison_and_is_noted() -> None:
-    device, (side,) = _late()
+    device, (side,) = late()
     source, target = new(device, torch.ones(4)), _host(device)
     with device.using(side):
         target.copy_(source, non_blocking=True)
@@ -68,7 +68,7 @@ def test_stream_that_waits_for_no_other_meets_poison_and_is_noted() -> None:
 
 
 def test_event_orders_two_streams_by_what_it_stood_for_at_the_wait() -> None:
-    device, (side,) = _late()
+    device, (side,) = late()
     tensor, target = new(device, torch.ones(4)), _host(device)
     event = Event(device)
     event.record()
@@ -84,7 +84,7 @@ def test_event_orders_two_streams_by_what_it_stood_for_at_the_wait() -> None:
 
 
 def test_event_that_was_never_recorded_stops_nobody() -> None:
-    device, (side,) = _late()
+    device, (side,) = late()
     new(device, torch.ones(4))
     event = Event(device)
     side.wait_event(event)
@@ -102,7 +102,7 @@ def _copy_and_free(device: Device, side: Stream, target: torch.Tensor, *, says_s
 
 
 def test_freed_memory_goes_to_the_next_user_while_another_stream_reads_it() -> None:
-    device, (side,) = _late()
+    device, (side,) = late()
     target = _host(device)
     _copy_and_free(device, side, target, says_so=False)
     device.default.synchronize()
@@ -112,7 +112,7 @@ def test_freed_memory_goes_to_the_next_user_while_another_stream_reads_it() -> N
 
 
 def test_freed_memory_stays_until_streams_that_were_told_of_have_read_it() -> None:
-    device, (side,) = _late()
+    device, (side,) = late()
     target = _host(device)
     _copy_and_free(device, side, target, says_so=True)
     device.synchronize()
@@ -121,13 +121,13 @@ def test_freed_memory_stays_until_streams_that_were_told_of_have_read_it() -> No
 
 
 def test_number_that_python_reads_waits_for_its_stream() -> None:
-    device, _ = _late()
+    device, _ = late()
     tensor = new(device, torch.arange(4.0))
     assert float(tensor.sum()) == 6.0
 
 
 def test_memory_that_is_unregistered_before_its_copy_is_noted() -> None:
-    device, _ = _late()
+    device, _ = late()
     target = torch.zeros(4)
     device.pin(target.data_ptr(), 16)
     target.copy_(new(device, torch.ones(4)), non_blocking=True)
