@@ -7,14 +7,14 @@ times in the same layout and as often in another one (four ranks that divide the
 start is killed in its first iteration, so that the next one finds the same state. Tiers:
 
 memory    of the only node
-peers     two nodes without replicas, which change places: nothing is where it is needed
+peers     a node for each rank, without replicas; they change places: nothing is where it is needed
 storage   after the memory was lost; files are in the page cache
 --load    stock Megatron loads the same state, converted to torch_dist, from the same file system
 
 Seconds are those of a recovery, from the inventory until the state is live, of the slowest rank; of stock
-Megatron those of its `load_checkpoint`. Bytes needed are what ranks put back, bytes read what they have
-verified for it. The busiest source is the rank of the job before whose state was read most, as a multiple of
-the mean.
+Megatron those of its `load_checkpoint`. Bytes needed are those of the ranks' parts of the state, bytes read
+those that came from their sources for it (`needed_bytes` and `read_bytes` of the event `recovery`). The
+busiest source is the node that most was read from, as a multiple of the mean over all nodes.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,8 +37,6 @@ import pretrain_gpt_moe
 from benchmarks.conditions import conditions
 from benchmarks.output import markdown_table, parse_options, show, spread
 from moe_ft.convert.conversion import Request, convert
-from moe_ft.recovery import readers
-from moe_ft.recovery.restore import restore
 from tests import stock_program
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_ranks
@@ -47,7 +45,7 @@ RANKS, ITERATION = 4, 2
 SAME, OTHER = "same", "other"
 LAYOUTS: Mapping[str, Mapping[str, int]] = {SAME: {"pp": 2, "ep": 2}, OTHER: {"ep": 4}}
 TIERS = ("memory", "peers", "storage")
-NODES = ("n0", "n0", "n1", "n1")
+NODES = ("n0", "n1", "n2", "n3")
 _LAYERS, _EXPERTS, _BYTES_PER_PARAMETER = 4, 4, 12
 _DEADLINE_S = 1800.0
 HEADERS = ("from", "layout", "s", "of same", "read, MB", "of needed", "busiest source")
@@ -58,12 +56,12 @@ class Resumed:
     """One start.
 
     Attributes:
-        read: bytes by the rank that had written them.
+        needed, read: bytes; those read by the node, or storage, that they came from.
     """
 
     seconds: float
-    needed: int
-    read: Mapping[str, int]
+    needed: int = 0
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
 class Bench:
@@ -91,15 +89,11 @@ class Bench:
         folder = self._run(layout, flags, NODES[::-1] if tier == "peers" else None)
         found = [events(folder, rank, "recovery")[-1] for rank in range(RANKS)]
         assert {each["restored_iteration"] for each in found} <= {ITERATION, ITERATION - 1}
-        read: dict[str, int] = defaultdict(int)
-        needed = 0
-        for rank in range(RANKS):
-            counted = json.loads((folder / f"counted_{rank}.json").read_text())
-            needed += counted["needed"]
-            for source, num_bytes in counted["read"].items():
-                read[source] += num_bytes
-        seconds = max(sum(each["phases_s"].values()) for each in found)
-        return Resumed(seconds=seconds, needed=needed, read=read)
+        return Resumed(
+            seconds=max(sum(each["phases_s"].values()) for each in found),
+            needed=sum(each["needed_bytes"] for each in found),
+            read=sum((Counter(each["read_bytes"]) for each in found), Counter()),
+        )
 
     def load(self, layout: str) -> Resumed:
         """Have stock Megatron load the state, which has been converted."""
@@ -118,7 +112,7 @@ class Bench:
         seconds = [
             json.loads((folder / f"loaded_{rank}.json").read_text()) for rank in range(RANKS)
         ]
-        return Resumed(seconds=max(seconds), needed=0, read={})
+        return Resumed(seconds=max(seconds))
 
     def forget(self) -> None:
         """Remove what is in memory."""
@@ -142,10 +136,9 @@ class Bench:
             *flags,
         ]
         result = run_ranks(
-            train_and_count,
+            pretrain_gpt_moe.main,
             RANKS,
             words,
-            str(folder),
             log_dir=folder,
             nodes=nodes,
             deadline_s=_DEADLINE_S,
@@ -178,34 +171,6 @@ def _model_of(gb: float) -> dict[str, Any]:
 
 
 # On a rank
-
-
-def train_and_count(flags: list[str], folder: str) -> None:
-    """Train on this rank; write how many bytes of state its recovery has read, from where, and needed."""
-    read: dict[str, int] = defaultdict(int)
-    original = readers.read_unit
-
-    def read_and_count(reader: Any, *rest: Any) -> Any:
-        entry, content = original(reader, *rest)
-        read[f"rank {reader.index.rank}"] += entry.num_bytes
-        return entry, content
-
-    def restore_and_write(*given: Any) -> Any:
-        restored = restore(*given)
-        needed = sum(each.entry.num_bytes for each in restored.fetched.units.values())
-        path = Path(folder) / f"counted_{given[2].site.rank}.json"
-        path.write_text(json.dumps({"needed": needed, "read": read}))
-        return restored
-
-    users = [
-        module
-        for name, module in [*sys.modules.items()]
-        if name.startswith("moe_ft.recovery.") and getattr(module, "read_unit", None) is original
-    ]
-    for module in users:
-        module.read_unit = read_and_count  # type: ignore[attr-defined]
-    with patch("moe_ft.recovery.start.restore", restore_and_write):
-        pretrain_gpt_moe.main(flags)
 
 
 def load_and_time(flags: list[str], folder: str) -> None:
@@ -250,8 +215,9 @@ def row(resumed: Sequence[Resumed], base_s: float) -> tuple[str, ...]:
     total = sum(last.read.values())
     if not total:
         return (*times, "-", "-", "-")
-    busiest = max(last.read.values()) / (total / len(last.read))
-    return (*times, f"{total / 1e6:,.0f}", f"{total / last.needed:.2f}", f"{busiest:.2f}")
+    has_nodes = len(last.read) > 1
+    busiest = f"{max(last.read.values()) * len(last.read) / total:.2f}" if has_nodes else "-"
+    return (*times, f"{total / 1e6:,.0f}", f"{total / last.needed:.2f}", busiest)
 
 
 def main() -> None:
