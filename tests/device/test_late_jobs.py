@@ -1,9 +1,11 @@
 """Simulated jobs on late devices, and the proof that each wait of the product is needed there."""
 
+import ast
+
 import pytest
 import torch
 
-from tests.device.removal import FENCE, check, hunt, schedules, waits
+from tests.device.removal import FENCE, OF_LINKS, calls_in, check, hunt, schedules, waits
 from tests.simulation.schedule import draw
 
 SEEDS = range(4)
@@ -33,7 +35,26 @@ def test_drawn_jobs_on_late_devices_break_no_promise(seeds: range) -> None:
         assert check(draw(seed)) == [], seed
 
 
-@pytest.mark.parametrize("name", [*waits(), FENCE])
+def test_waits_of_the_links_are_there() -> None:
+    assert set(OF_LINKS) < set(waits())
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.cuda.synchronize()", ["synchronize"]),
+        ("pool.submit(torch.cuda.synchronize)", ["synchronize"]),
+        ("stream.wait_stream(other), stream.wait_event(event)", ["wait_stream", "wait_event"]),
+        ("tensor.record_stream(stream); event.record()", ["record_stream", "record"]),
+        ("self.record(event)", []),
+    ],
+)
+def test_new_wait_is_one_that_has_to_be_noticed(line: str, found: list[str]) -> None:
+    tree = ast.parse(f"class Owner:\n  def act(self):\n    {line}")
+    assert [*calls_in(tree, "")] == [f"Owner.act: {each}" for each in found]
+
+
+@pytest.mark.parametrize("name", [*(each for each in waits() if each not in OF_LINKS), FENCE])
 def test_wait_that_is_left_out_is_noticed(name: str) -> None:
     found = hunt(name, SEEDS)
     assert found.num_left_out > 0

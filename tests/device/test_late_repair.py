@@ -1,21 +1,128 @@
-"""Repairs of real jobs over the stand-in for NCCL: ranks are killed in every phase."""
+"""Repairs of real jobs over the stand-in for NCCL: ranks die in every phase of an iteration and of a repair."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, override
 
 import pytest
 
 from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
-from tests.device.nccl import CONFLICT
-from tests.jobs import DENSE, PP_EP, RepairedJob
-from tests.references import Place
+from tests.device.nccl import CONFLICT, NOTICES
+from tests.jobs import DENSE, LOCAL, PHASES, PP_EP, SPARSE, RepairedJob
+from tests.references import Digests, Place, References
+from tests.shares import share_of
 
 SCRIPT = "tests/device/nccl_program.py"
+TWO = {"ep": 2}
+ON_NCCL = {"distributed_backend": "nccl"}
+DEADLINE_S = 300.0
 
 
 class LateJob(RepairedJob):
-    """Job over late collectives, compared with one over gloo."""
+    """Job over late collectives. What it has to end with is the result of the same job over gloo."""
 
-    def repair(self, *faults: str, **options: Any) -> None:
-        env = {TRY_ON_GPUS: "1", "MOE_FT_TEST": "1"}
-        self.run(*faults, script=SCRIPT, env=env, **options)
-        assert CONFLICT not in (self.folder / "log").read_text()
+    @override
+    def reference(self, *flags: str) -> Digests:
+        words = ("--distributed-backend", "nccl")
+        self.base = [each for each in self.base if each not in words]
+        return super().reference(*flags)
+
+    def repair(
+        self,
+        *faults: str,
+        notices: bool = False,
+        layout: Mapping[str, int] = TWO,
+        changes: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> str:
+        """Run the job to its end; return what it has printed."""
+        env = {TRY_ON_GPUS: "1", NOTICES: str(int(notices))}
+        changes = {**ON_NCCL, **(changes or {})}
+        num_ranks = 2 if layout == TWO else 4
+        given = {"script": SCRIPT, "env": env, "deadline_s": DEADLINE_S, "num_ranks": num_ranks}
+        self.run(*faults, layout=layout, changes=changes, **given, **options)
+        text = (self.folder / "log").read_text()
+        assert "it sets TORCH_NCCL_" in text, "the job has the paths for GPUs"
+        assert CONFLICT not in text
+        return text
+
+
+@pytest.fixture
+def job(dataset_flags: list[str], tmp_path: Any, memory_dir: Any, shared_folder: Any) -> LateJob:
+    references = References(shared_folder / "references")
+    return LateJob(Place(dataset_flags, tmp_path, memory_dir, references))
+
+
+@pytest.mark.parametrize("phase", share_of(PHASES, "backward"))
+@pytest.mark.parametrize("rank", share_of((0, 1), 1))
+def test_dead_rank_is_replaced_and_the_result_has_the_same_bits(
+    job: LateJob, rank: int, phase: str
+) -> None:
+    job.repair(f"kill:{rank}@4:{phase}")
+    job.check([rank], [4], [{3, 4}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=lambda strategy: str(strategy[0]))
+@pytest.mark.parametrize(("rank", "phase"), zip((0, 1, 2, 3), PHASES, strict=True))
+def test_dead_rank_of_a_pipeline_with_experts_is_replaced(
+    job: LateJob, rank: int, phase: str, strategy: Sequence[str]
+) -> None:
+    job.repair(f"kill:{rank}@4:{phase}", layout=PP_EP, strategy=strategy)
+    job.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
+
+
+@pytest.mark.rest
+def test_communicators_that_notice_a_death_are_ended_like_others(job: LateJob) -> None:
+    job.repair("kill:1@4:backward", notices=True)
+    job.check([1], [4], [{3, 4}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("flag", ["overlap_grad_reduce", "overlap_param_gather"])
+def test_collectives_beside_the_computation_end_too(job: LateJob, flag: str) -> None:
+    changes = {"overlap_grad_reduce": True, flag: True}
+    job.repair("kill:1@4:backward", changes=changes)
+    job.check([1], [4], [{3, 4}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("fault", "scopes"), [("kill:3@5:backward", {"local"}), ("kill:3@5:in-step", {"global"})]
+)
+def test_survivors_keep_their_state_unless_the_broken_iteration_has_made_it(
+    job: LateJob, fault: str, scopes: set[str]
+) -> None:
+    job.repair(fault, layout=PP_EP, strategy=(*SPARSE, *LOCAL))
+    assert {job.events("repair", rank)[0]["scope"] for rank in range(4)} == scopes
+    assert job.digests() == job.reference()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("second", "dead", "strategy"),
+    [
+        ("kill:1@3:recovery", [1, 3], DENSE),
+        ("kill:3@3:recovery", [3], SPARSE),
+        ("kill:2@4:after-step", [2, 3], SPARSE),
+        ("kill:1@3:replay", [1, 3], SPARSE),
+        ("kill:1@3:recovery", [1, 3], (*SPARSE, *LOCAL)),
+    ],
+    ids=str,
+)
+def test_rank_that_dies_in_a_repair_is_replaced_in_the_next_round(
+    job: LateJob, second: str, dead: list[int], strategy: Sequence[str]
+) -> None:
+    job.repair("kill:3@4:forward", second, layout=PP_EP, strategy=strategy)
+    for rank in range(4):
+        (found,) = job.events("repair", rank)
+        assert set(found["dead_ranks"]) <= set(dead)
+        assert found["round"] >= 2
+        assert found["broken_iteration"] == 4
+    assert job.digests() == job.reference()
+
+
+@pytest.mark.rest
+def test_rank_that_others_wait_for_too_long_ends_itself(job: LateJob) -> None:
+    text = job.repair("hang:1@4:backward", extra=("--distributed-timeout-minutes", "1"))
+    job.check([1], [4], [{3, 4}])
+    assert "NCCL reports TIMEOUT in group" in text

@@ -26,12 +26,10 @@ _Communicate = Callable[..., Any]
 def open_links(group: dist.ProcessGroup) -> None:
     """Use the group of a pipeline once. Called by all its ranks, before some of them use it alone.
 
-    NCCL makes a communicator when a group is first used, which takes all its ranks; the batched transfers of
-    a replay reach only some.
+    NCCL makes a communicator in the first call of a group, which takes all its ranks; the batched transfers
+    of a replay reach only some.
     """
-    used = torch.ones(1, device=torch.cuda.current_device())
-    dist.all_reduce(used, group=group)
-    used.item()  # waits for the device: a failure belongs here, not into the replay
+    dist.all_reduce(torch.ones(1, device=torch.cuda.current_device()), group=group)
 
 
 @contextmanager
