@@ -31,30 +31,32 @@ Not covered: several devices in one process, splitting, eager connections, CUDA 
 registered.
 """
 
-import os
-import queue
-import random
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import partialmethod
 from typing import Any, override
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves
 
-from tests.device.queues import Device, Operation, Stream, poison, span_of
+from tests.device.communicators import (
+    Call,
+    Collective,
+    Communicator,
+    LateWork,
+    Tensors,
+    Watched,
+    gloo_device,
+    numbers_of,
+)
+from tests.device.queues import poison, span_of
 from tests.device.tensors import CUDA, LateTensor
 from tests.simulation.active import Patches
 
-CONFLICT = "late device:"
-NOTICES = "LATE_NCCL_NOTICES"  # variable: 1 if communicators find out that a rank has died
-_LATEST_S = (0.0, 0.0, 0.002)  # until an operation begins, at most
 _GROUP_METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "barrier"),
     *("allgather", "all_gather_single", "all_gather_single_coalesced"),
@@ -68,196 +70,6 @@ _OF_BACKEND = {
     "all_to_all_single": "alltoall_base",
 }
 _Real = dist.ProcessGroupNCCL
-Tensors = Sequence[torch.Tensor]
-# Begins a collective of gloo on private copies, which it gets by the tensors they are of.
-Call = Callable[[Any, Callable[[Any], Any]], Sequence[Any]]
-
-
-class Collective:
-    """One operation of a communicator.
-
-    Attributes:
-        has_ended: set when it has run, or was aborted.
-        has_result: whether it has run.
-        parts: those of a batch.
-    """
-
-    def __init__(self, name: str, calls: Sequence[Call], reads: Tensors, writes: Tensors) -> None:
-        self.name, self.calls = name, list(calls)
-        self.reads, self.writes = list(reads), list(writes)
-        self.parts: Sequence[Collective] = ()
-        self.has_ended, self.has_result = threading.Event(), False
-        self.begun_s = time.monotonic()
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of_batch(cls, parts: Sequence["Collective"]) -> "Collective":
-        """Return one that runs others together."""
-        calls, reads, writes = (
-            [each for part in parts for each in getattr(part, name)]
-            for name in ("calls", "reads", "writes")
-        )
-        made = cls("batch", calls, reads, writes)
-        made.parts = parts
-        return made
-
-    def begin(self) -> None:
-        """Begin to run."""
-        for each in self.parts:
-            each.begin()
-
-    def run(self, inner: Any) -> None:
-        """Exchange. Raises RuntimeError if a rank has died."""
-        self.begin()
-        copies = {id(each): _plain(each).clone() for each in [*self.reads, *self.writes]}
-        for work in [work for call in self.calls for work in call(inner, partial(_copies, copies))]:
-            work.wait()
-        with self._lock:
-            if not self.has_ended.is_set():
-                for each in self.writes:
-                    with torch.no_grad():
-                        _plain(each).copy_(copies[id(each)])
-                self.has_result = True
-                self.has_ended.set()
-
-    def abort(self) -> None:
-        with self._lock:
-            self.has_ended.set()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.content if isinstance(tensor, LateTensor) else tensor.detach()
-
-
-def _copies(copies: dict[int, torch.Tensor], wanted: Any) -> Any:
-    if isinstance(wanted, torch.Tensor):
-        return copies[id(wanted)]
-    return [_copies(copies, each) for each in wanted]
-
-
-class _Watched(Collective):
-    """One on plain tensors: outputs are poison until it has run, and inputs are to stay as they are."""
-
-    def __init__(self, name: str, calls: Sequence[Call], reads: Tensors, writes: Tensors) -> None:
-        super().__init__(name, calls, reads, writes)
-        self._given = {id(each): _plain(each).clone() for each in reads}
-        for each in writes:
-            poison(_plain(each))
-        self._seen = {id(each): _plain(each).clone() for each in [*reads, *writes]}
-
-    @override
-    def begin(self) -> None:
-        if not all(_same(_plain(each), self._seen[id(each)]) for each in [*self.reads, *self.writes]):
-            sys.stderr.write(f"{CONFLICT} {self.name} met a tensor that was changed too early\n")
-            sys.stderr.flush()
-        for each in self.reads:  # what lay under the poison, where it is an output too
-            with torch.no_grad():
-                _plain(each).copy_(self._given[id(each)])
-
-    @override
-    def abort(self) -> None:
-        if not self.has_ended.is_set():
-            for each in self.writes:
-                poison(_plain(each))
-        super().abort()
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(
-        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
-    )
-
-
-class Communicator:
-    """Connections between some ranks, and the thread that runs their operations in order."""
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        """Connect, which waits for all ranks."""
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout, options._devices = timeout, [_gloo_device()]
-        self._inner = dist.ProcessGroupGloo(store, rank, size, options)
-        self._random = random.Random(f"{rank} {size}")
-        self._waiting: queue.SimpleQueue[Collective] = queue.SimpleQueue()
-        self._pending: dict[Collective, None] = {}
-        self._streams: dict[int, Stream] = {}
-        self._lock = threading.Lock()
-        self.is_aborted = False
-        self.error = ErrorType.SUCCESS
-        threading.Thread(target=self._work, name="late-nccl", daemon=True).start()
-
-    def begin(self, operation: Collective) -> None:
-        """Have the thread run an operation."""
-        with self._lock:
-            self._pending[operation] = None
-            if self.is_aborted:
-                operation.abort()
-        self._waiting.put(operation)
-
-    def stream(self, device: Device) -> Stream:
-        """Return the stream of asynchronous operations on a late device."""
-        return self._streams.setdefault(id(device), Stream(device))
-
-    def abort(self) -> None:
-        """End all operations as they are."""
-        with self._lock:
-            self.is_aborted = True
-            for each in self._pending:
-                each.abort()
-
-    def look(self, timeout: timedelta) -> None:
-        """Find an operation that has taken too long."""
-        late_s = time.monotonic() - timeout.total_seconds()
-        with self._lock:
-            found = [each for each in self._pending if each.begun_s < late_s]
-            if any(not each.has_ended.is_set() for each in found) and not self.is_aborted:
-                self.error = ErrorType.TIMEOUT
-
-    def _work(self) -> None:
-        while not self.is_aborted:
-            operation = self._waiting.get()
-            time.sleep(self._random.uniform(0.0, self._random.choice(_LATEST_S)))
-            try:
-                operation.run(self._inner)
-            except RuntimeError:  # a rank has died: nothing moves any more
-                if os.environ.get(NOTICES) == "1":
-                    self.error = ErrorType.REMOTE_ERROR
-                return
-            with self._lock:
-                del self._pending[operation]
-
-
-@cache
-def _gloo_device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-class LateWork(dist.Work):
-    """Handle of an operation that was given to the device."""
-
-    def __init__(
-        self, operation: Collective, queued: Operation | None, device: Device | None, kept: Any
-    ) -> None:
-        super().__init__()
-        self._operation, self._queued, self._device, self._kept = operation, queued, device, kept
-
-    @override
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._device is None:
-            self._operation.has_ended.wait()
-        else:
-            self._device.queue("wait for NCCL", lambda: None, after=[self._queued])
-            if self._operation.name == "barrier":
-                self._device.current.synchronize()
-        self._kept = None
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return self._operation.has_ended.is_set()
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
 
 
 class LateNccl(dist.ProcessGroupGloo):
@@ -268,7 +80,7 @@ class LateNccl(dist.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         base: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        base._timeout, base._devices, base._threads = timedelta(seconds=1), [_gloo_device()], 1
+        base._timeout, base._devices, base._threads = timedelta(seconds=1), [gloo_device()], 1
         super().__init__(dist.HashStore(), 0, 1, base)  # type: ignore[call-overload]
         self._store, self._rank, self._size, self._options = store, rank, size, options
         self._communicators: dict[str, Communicator] = {}
@@ -329,7 +141,7 @@ class LateNccl(dist.ProcessGroupGloo):
         self, name: str, call: Call, reads: Tensors, writes: Tensors, options: Any = None
     ) -> LateWork | None:
         is_plain = not isinstance([*reads, *writes][0], LateTensor)
-        operation = (_Watched if is_plain else Collective)(name, [call], reads, writes)
+        operation = (Watched if is_plain else Collective)(name, [call], reads, writes)
         if self._batch is not None:
             self._batch.append(operation)
             return None
@@ -354,13 +166,13 @@ class LateNccl(dist.ProcessGroupGloo):
             operation.has_ended.wait()
             if not operation.has_result:
                 for each in operation.writes:
-                    poison(_plain(each))
+                    poison(numbers_of(each))
 
         queued = device.queue(
             operation.name,
             run,
-            reads=[span_of(_plain(each)) for each in operation.reads],
-            writes=[span_of(_plain(each)) for each in operation.writes],
+            reads=[span_of(numbers_of(each)) for each in operation.reads],
+            writes=[span_of(numbers_of(each)) for each in operation.writes],
             stream=stream,
         )
         return LateWork(operation, queued, device, touched)
@@ -382,18 +194,34 @@ class LateNccl(dist.ProcessGroupGloo):
         batch, self._batch = self._batch or [], None
         if not batch:
             return None
-        return self._queue(
-            self._communicator("all"), Collective.of_batch(batch), is_async=True
-        )
+        return self._queue(self._communicator("all"), Collective.of_batch(batch), is_async=True)
 
-    def allreduce(self, tensors: Tensors, options: Any) -> Any:
+    def _combine(self, name: str, tensors: Tensors, options: Any) -> Any:
         return self._give(
-            "all-reduce",
-            lambda inner, own: [inner.allreduce(own(tensors), options)],
+            name,
+            lambda inner, own: [getattr(inner, name)(own(tensors), options)],
             tensors,
             tensors,
             options,
         )
+
+    allreduce = partialmethod(_combine, "allreduce")
+    reduce = partialmethod(_combine, "reduce")
+
+    def _move(self, name: str, outputs: Any, inputs: Any, options: Any) -> Any:
+        return self._give(
+            name,
+            lambda inner, own: [getattr(inner, name)(own(outputs), own(inputs), options)],
+            tree_leaves(inputs),
+            tree_leaves(outputs),
+            options,
+        )
+
+    allgather = partialmethod(_move, "allgather")
+    alltoall = partialmethod(_move, "alltoall")
+    gather = partialmethod(_move, "gather")
+    reduce_scatter = partialmethod(_move, "reduce_scatter")
+    scatter = partialmethod(_move, "scatter")
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any) -> Any:
         one = dist.AllreduceOptions()
@@ -416,60 +244,15 @@ class LateNccl(dist.ProcessGroupGloo):
             options,
         )
 
-    def reduce(self, tensors: Tensors, options: Any) -> Any:
-        return self._give(
-            "reduce",
-            lambda inner, own: [inner.reduce(own(tensors), options)],
-            tensors,
-            tensors,
-            options,
-        )
-
-    def gather(self, outputs: Any, inputs: Tensors, options: Any) -> Any:
-        return self._give(
-            "gather",
-            lambda inner, own: [inner.gather(own(outputs), own(inputs), options)],
-            inputs,
-            [each for several in outputs for each in several],
-            options,
-        )
-
-    def scatter(self, outputs: Tensors, inputs: Any, options: Any) -> Any:
-        return self._give(
-            "scatter",
-            lambda inner, own: [inner.scatter(own(outputs), own(inputs), options)],
-            [each for several in inputs for each in several],
-            outputs,
-            options,
-        )
-
-    def allgather(self, outputs: Any, inputs: Tensors, options: Any) -> Any:
-        return self._give(
-            "all-gather",
-            lambda inner, own: [inner.allgather(own(outputs), own(inputs), options)],
-            inputs,
-            [each for several in outputs for each in several],
-            options,
-        )
-
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, options: Any) -> Any:
         return self.all_gather_single_coalesced([output], [given], options)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, options: Any) -> Any:
-        def call(inner: Any, own: Any) -> Sequence[Any]:
+        def call(inner: Any, own: Any) -> list[Any]:
             pairs = zip(outputs, inputs, strict=True)
             return [inner._allgather_base(own(into), own(each)) for into, each in pairs]
 
         return self._give("all-gather", call, inputs, outputs, options)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Any, options: Any) -> Any:
-        return self._give(
-            "reduce-scatter",
-            lambda inner, own: [inner.reduce_scatter(own(outputs), own(inputs), options)],
-            [each for several in inputs for each in several],
-            outputs,
-            options,
-        )
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, options: Any) -> Any:
         return self.reduce_scatter_single_coalesced([output], [given], options)
@@ -480,20 +263,11 @@ class LateNccl(dist.ProcessGroupGloo):
         one = dist.ReduceScatterOptions()
         one.reduceOp = options.reduceOp
 
-        def call(inner: Any, own: Any) -> Sequence[Any]:
+        def call(inner: Any, own: Any) -> list[Any]:
             pairs = zip(outputs, inputs, strict=True)
             return [inner._reduce_scatter_base(own(into), own(each), one) for into, each in pairs]
 
         return self._give("reduce-scatter", call, inputs, outputs, options)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Any:
-        return self._give(
-            "all-to-all",
-            lambda inner, own: [inner.alltoall(own(outputs), own(inputs), options)],
-            inputs,
-            outputs,
-            options,
-        )
 
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, of_output: Any, of_input: Any, options: Any
@@ -532,7 +306,7 @@ class LateNccl(dist.ProcessGroupGloo):
         low, high = sorted((self._rank, other))
         place = int(other == high)  # of the other one in the pair
         is_plain = not isinstance(tensors[0], LateTensor)
-        operation = (_Watched if is_plain else Collective)(
+        operation = (Watched if is_plain else Collective)(
             name,
             [lambda inner, own: [getattr(inner, name)(own(tensors), place, tag)]],
             reads,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from tests.device.nccl import LateNccl
-from tests.device.queues import Device
 from tests.device.tensors import new
 from tests.device.test_queues import late
 
@@ -55,10 +54,15 @@ def _both(first: Callable[[Rank], Any], second: Callable[[Rank], Any]) -> list[A
         return act(rank)
 
     with ThreadPoolExecutor(2) as pool:
-        return [each.result(WAIT_S) for each in [pool.submit(run, *p) for p in enumerate((first, second))]]
+        return [
+            each.result(WAIT_S)
+            for each in [pool.submit(run, *p) for p in enumerate((first, second))]
+        ]
 
 
-def test_wait_does_not_hold_up_the_host_and_the_result_is_there_for_what_the_stream_does_next() -> None:
+def test_wait_does_not_hold_up_the_host_and_the_result_is_there_for_what_the_stream_does_next() -> (
+    None
+):
     has_passed = threading.Event()
 
     def first(rank: Rank) -> float:
@@ -126,7 +130,11 @@ def test_timeout_ends_nothing_and_stays_with_the_communicator() -> None:
 
 def test_sends_and_receives_of_a_batch_run_together_in_whatever_order() -> None:
     def act(rank: Rank) -> list[float]:
-        given, taken, other = new(rank.device, torch.full((4,), rank.number + 1.0)), rank.ones(), 1 - rank.number
+        given, taken, other = (
+            new(rank.device, torch.full((4,), rank.number + 1.0)),
+            rank.ones(),
+            1 - rank.number,
+        )
         rank.backend._start_coalescing(None)
         rank.backend.send([given], other, 0)
         rank.backend.recv([taken], other, 0)

@@ -7,7 +7,6 @@ once, which must be noticed.
 import os
 import sys
 import threading
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +125,9 @@ def train_and_renew(folder: str, left_out: str) -> None:
 
 
 def _run(folder: Path, left_out: str = "") -> Any:
-    return run_ranks(train_and_renew, 2, str(folder), left_out, log_dir=folder, deadline_s=DEADLINE_S)
+    return run_ranks(
+        train_and_renew, 2, str(folder), left_out, log_dir=folder, deadline_s=DEADLINE_S
+    )
 
 
 def test_state_is_that_before_the_iteration_that_was_broken_off(tmp_path: Path) -> None:

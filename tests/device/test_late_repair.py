@@ -1,13 +1,15 @@
-"""Repairs of real jobs over the stand-in for NCCL: ranks die in every phase of an iteration and of a repair."""
+"""Repairs of real jobs over the stand-in for NCCL: ranks die in each phase of an iteration or a repair."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, override
 
 import pytest
 
 from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
-from tests.device.nccl import CONFLICT, NOTICES
-from tests.jobs import DENSE, LOCAL, PHASES, PP_EP, SPARSE, RepairedJob
+from tests.device.communicators import CONFLICT, NOTICES
+from tests.device.nccl_program import train_on_nccl
+from tests.jobs import DENSE, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
 from tests.references import Digests, Place, References
 from tests.shares import share_of
 
@@ -17,14 +19,18 @@ ON_NCCL = {"distributed_backend": "nccl"}
 DEADLINE_S = 300.0
 
 
-class LateJob(RepairedJob):
+class _Late(Job):
     """Job over late collectives. What it has to end with is the result of the same job over gloo."""
 
     @override
     def reference(self, *flags: str) -> Digests:
         words = ("--distributed-backend", "nccl")
-        self.base = [each for each in self.base if each not in words]
-        return super().reference(*flags)
+        own = [each for each in self.base if each not in words]
+        return self.place.references.digests([*own, *flags], self.num_ranks)
+
+
+class LateJob(_Late, RepairedJob):
+    """Job whose dead ranks are replaced in place."""
 
     def repair(
         self,
@@ -46,10 +52,19 @@ class LateJob(RepairedJob):
         return text
 
 
+class LateCheckpoints(_Late, CheckpointJob):
+    """Job that leaves breakpoints, and is started again."""
+
+
 @pytest.fixture
-def job(dataset_flags: list[str], tmp_path: Any, memory_dir: Any, shared_folder: Any) -> LateJob:
+def place(dataset_flags: list[str], tmp_path: Path, memory_dir: Path, shared_folder: Path) -> Place:
     references = References(shared_folder / "references")
-    return LateJob(Place(dataset_flags, tmp_path, memory_dir, references))
+    return Place(dataset_flags, tmp_path, memory_dir, references)
+
+
+@pytest.fixture
+def job(place: Place) -> LateJob:
+    return LateJob(place)
 
 
 @pytest.mark.parametrize("phase", share_of(PHASES, "backward"))
@@ -126,3 +141,20 @@ def test_rank_that_others_wait_for_too_long_ends_itself(job: LateJob) -> None:
     text = job.repair("hang:1@4:backward", extra=("--distributed-timeout-minutes", "1"))
     job.check([1], [4], [{3, 4}])
     assert "NCCL reports TIMEOUT in group" in text
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "fault",
+    ["terminate:0@4:backward", "terminate:1@4:in-step", "kill:1@4:backward", "kill:0@4:after-step"],
+)
+def test_ranks_that_leave_abort_what_hangs_and_leave_a_breakpoint(place: Place, fault: str) -> None:
+    job = LateCheckpoints(place)
+    job.train = train_on_nccl
+    job.set_model(2, TWO, **ON_NCCL)
+    breakpoints = ("--moe-ft-breakpoints", "--moe-ft-fault-report-grace-s", "3")
+    job.run_with_faults(fault, flags=breakpoints, has_breakpoints=True)
+    assert job.digests() == job.reference()
+    survivors = {0, 1} - ({int(fault[5])} if fault.startswith("kill") else set())
+    for rank in survivors:
+        assert [each["problem"] for each in job.events("breakpoint", rank)] == [""]
