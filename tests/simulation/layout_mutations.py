@@ -5,18 +5,27 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.planning.recovery import plan_recovery
-from moe_ft.recovery import fetch, look, new_record
+from moe_ft.planning.recovery import Plan, plan_recovery
+from moe_ft.recovery import fetch, look, new_record, protect, restore
 from moe_ft.recovery import plan as planning
+from moe_ft.recovery.fetch import ORIGIN, Fetching
+from moe_ft.recovery.transfer import Transfer
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, mutation, name_of
 
 OF_LAYOUTS: set[str] = set()
+OF_AGES: set[str] = set()  # those of which experts with ages are needed
 
 
 def _of_layouts(make: Mutation) -> Mutation:
     """Add a mistake that only schedules with several layouts can find."""
     OF_LAYOUTS.add(name_of(make))
+    return mutation(make)
+
+
+def _of_ages(make: Mutation) -> Mutation:
+    """Add a mistake that only schedules with several layouts and experts with ages can find."""
+    OF_AGES.add(name_of(make))
     return mutation(make)
 
 
@@ -34,6 +43,96 @@ def complete_by_the_ranks_of_now(patches: Patches) -> None:
         return plan_recovery([replace(each, world_size=0) for each in versions], *rest)
 
     patches.set(planning, "plan_recovery", plan)
+
+
+@_of_ages
+def everything_of_a_run_by_rank(patches: Patches) -> None:
+    """Of what another layout has left, a rank sees what a rank of its number had."""
+
+    def own(found: Any) -> Any:
+        return {
+            rank: tuple(each for each in sources if each.version.rank == rank)
+            for rank, sources in found.items()
+        }
+
+    def plan(*given: Any) -> Any:
+        plans, rejected = plan_recovery(*given)
+        return [replace(each, elsewhere=own(each.elsewhere)) for each in plans], rejected
+
+    patches.set(planning, "plan_recovery", plan)
+
+
+@_of_ages
+def newest_part_counts(patches: Patches) -> None:
+    """The newest version of an expert is taken, whether or not all of it is there."""
+    original = Transfer.versions
+
+    def versions(self: Transfer, unit: Any, level: Any, position: Any) -> Any:
+        if not self._is_other_layout:
+            return original(self, unit, level, position)
+        tensors = {each.block.tensor for each in self._needed(unit, level)}
+        return sorted(self._left.parts_of(position, tensors), reverse=True)
+
+    patches.set(Transfer, "versions", versions)
+
+
+@_of_ages
+def ages_forgotten(patches: Patches) -> None:
+    """Experts of another layout count as if they were of the state's own iteration."""
+    original = Fetching._with_rotation
+
+    def with_rotation(self: Fetching, fetched: Any) -> Any:
+        found, plan = original(self, fetched), self._plan
+        if not plan.is_other_layout:
+            return found
+        versions = {
+            name: replace(each, iteration=plan.iteration)
+            for name, each in found.rotation.versions.items()
+        }
+        return replace(found, rotation=replace(found.rotation, versions=versions))
+
+    patches.set(Fetching, "_with_rotation", with_rotation)
+
+
+@_of_ages
+def experts_begin_again(patches: Patches) -> None:
+    """An expert that was never saved keeps the weights that this layout begins with."""
+    original = Fetching._offers
+
+    def offers(self: Fetching, unit: Any) -> Any:
+        found = original(self, unit)
+        return found or {ORIGIN: fetch._NOTHING} if self._plan.is_other_layout else found
+
+    patches.set(Fetching, "_offers", offers)
+
+
+@_of_ages
+def checkpoint_refers_to_another_layout(patches: Patches) -> None:
+    """The first checkpoint after a change builds on one of the layout before."""
+    original = restore.find_persisted
+
+    def find(*given: Any) -> Any:
+        own = Patches()
+        own.set(Plan, "is_other_layout", property(lambda self: False))
+        try:
+            return original(*given)
+        finally:
+            own.restore()
+
+    patches.set(restore, "find_persisted", find)
+
+
+@_of_layouts
+def room_made_of_what_was_recovered(patches: Patches) -> None:
+    """The memory of ranks that are gone is freed at once."""
+    original = protect.make_room
+    patches.set(protect, "make_room", lambda site, peers, needed: original(site, peers, []))
+
+
+@_of_ages
+def pools_filled_again(patches: Patches) -> None:
+    """Slots of another layout whose pools have the same geometry are filled as this layout's own."""
+    patches.set(protect, "clear_of_pools", lambda met, claimed: (met, claimed))
 
 
 @_of_layouts

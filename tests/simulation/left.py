@@ -4,8 +4,8 @@ It shares the decoding of indexes and manifests with the product, and nothing el
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
-from tests.simulation.reachable import best_local
+from moe_ft.units import UnitKind, parse_unit
+from tests.simulation.reachable import best_local, is_alive
 from tests.simulation.shape import Shape
 
 _SIZES = (
@@ -40,6 +41,8 @@ class Left:
         local: target of the best local recovery, and the iterations that its stages run again, all together.
         num_stages: of the job.
         has_damaged_logs: whether bits of a boundary log have changed, which may be found too late.
+        experts: iterations of the versions that they come back with by layer and number, if the best state is
+            one of another layout; else empty.
     """
 
     intact: tuple[Family, ...]
@@ -47,6 +50,7 @@ class Left:
     local: tuple[int, int] | None
     num_stages: int
     has_damaged_logs: bool = False
+    experts: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def newest_global(self) -> int | None:
@@ -101,6 +105,7 @@ def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = F
         local=best_local(shape, indexes, usable) if is_local else None,
         num_stages=shape.stages,
         has_damaged_logs=len(usable) < len(logs),
+        experts=_newest_experts(writers[intact[0]], shape, indexes) if intact else {},
     )
 
 
@@ -116,19 +121,48 @@ def _is_of(shape: Shape, index: Index) -> bool:
 
 def _has_experts(shape: Shape, writer: Index, indexes: Sequence[Index]) -> bool:
     """Return whether all of each expert is there in the layout of a state: no other layout begins with it."""
+    return len(_whole_experts(writer, indexes)) == shape.num_layers * shape.experts
+
+
+def _whole_experts(
+    writer: Index, indexes: Iterable[Index]
+) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """Return by layer and number the versions in which all of an expert is there in the layout of a state."""
     covered: dict[tuple[str, tuple[int, int]], set[int]] = defaultdict(set)
-    whole = set()
+    whole: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for index in indexes:
         if _sizes(index) != _sizes(writer):
             continue
-        for name, unit in index.units.items():
-            if ".expert." in name:
-                first = unit.tensors[0]
-                elements = covered[name, unit.version]
+        for name, entry in index.units.items():
+            unit = parse_unit(name)
+            if unit.kind is UnitKind.EXPERT:
+                first = entry.tensors[0]
+                elements = covered[name, entry.version]
                 elements.update(range(first.start, first.end))
                 if len(elements) == prod(index.parameters[first.parameter].shape):
-                    whole.add(name)
-    return len(whole) == shape.num_layers * shape.experts
+                    whole[unit.layer, unit.expert].add(entry.version)
+    return whole
+
+
+def _newest_experts(
+    writer: Index, shape: Shape, indexes: Sequence[Index]
+) -> dict[tuple[int, int], int]:
+    """Return the iterations of the versions of experts that a state of another layout comes back with.
+
+    That is the state's own iteration, else the newest of its run, which may be a later one.
+    """
+    if _is_of(shape, writer):
+        return {}
+    history, own = writer.identity.history, (writer.identity.start.number, writer.iteration)
+    runs = [
+        each.identity.history
+        for each in indexes
+        if is_alive(writer.iteration, history, each.identity.history)
+    ]
+    run = max(runs, key=lambda each: each[-1].number)
+    alive = [each for each in indexes if is_alive(each.iteration, each.identity.history, run)]
+    found = _whole_experts(writer, alive).items()
+    return {expert: own[1] if own in whole else max(whole)[1] for expert, whole in found}
 
 
 def has_any(root: Path) -> bool:

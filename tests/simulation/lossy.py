@@ -5,7 +5,7 @@ the bits of that state, and counts the tokens between that and the iteration whe
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moe_ft.strategies.partial.strategy import PartialLoss
@@ -52,14 +52,20 @@ class Recount:
     missing: dict[Expert, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     num_other: int = 0
 
-    def check(self, shape: Shape, lives: list[Life]) -> Iterator[str]:
-        """Yield what is wrong with what the ranks of a start have recovered, and follow their training."""
+    def check(self, shape: Shape, lives: list[Life], newest: Mapping[Expert, int]) -> Iterator[str]:
+        """Yield what is wrong with what the ranks of a start have recovered, and follow their training.
+
+        Args:
+            newest: iterations of the versions that experts must come back with, where they are known.
+        """
         recovered = [life for life in lives if life.outcome is not None]
         if len(recovered) == len(lives) and lives[0].outcome is not None:
-            yield from self._check_recovery(shape, lives, lives[0].outcome.iteration)
+            yield from self._check_recovery(shape, lives, lives[0].outcome.iteration, newest)
         self._follow(shape, lives)
 
-    def _check_recovery(self, shape: Shape, lives: list[Life], iteration: int) -> Iterator[str]:
+    def _check_recovery(
+        self, shape: Shape, lives: list[Life], iteration: int, newest: Mapping[Expert, int]
+    ) -> Iterator[str]:
         outcome = lives[0].outcome
         assert outcome is not None
         if outcome.record is None:
@@ -80,6 +86,9 @@ class Recount:
             yield f"rank {wrong[0]} has recovered a state that never was at {iteration}"
         found: dict[Expert, Version] = {}
         yield from self._find_versions(lives, iteration, found)
+        for expert, version in found.items():
+            if version.iteration != newest.get(expert, version.iteration):
+                yield f"expert {expert} is of {version.iteration}, and {newest[expert]} is left"
         self.missing = defaultdict(dict)
         for expert, version in found.items():
             kept = {at: count for at, count in version.missing.items() if at <= iteration}

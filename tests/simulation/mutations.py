@@ -14,11 +14,13 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
@@ -196,6 +198,18 @@ def own_vote_counts(patches: Patches) -> None:
 
 
 @mutation
+def leader_speaks_for_its_group(patches: Patches) -> None:
+    """A rank that leads a group takes its own vote to the next level, not the least of the group."""
+    original = Agreement._reduce
+
+    def reduce(self: Agreement, level: Any, values: Any) -> Any:
+        is_below = len(self._levels) > 1 and level is self._levels[0]
+        return original(self, level, values.clone() if is_below else values)
+
+    patches.set(Agreement, "_reduce", reduce)
+
+
+@mutation
 def slots_used_too_early(patches: Patches) -> None:
     """Slots of the newest versions count as free."""
     _fill_first(patches, Reason.COMPLETE, SizeClass.UNIT)
@@ -209,6 +223,19 @@ def one_replay_too_few(patches: Patches) -> None:
         "num_replays",
         property(lambda self: max(0, len(self._agreed.slices) - 2)),
     )
+
+
+@mutation
+def replica_overwritten_too_early(patches: Patches) -> None:
+    """The next replica goes where that of the newest complete window is."""
+    _fill_first(patches, Reason.SENDER, SizeClass.WINDOW)
+
+
+@mutation
+def sender_not_heard(patches: Patches) -> None:
+    """Who keeps replicas does not heed which of them the sender says must stay."""
+    original = ReplicaStore._keep
+    patches.set(ReplicaStore, "_keep", lambda self, iteration: original(self, None))
 
 
 @mutation

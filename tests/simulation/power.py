@@ -15,12 +15,12 @@ import msgspec
 import torch
 
 from tests.simulation.job import Setup
-from tests.simulation.layout_mutations import OF_LAYOUTS
+from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.schedule import draw as draw_repairs
-from tests.simulation.schedule import Fault, Schedule, draw, draw_changing
+from tests.simulation.schedule import Fault, Schedule, draw, draw_aging, draw_changing
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
 
@@ -148,6 +148,8 @@ def drawer_for(
     """Return what draws the schedules in which a mistake may show."""
     if is_of_repairs or mutation in OF_REPAIRS:
         return draw_repairs
+    if mutation in OF_AGES:
+        return draw_aging
     return draw_changing if mutation in OF_LAYOUTS else draw
 
 

@@ -33,15 +33,15 @@ def best_local(
     if not indexes:
         return None
     run = max((each.identity.history for each in indexes), key=lambda each: each[-1].number)
-    alive = [each for each in indexes if _is_alive(each.iteration, each.identity.history, run)]
+    alive = [each for each in indexes if is_alive(each.iteration, each.identity.history, run)]
     states = [_states_of(alive, shape.ranks_of(stage)) for stage in range(shape.stages)]
     known = {each.iteration - age for each in alive for age in range(each.window)}
     wires: set[Wire] = set()
     for log, receiver in logs:
-        if _is_alive(log.iteration + 1, log.identity.history, run):
+        if is_alive(log.iteration + 1, log.identity.history, run):
             directions = {each.direction for each in log.sent if each.neighbour == receiver}
             wires |= {(log.rank, receiver, each, log.iteration) for each in directions}
-        if log.numbers and _is_alive(log.iteration, log.identity.history, run):
+        if log.numbers and is_alive(log.iteration, log.identity.history, run):
             known.add(log.numbers.iteration)
     for target in sorted({end for own in states for _, end in own}, reverse=True):
         possible = [
@@ -62,7 +62,7 @@ def best_local(
     return None
 
 
-def _is_alive(iteration: int, history: History, run: History) -> bool:
+def is_alive(iteration: int, history: History, run: History) -> bool:
     """Return whether no later start of the run has gone back before an iteration."""
     names = [each.name for each in run]
     writer = history[-1].name

@@ -146,7 +146,17 @@ def draw_changing(seed: int) -> Schedule:
     return draw(seed, share_of_layouts=1.0)
 
 
-def draw(seed: int, *, share_of_layouts: float = layouts.SHARE) -> Schedule:
+def draw_aging(seed: int) -> Schedule:
+    """Return a schedule of a job whose starts have several layouts, and whose experts have ages."""
+    return draw(seed, share_of_layouts=1.0, share_of_ages=1.0)
+
+
+def draw(
+    seed: int,
+    *,
+    share_of_layouts: float = layouts.SHARE,
+    share_of_ages: float = layouts.SHARE_OF_AGES,
+) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
     num_events = _EVENTS_PER_ITERATION * setup.shape.num_ranks * setup.iterations
@@ -178,16 +188,32 @@ def draw(seed: int, *, share_of_layouts: float = layouts.SHARE) -> Schedule:
         faults = _draw_faults_of_stages(setup, alone)
     elif alone.random() < pipelined.SHARE_WITH_BREAKPOINTS:
         setup = msgspec.structs.replace(setup, breakpoints=True)
-    changing = random.Random(f"layouts {seed}")
-    if changing.random() < share_of_layouts:
-        setup = layouts.with_layouts(setup, changing)
-        faults = [each for each in faults if each.kind not in layouts.LEFT_OUT]
-        if changing.random() < layouts.SHARE_OF_DEATHS:
-            faults = _draw_faults_of_layouts(setup, changing)
+    setup, faults = _change_layouts(setup, faults, seed, share_of_layouts, share_of_ages)
     if setup.breakpoints:
         faults = _add_strangers(faults, random.Random(f"strangers {seed}"))
     setup = variations.add_levels(setup, random.Random(f"levels {seed}"))
+    many = random.Random(f"many ranks {seed}")
+    if not setup.later and many.random() < variations.SHARE_OF_MANY:
+        setup = variations.with_many_ranks(setup, many)
+        faults = _draw_faults_of_many(setup, many)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _change_layouts(
+    setup: Setup, faults: list[Fault], seed: int, share: float, share_of_ages: float
+) -> tuple[Setup, list[Fault]]:
+    """Return a job of which a share has several layouts, and its faults."""
+    rng = random.Random(f"layouts {seed}")
+    if rng.random() >= share:
+        return setup, faults
+    setup = layouts.with_layouts(setup, rng)
+    aging = random.Random(f"ages {seed}")
+    if aging.random() < share_of_ages:
+        setup = layouts.with_ages(setup, aging)
+        return setup, _draw_faults_of_ages(setup, aging)
+    if rng.random() < layouts.SHARE_OF_DEATHS:
+        return setup, _draw_faults_of_layouts(setup, rng)
+    return setup, [each for each in faults if each.kind not in layouts.LEFT_OUT]
 
 
 def _draw_faults_of_stages(setup: Setup, rng: random.Random) -> list[Fault]:
@@ -214,6 +240,15 @@ def _draw_faults_of_stages(setup: Setup, rng: random.Random) -> list[Fault]:
     return faults
 
 
+def _draw_faults_of_many(setup: Setup, rng: random.Random) -> list[Fault]:
+    """Return faults of a job of many ranks: something befalls one of them, and soon the job dies."""
+    num_events = _EVENTS_PER_ITERATION * setup.num_ranks * setup.iterations
+    first = _draw(rng, variations.OF_ONE, 0, lambda: int(num_events * rng.uniform(0.1, 0.6)))
+    soon = first.event + int(rng.uniform(0, 2) * num_events / setup.iterations)
+    deaths = dict.fromkeys(ENDS_PROCESSES, 1)
+    return [first, _draw(rng, deaths, 0, lambda: soon)]
+
+
 def _draw_faults_of_layouts(setup: Setup, rng: random.Random) -> list[Fault]:
     """Return faults of a job whose starts die when they have state, or right after they have recovered it."""
     kinds = dict.fromkeys(ENDS_PROCESSES, 1)
@@ -227,6 +262,19 @@ def _draw_faults_of_layouts(setup: Setup, rng: random.Random) -> list[Fault]:
         event = int(per_iteration * iterations)
         fault = _draw(rng, kinds, number, lambda event=event: event)
         faults.append(msgspec.structs.replace(fault, is_after_recovery=is_soon))
+    return faults
+
+
+def _draw_faults_of_ages(setup: Setup, rng: random.Random) -> list[Fault]:
+    """Return faults of a job whose experts have ages, and whose starts die, each in another layout."""
+    faults: list[Fault] = []
+    for number in range(1 + len(setup.later)):
+        if number and rng.random() < (0.5 if setup.persists else 0.25):
+            kinds = {**layouts.OFFLINE, "lose-all-memory": 8} if setup.persists else layouts.OFFLINE
+            faults.append(_draw(rng, kinds, number, lambda: -1))
+        moment, times = layouts.draw_death(setup, number, rng)
+        fault = _draw(rng, layouts.DEATHS, number, lambda times=times: times)
+        faults.append(msgspec.structs.replace(fault, moment=moment))
     return faults
 
 

@@ -22,6 +22,9 @@ LIVE = {
 # Faults between two starts.
 OFFLINE = {"reuse-name": 1}
 _EXTRA = 0.5
+SHARE_OF_MANY = 0.03  # of the schedules have more than FAN_OUT ranks
+# What befalls one of many ranks before all of them die.
+OF_ONE = {"memory-glitch": 4, "suspend-rank": 1, "reset": 1, "memory-full": 1}
 
 
 def vary(setup: Setup, rng: random.Random) -> Setup:
@@ -101,4 +104,22 @@ def add_dense_interval(setup: Setup, rng: random.Random) -> Setup:
 def add_levels(setup: Setup, rng: random.Random) -> Setup:
     """Return a setup in which half of the jobs agree in levels, as only large ones do otherwise."""
     changed: Setup = msgspec.structs.replace(setup, fan_out=2 if rng.random() < 0.5 else FAN_OUT)
+    return changed
+
+
+def with_many_ranks(setup: Setup, rng: random.Random) -> Setup:
+    """Return a job of more ranks than a group of the agreement has, as it is without changes."""
+    dp = rng.choice((9, 10, 12))
+    changes: dict[str, Any] = {
+        "stages": 1,
+        "dp": dp,
+        "ep": rng.choice([each for each in (1, 2) if dp % each == 0]),
+        "nodes": rng.choice((2, 3)),
+        "iterations": 4,
+        "fan_out": FAN_OUT,
+        "stop_interval": 0,
+        "recovery": "auto",
+        "upstream_log": False,
+    }
+    changed: Setup = msgspec.structs.replace(setup, **changes)
     return changed
