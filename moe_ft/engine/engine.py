@@ -256,7 +256,7 @@ class CheckpointEngine:
         if tokens is not None:
             self._strategy.add_tokens(tokens)
         self._profile.note_iteration(iteration_s - self._stall.seconds)
-        is_busy = self._windows.open is not None or self._storage.is_busy
+        is_busy = self._windows.open is not None or not self._storage.is_idle
         self._act_on(votes)
         self._tune(iteration, iteration_s, votes, is_busy=is_busy)
         complete = self._windows.complete
@@ -264,7 +264,7 @@ class CheckpointEngine:
             with self._reports.catching(BackgroundPart.PERSIST, complete.iteration or 0):
                 self._storage.submit(complete)
         # Only one that the writer takes at once: what waits may be replaced.
-        is_writable = votes.is_idle and not self._storage.is_busy
+        is_writable = votes.is_idle and self._storage.is_idle
         is_whole = is_writable and self._storage.needs_whole(iteration)
         if self._windows.open is not None and self._windows.open.is_growing:
             self._windows.grow(iteration, capture, can_grow=votes.can_grow)

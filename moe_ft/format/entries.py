@@ -68,6 +68,15 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.incarnation, self.iteration
 
 
+class Place(msgspec.Struct, frozen=True):
+    """The part of a unit version's entry that says where it lies; see `UnitEntry`."""
+
+    offset: Count
+    num_bytes: Count
+    checksum: Checksum
+    file: str = ""
+
+
 class GlobalPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Place of a block of a rank's tensor in a tensor of the whole model.
 

@@ -17,6 +17,7 @@ from moe_ft.format.entries import (
     FileEntry,
     ModelPlaces,
     ParameterEntry,
+    Place,
     UnitEntry,
     tensor_bytes,
 )
@@ -145,6 +146,13 @@ class IndexHead(Body, frozen=True):
     def check(self, where: str) -> None:
         super().check(where)
         _check_file_name(self.file, where)
+
+
+@decodable
+class IndexPlaces(Body, frozen=True):
+    """The part of an index that says where its units lie; decoding skips the rest. See `Index`."""
+
+    units: dict[str, Place]
 
 
 def _check_file_name(file: str, where: str) -> None:

@@ -1,14 +1,14 @@
-"""Extents of mapped files, and the one rule of which of them may be filled.
+"""Extents of mapped files, the one rule of which of them may be filled, and the versions that targets have.
 
 An extent may be filled if no reason keeps it and nobody fills it. Indexes that name it are removed first; an
 index that lies in an extent that is kept is removed as soon as nothing keeps that.
 
 This file decides and holds no bytes: engine/memory/regions.py maps them. Each owner of memory has a store of
-its own: engine/memory/window_store.py (windows and units), engine/memory/replica_store.py (what is kept for
-other ranks), engine/breakpoints.py, engine/boundary/log.py.
+its own: engine/memory/region_stores.py (windows and units, also those kept for other ranks),
+engine/breakpoints.py, engine/boundary/log.py.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -95,13 +95,8 @@ class Store:
         ]
         return sorted(free, key=lambda each: age.get(each, 0))
 
-    def take(
-        self, size_class: SizeClass, count: int = 1, preferred: Collection[Extent] = ()
-    ) -> list[Extent]:
+    def take(self, size_class: SizeClass, count: int = 1) -> list[Extent]:
         """Return extents to fill, and remove the indexes that name them.
-
-        Args:
-            preferred: taken first, but for what an index names whose home is kept.
 
         Raises:
             SnapshotError: if fewer may be filled.
@@ -112,27 +107,14 @@ class Store:
                 f"{count} extents of the class {size_class.name.lower()} are needed, {len(free)} of "
                 f"{len(self._extents.get(size_class, ()))} may be filled"
             )
-        of_kept = [names for home, names in self._names.items() if self.is_kept(home)]
-        wanted = frozenset(preferred).difference(*of_kept)
-        taken = sorted(free, key=lambda each: each not in wanted)[:count]
-        self.fill(taken)
-        return taken
-
-    def fill(self, extents: Iterable[Extent]) -> None:
-        """Take these extents, which another has chosen; see `take`.
-
-        Raises:
-            SnapshotError: if one of them is kept or being filled.
-        """
-        chosen = frozenset(extents)
-        if any(each in self._filling or self.is_kept(each) for each in chosen):
-            raise SnapshotError("an extent that must be kept would be overwritten")
+        chosen = frozenset(free[:count])
         self._filling |= chosen
         for home in [home for home, names in self._names.items() if names & chosen]:
             if self.is_kept(home):
                 self._outdated.add(home)
             else:
                 self.drop(home)
+        return free[:count]
 
     def commit(self, home: Extent, others: Iterable[Extent] = ()) -> None:
         """Note that the index of a home was written, which names this extent and others."""
@@ -173,3 +155,26 @@ class Store:
             sum(each not in used for each in self._extents.get(size_class, ())) >= count
             for used in (if_given_up, if_complete)
         )
+
+
+class Versions[Target: Hashable, Unit: Hashable, Version]:
+    """Versions of units that each target is known to have, on which what it is sent builds.
+
+    Owned by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Target, dict[Unit, Version]] = {}
+
+    def lacking(self, target: Target, wanted: Mapping[Unit, Version]) -> list[Unit]:
+        """Return the units of which a target may not have the version that is wanted, in their order."""
+        known = self._known.get(target, {})
+        return [unit for unit, version in wanted.items() if known.get(unit) != version]
+
+    def note(self, target: Target, versions: Mapping[Unit, Version]) -> None:
+        """Note that a target has these versions; it may overwrite all others."""
+        self._known[target] = dict(versions)
+
+    def forget(self, target: Target) -> None:
+        """Note that nobody knows any longer what a target has."""
+        self._known.pop(target, None)

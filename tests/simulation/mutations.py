@@ -8,7 +8,7 @@ repairs in place are in repairs/mutations.py.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -75,14 +75,15 @@ def _fill_first(patches: Patches, reason: Reason, size_class: SizeClass) -> None
         return [*wrong, *(each for each in original(self, of) if each not in wrong)]
 
     patches.set(Store, "free", free)
-    patches.set(Store, "fill", _fill_whatever)
+    patches.set(Store, "take", _take_whatever)
 
 
-def _fill_whatever(self: Store, extents: Iterable[Extent]) -> None:
-    chosen = frozenset(extents)
-    self._filling |= chosen
-    for home in [home for home, names in self._names.items() if names & chosen]:
+def _take_whatever(self: Store, size_class: SizeClass, count: int = 1) -> list[Extent]:
+    taken = self.free(size_class)[:count]
+    self._filling |= frozenset(taken)
+    for home in [home for home, names in self._names.items() if names.intersection(taken)]:
         self.drop(home)
+    return taken
 
 
 @mutation

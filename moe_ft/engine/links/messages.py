@@ -14,7 +14,6 @@ from typing import Annotated
 
 import msgspec
 
-from moe_ft.errors import CorruptStateError
 from moe_ft.files.patience import SLOWEST_BYTES_PER_S
 
 CHUNK_BYTES = 8 << 20
@@ -28,14 +27,6 @@ _PROOF_BYTES = 32
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TooEarlyError(CorruptStateError):
-    """A replica has no place as long as the newest state that all ranks have must be kept.
-
-    After a recovery a peer's replica of that state may lie in other slots than the rank's own copy. The next
-    replica will have a place.
-    """
-
-
 class Put(msgspec.Struct, frozen=True, tag=True):
     """Keep a replica: followed by the index, a stretch of the region, and slots of the pool.
 
@@ -43,7 +34,7 @@ class Put(msgspec.Struct, frozen=True, tag=True):
         keep_iteration: the last iteration of the newest complete window, which must not be overwritten.
         start_byte: of the stretch; 0 for the whole file up to its end, else the peer must hold the window
             without its newest snapshot already.
-        slots: names of the units that follow, in this order; their places are in the index.
+        slots: names of the units that follow, in this order; the peer has all others of the pool.
     """
 
     source: int
@@ -89,7 +80,6 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
     num_bytes: _Count = 0
     checksum: str = ""
-    comes_too_early: bool = False
 
 
 REQUEST = msgspec.json.Decoder(Put | Get | GetParts)

@@ -22,7 +22,6 @@ from moe_ft.engine.links.messages import (
     GetParts,
     Put,
     Reply,
-    TooEarlyError,
     answer_challenge,
     receive,
     receive_challenge,
@@ -39,6 +38,7 @@ from moe_ft.files.patience import waiting
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
+from moe_ft.store.extents import Versions
 from moe_ft.topology import RankInfo
 
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
@@ -125,8 +125,7 @@ class PeerConnection:
         check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error:
-            error = TooEarlyError if reply.comes_too_early else CorruptStateError
-            raise error(reply.error)
+            raise CorruptStateError(reply.error)
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
@@ -218,6 +217,7 @@ class PeerReplicator:
             for peer in peers
             if peer.address
         }
+        self._versions: Versions[int, tuple[int, str], tuple[int, str]] = Versions()  # by rank
         self._is_lacking_address = len(self._pairs) < len(peers)
 
     def replicate(self, replica: Replica) -> bool:
@@ -252,17 +252,18 @@ class PeerReplicator:
             reason = f"rank {rank} failed {pair.num_failures} times; tried again in {wait_s:.0f} s"
             self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
             return None
+        units = _units_of(replica.index)
+        versions = {each: (unit.iteration, unit.checksum) for each, unit in units.items()}
         try:
-            slots = pair.missing(replica.index)
-            if not pair.has_window_before(replica.index):
+            lacking = self._versions.lacking(rank, versions)
+            slots = [each[1] for each in lacking if units[each].file]
+            in_region = [units[each].offset for each in lacking if not units[each].file]
+            if min(in_region, default=replica.start_byte) < replica.start_byte:
                 replica = replace(replica, start_byte=0)
             pair.connection.put(replica, slots, self._phase_hook)
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
-            if isinstance(error, TooEarlyError) and pair.num_failures == 1:
-                reason = f"rank {rank} keeps what was recovered until the next one: {error}"
-                self._reports.skipped(BackgroundPart.REPLICATE, iteration, reason)
-                return None
+            self._versions.forget(rank)
             self._reports.degraded(
                 BackgroundPart.REPLICATE,
                 iteration,
@@ -270,7 +271,8 @@ class PeerReplicator:
                 "one, a loss of this node may cost all that storage does not have",
             )
             return None
-        pair.succeed(replica.index)
+        pair.num_failures = 0
+        self._versions.note(rank, versions)
         return replica.end_byte - replica.start_byte
 
     def close(self) -> None:
@@ -280,40 +282,25 @@ class PeerReplicator:
 
 
 class _Pair:
-    """A peer: the connection to it, what it has, and when to try it again after failures."""
+    """A peer: the connection to it, and when to try it again after failures."""
 
     def __init__(self, connection: PeerConnection, clock: Clock) -> None:
         self.connection, self._clock = connection, clock
         self.num_failures = 0
         self.retry_s = 0.0
-        self._known: dict[str, UnitEntry] = {}  # what the peer's pool holds
-        # Iteration and number of the last snapshot there.
-        self._newest: tuple[int, int] | None = None
-
-    def has_window_before(self, index: Index) -> bool:
-        """Return whether the peer has all snapshots of the window but the newest one."""
-        return self._newest == (index.iteration - 1, index.num_snapshots - 1)
-
-    def missing(self, index: Index) -> list[str]:
-        """Return the units whose versions are not in the peer's pool, or elsewhere in it."""
-        return [
-            name
-            for name, unit in index.units.items()
-            if unit.file and self._known.get(name) != unit
-        ]
-
-    def succeed(self, index: Index) -> None:
-        self.num_failures = 0
-        self._known = {name: unit for name, unit in index.units.items() if unit.file}
-        self._newest = (index.iteration, index.num_snapshots)
 
     def fail(self) -> None:
         """Note a failure: the next snapshot tries again, the ones after that wait longer and longer."""
-        self._known, self._newest = {}, None
         self.num_failures += 1
         if self.num_failures > 1:
             delay_s = min(_FIRST_RETRY_S * 2 ** (self.num_failures - 2), _LONGEST_RETRY_S)
             self.retry_s = self._clock.monotonic() + delay_s
+
+
+def _units_of(index: Index) -> dict[tuple[int, str], UnitEntry]:
+    """Return all unit versions by name, and by the snapshot that has the weights; -1 for FULL."""
+    snapshots = enumerate((index.units, *index.compute), -1)
+    return {(number, name): unit for number, units in snapshots for name, unit in units.items()}
 
 
 class Replicator(Protocol):

@@ -30,13 +30,13 @@ from moe_ft.engine.links.messages import (
     send_all,
 )
 from moe_ft.engine.links.parts import VerifiedUnits
+from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
+from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.replica_store import ReplicaStore
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
 from moe_ft.format.encoding import check_path, checksum, decode
-from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 
 _MAX_INDEX_BYTES = 1 << 30
@@ -53,7 +53,9 @@ class ReplicaKeeper:
     def keep(self, replicas: Mapping[int, ReplicaMemory]) -> None:
         """Accept replicas of these ranks into this memory, which is open."""
         self._locks = {source: threading.Lock() for source in replicas}
-        self._replicas = {source: ReplicaStore(each) for source, each in replicas.items()}
+        self._replicas = {
+            source: ReplicaStore(each.regions, each.pool) for source, each in replicas.items()
+        }
 
     def receive(self, connection: socket.socket, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
@@ -64,7 +66,7 @@ class ReplicaKeeper:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
         memory = self._replicas.get(request.source)
-        region_bytes = 0 if memory is None else memory.region_bytes
+        region_bytes = 0 if memory is None else memory.regions[0].num_bytes
         if memory is None or request.start_byte + request.data_bytes > region_bytes:
             raise ConnectionError(
                 f"a replica of rank {request.source} up to byte {request.start_byte + request.data_bytes}; "
@@ -75,13 +77,14 @@ class ReplicaKeeper:
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
                 self._check_is_expected(index, request, region_bytes)
-                slots = _slots_for(request, index, memory)
-                continues = request.start_byte > 0
-                region = memory.begin(index, slots, request.keep_iteration, continues=continues)
+                continues, sent = request.start_byte > 0, request.slots
+                region, index = memory.begin(
+                    index, sent, request.keep_iteration, continues=continues
+                )
             except (CorruptStateError, SnapshotError) as error:
                 pass_over(connection, request.data_bytes + request.slot_bytes, deadline)
-                return Reply(error=str(error), comes_too_early=isinstance(error, SnapshotError))
-            contents = _receive_contents(connection, request, memory, region, slots, deadline)
+                return Reply(error=str(error))
+            contents = _receive_contents(connection, request, index, memory.pool, region, deadline)
             return Reply(error=self._commit(request, index, memory, region, contents))
 
     @contextmanager
@@ -107,6 +110,10 @@ class ReplicaKeeper:
                 f"a replica of rank {request.source} of {index.file_bytes} bytes; expected "
                 f"{region_bytes} bytes"
             )
+        sizes = {name: unit.num_bytes for name, unit in index.units.items() if unit.file}
+        names = set(request.slots)
+        if names - sizes.keys() or request.slot_bytes != sum(sizes[name] for name in names):
+            raise CorruptStateError("the slots that follow are not those of the index")
         newest = self._newest.get(index.rank, -1)
         if index.iteration < newest:
             raise CorruptStateError(f"iteration {index.iteration} comes after iteration {newest}")
@@ -141,36 +148,24 @@ class ReplicaKeeper:
 def _receive_contents(
     connection: socket.socket,
     request: Put,
-    memory: ReplicaStore,
+    index: Index,
+    pool: Pool | None,
     region: Region,
-    slots: list[UnitEntry],
     deadline: Deadline,
 ) -> dict[str, memoryview]:
     """Receive a stretch and slots to their places; return region and pool, by the name that units use."""
     contents = {"": memoryview(region.mapping)}
     end_byte = request.start_byte + request.data_bytes
     receive_into(connection, contents[""][request.start_byte : end_byte], deadline)
-    if memory.pool is not None and slots:
-        contents[memory.pool.name] = memoryview(memory.pool.mapping)
-    for unit in slots:
-        target = contents[unit.file]
-        receive_into(connection, target[unit.offset : unit.offset + unit.num_bytes], deadline)
+    if pool is not None and request.slots:
+        contents[pool.name] = memoryview(pool.mapping)
+    for unit in map(index.units.__getitem__, request.slots):
+        target = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
+        if checksum(target) == unit.checksum:  # it may be kept: nothing else may be written there
+            pass_over(connection, unit.num_bytes, deadline)
+        else:
+            receive_into(connection, target, deadline)
     return contents
-
-
-def _slots_for(request: Put, index: Index, memory: ReplicaStore) -> list[UnitEntry]:
-    """Return where the units that follow go; raises CorruptStateError if a place is not one."""
-    slots: dict[int, UnitEntry] = {}
-    for name in request.slots:
-        unit, pool = index.units.get(name), memory.pool
-        if unit is None or pool is None or not pool.has_place(unit):
-            raise CorruptStateError(f"unit {name} has no place in the pool")
-        slots[unit.offset] = unit
-    if len(slots) < len(request.slots) or request.slot_bytes != sum(
-        unit.num_bytes for unit in slots.values()
-    ):
-        raise CorruptStateError("the slots that follow are not those of the index")
-    return list(slots.values())
 
 
 class PeerServer:

@@ -1,7 +1,7 @@
 """The pool: slots for versions of units that only some snapshots hold, in addition to a rank's regions.
 
 It keeps the newest version of each unit, however long ago it was saved. The pool has no index of its own:
-those of the regions point into it. engine/memory/window_store.py says which slots are filled.
+those of the regions point into it. engine/memory/region_stores.py says which slots are filled.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import override
 from moe_ft.arithmetic import round_up
 from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.engine.memory.regions import MappedFile
-from moe_ft.format.entries import UnitEntry
+from moe_ft.format.entries import Place, UnitEntry
 from moe_ft.format.packings import ALIGNMENT_BYTES
 
 
@@ -58,7 +58,7 @@ class Pool(MappedFile):
         """Return the slot that begins at an offset."""
         return (offset - len(self._header)) // self.slot_bytes
 
-    def has_place(self, unit: UnitEntry) -> bool:
+    def has_place(self, unit: UnitEntry | Place) -> bool:
         """Return whether a unit version is said to be in one of the slots."""
         slot = self.slot_at(unit.offset)
         return (

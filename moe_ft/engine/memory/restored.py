@@ -16,8 +16,8 @@ import msgspec
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.memory.layout import lay_out_again
 from moe_ft.engine.memory.pool import FetchedVersion
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import encode
 from moe_ft.format.identity import Start

@@ -56,7 +56,7 @@ class PersistClient:
     """Hands regions of one rank to the writer. Owned by the training thread.
 
     Attributes:
-        region: the one that is being written, None if there is none.
+        iteration: of the region that is being written, None if there is none.
         has_lost_previous: whether the last one failed because the checkpoint that it builds on is gone.
     """
 
@@ -74,7 +74,7 @@ class PersistClient:
         self._reports, self._phase_hook = reports, phase_hook
         self._deadline_s = 0.0
         self._number = 0  # of the last request
-        self.region: Region | None = None
+        self.iteration: int | None = None
         self.has_failed = self.has_lost_previous = False
         self.last_seconds = 0.0
 
@@ -92,13 +92,13 @@ class PersistClient:
         tag: str,
         rotating_bytes: int = 0,
     ) -> None:
-        """Have a committed snapshot written; its region must not change until `poll` returns it.
+        """Have a committed snapshot written; its region must not change until `poll` says that this is over.
 
         Args:
             rotating: units in the pool that are written too; their slots must not change either.
             previous: this rank's index of the checkpoint on storage that holds the others.
         """
-        assert self.region is None and region.iteration is not None
+        assert self.iteration is None and region.iteration is not None
         num_bytes = region.num_bytes + rotating_bytes
         writes_manifest = self._rank == 0
         allowed_s = persist_deadline_s(num_bytes, self._num_ranks if writes_manifest else 0)
@@ -116,7 +116,7 @@ class PersistClient:
             deadline_s=allowed_s,
             number=self._number,
         )
-        self.region, self.has_failed = region, False
+        self.iteration, self.has_failed = region.iteration, False
         try:
             write_atomically(
                 request_path(self._directory, self._rank), msgspec.json.encode(request)
@@ -129,18 +129,21 @@ class PersistClient:
             return
         self._phase_hook(Phase.PERSIST, region.iteration)
 
-    def poll(self) -> Region | None:
-        """Return the region that has been written, or that nobody will write any more."""
-        if self.region is None:
-            return None
-        region, iteration = self.region, self.region.iteration or 0
+    def poll(self, *, can_go_on: bool = True) -> bool:
+        """Return whether a region has been written just now, or nobody will write it any more.
+
+        It is given up if it `can_go_on` no longer, because another rank could not write its part.
+        """
+        iteration = self.iteration
+        if iteration is None:
+            return False
         result = self._result()
         if result is not None and result.number == self._number:
             self.has_lost_previous = result.has_lost_previous
             if result.warning:
                 self._reports.degraded(BackgroundPart.PERSIST, iteration, result.warning)
             if result.error:
-                self._fail(result.error)
+                self._fail(iteration, result.error)
             else:
                 self.last_seconds = result.seconds
                 self._reports.add(
@@ -154,30 +157,23 @@ class PersistClient:
         elif self._clock.monotonic() > self._deadline_s:
             self.has_failed = True
             if self._deadline_s:
-                self._fail("the writer did not finish in time")
+                self._fail(iteration, "the writer did not finish in time")
             with suppress(OSError):
                 request_path(self._directory, self._rank).unlink(missing_ok=True)
                 # The writer may still read this region, which is about to be overwritten: kill it.
                 (self._directory / _RESTART_NAME).touch()
+        elif not can_go_on:
+            self._fail(iteration, "another rank could not write its part")
+            with suppress(OSError):
+                request_path(self._directory, self._rank).unlink(missing_ok=True)
         else:
-            return None
-        self.region = None
-        return region
+            return False
+        self.iteration = None
+        return True
 
-    def cancel(self) -> Region | None:
-        """Give up what is being written, because another rank could not write its part; return it."""
-        if self.region is None:
-            return None
-        self._fail("another rank could not write its part")
-        with suppress(OSError):
-            request_path(self._directory, self._rank).unlink(missing_ok=True)
-        region, self.region = self.region, None
-        return region
-
-    def _fail(self, reason: str) -> None:
-        assert self.region is not None
+    def _fail(self, iteration: int, reason: str) -> None:
         self.has_failed = True
-        self._reports.degraded(BackgroundPart.PERSIST, self.region.iteration or 0, reason)
+        self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
 
     def _result(self) -> PersistResult | None:
         path = result_path(self._directory, self._rank)

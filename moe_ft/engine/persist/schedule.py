@@ -6,8 +6,8 @@ agreed on.
 
 from dataclasses import dataclass
 
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.files.storage import file_tag, rank_path
 from moe_ft.format.identity import Identity
@@ -31,6 +31,7 @@ class StorageSchedule:
 
     Attributes:
         is_due: whether the newest complete snapshot is to be written as soon as all writers are idle.
+        is_idle: whether this rank's writer writes nothing.
     """
 
     def __init__(
@@ -60,8 +61,7 @@ class StorageSchedule:
         self._planned = PersistPlan()  # for what is being written
         self._unconfirmed: _Written | None = None
         self._confirmed: _Written | None = None
-        self._unasked: Region | None = None  # the writer could not be asked to write it
-        self._could_not_ask = False
+        self._could_not_ask = False  # the writer to write the last one
         self.is_due, self.is_idle = False, True
 
     def start(self, newest_index: str | None, iteration: int = 0) -> None:
@@ -75,11 +75,6 @@ class StorageSchedule:
         self._client.has_lost_previous = newest_index is None
         if self._interval or self._dense_interval:
             self._client.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """True if this rank's writer writes."""
-        return self._client.region is not None or self._unasked is not None
 
     @property
     def has_failed(self) -> bool:
@@ -139,8 +134,7 @@ class StorageSchedule:
             self._ask(region, tag, is_whole=is_whole)
         except Exception:
             # All ranks have to hear of it: to them, this rank's writer has failed.
-            if not self.is_busy:
-                self._unasked = region
+            self._could_not_ask = self._client.iteration is None
             raise
 
     def _ask(self, region: Region, tag: str, *, is_whole: bool) -> None:
@@ -171,14 +165,11 @@ class StorageSchedule:
         return can_persist
 
     def poll(self, *, can_go_on: bool) -> bool:
-        """Take back the region that was written, or will never be; return whether there was one."""
-        region = self._client.poll()
-        if self._unasked is not None:
-            region, self._unasked, self._could_not_ask = self._unasked, None, True
-        if region is None and not can_go_on:
-            region = self._client.cancel()
-        if region is None:
-            return False
-        self.is_idle = True
-        self._store.end_persisting()
-        return True
+        """Keep the region no longer that was written, or will never be; return whether there was one."""
+        is_over = not self.is_idle and (
+            self._could_not_ask or self._client.poll(can_go_on=can_go_on)
+        )
+        if is_over:
+            self.is_idle = True
+            self._store.end_persisting()
+        return is_over

@@ -22,9 +22,9 @@ from moe_ft.engine.memory.layout import (
     lay_out_window,
 )
 from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import Handover, keep_restored
-from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.writer import SnapshotWriter

@@ -1,4 +1,4 @@
-"""The store against a model that remembers all bytes: what is kept never changes, what went is not named."""
+"""The store against models: what is kept never changes, what went is not named, targets have their base."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_ft.errors import SnapshotError
-from moe_ft.store.extents import Extent, Reason, SizeClass, Store
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store, Versions
 
 WINDOW, UNIT = SizeClass.WINDOW, SizeClass.UNIT
 
@@ -148,19 +148,7 @@ def test_what_no_index_names_is_filled_first_then_what_the_oldest_names() -> Non
     store.commit(third)
     store.commit(first)
     assert store.free(UNIT) == [second, fourth, third, first]
-    assert store.take(UNIT, 1, preferred=[fourth]) == [fourth]
-    assert store.take(UNIT, 2) == [second, third]
-
-
-def test_preferred_extent_that_a_kept_index_names_is_not_filled_first() -> None:
-    store = Store({WINDOW: 2, UNIT: 3})
-    old, kept = extents(WINDOW, 0, 1)
-    first, second, third = extents(UNIT, 0, 1, 2)
-    store.commit(old, [second])
-    store.commit(kept, [third])
-    store.keep(Reason.RECOVERED, [kept])
-    assert store.take(UNIT, 1, preferred=[third]) == [first]
-    assert store.take(UNIT, 1, preferred=[second]) == [second]
+    assert store.take(UNIT, 3) == [second, fourth, third]
 
 
 def test_too_few_free_extents_are_refused_with_their_number() -> None:
@@ -168,18 +156,6 @@ def test_too_few_free_extents_are_refused_with_their_number() -> None:
     store.keep(Reason.PERSISTING, extents(UNIT, 0, 2))
     with pytest.raises(SnapshotError, match="3 extents of the class unit are needed, 2 of 4"):
         store.take(UNIT, 3)
-
-
-def test_extent_of_others_choice_that_is_kept_is_refused_and_nothing_is_removed() -> None:
-    removed: list[Extent] = []
-    store = Store({WINDOW: 2, UNIT: 2}, removed.append)
-    home, (kept, free) = Extent(WINDOW, 0), extents(UNIT, 0, 1)
-    store.commit(home, [free])
-    store.keep(Reason.SENDER, [kept])
-    with pytest.raises(SnapshotError, match="must be kept"):
-        store.fill([free, kept])
-    assert not removed
-    assert not store.filling
 
 
 def test_index_whose_home_is_kept_goes_when_nothing_keeps_that_any_longer() -> None:
@@ -192,3 +168,43 @@ def test_index_whose_home_is_kept_goes_when_nothing_keeps_that_any_longer() -> N
     assert removed == []
     store.keep(Reason.PERSISTING, [])
     assert removed == [home]
+
+
+class Targets(RuleBasedStateMachine):
+    """A sender of units, and targets that get what they lack, fail to, or lose all that they have."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.versions: Versions[int, str, int] = Versions()
+        self.held: dict[int, dict[str, int]] = {0: {}, 1: {}}
+        self.own: dict[str, int] = {}
+
+    @rule(units=st.sets(st.sampled_from("abcd")), version=st.integers(0, 3))
+    def save(self, units: set[str], version: int) -> None:
+        self.own |= dict.fromkeys(units, version)
+
+    @rule(gone=st.sampled_from("abcd"))
+    def leave_out(self, gone: str) -> None:
+        self.own.pop(gone, None)
+
+    @rule(peer=st.integers(0, 1), arrives=st.booleans())
+    def send(self, peer: int, arrives: bool) -> None:
+        sent = self.versions.lacking(peer, self.own)
+        if not arrives:  # in part
+            self.held[peer] |= {unit: self.own[unit] for unit in sent[:1]}
+            self.versions.forget(peer)
+            return
+        here = self.held[peer] | {unit: self.own[unit] for unit in sent}
+        self.held[peer] = {unit: here[unit] for unit in self.own}  # others are overwritten
+        self.versions.note(peer, self.own)
+        assert self.held[peer] == self.own
+        assert not self.versions.lacking(peer, self.own)
+
+    @rule(peer=st.integers(0, 1))
+    def lose(self, peer: int) -> None:
+        self.held[peer].clear()
+        self.versions.forget(peer)
+
+
+Targets.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestVersions: Any = Targets.TestCase

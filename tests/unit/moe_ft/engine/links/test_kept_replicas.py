@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import PhaseHook, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import Deadline, Put, Reply, receive_header, send, send_all
 from moe_ft.engine.links.peers import PeerReplicator, Replica
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
+from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.replica_store import ReplicaStore
+from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.identity import Identity
@@ -273,8 +274,7 @@ def test_of_two_replicas_of_the_iteration_to_keep_the_better_one_stays(tmp_path:
         region.iteration = 7
         regions.append(region)
     preferred = max(regions, key=family_of_region)
-    store = ReplicaStore(ReplicaMemory(regions=tuple(regions), pool=None))
-    filled = store.begin(window.index, [], 7, continues=False)
+    filled, _ = ReplicaStore(regions, None).begin(window.index, [], 7, continues=False)
     assert filled is not preferred
     assert preferred.index_path.exists()
     assert not filled.index_path.exists()
@@ -308,6 +308,13 @@ class PoolSender:
         self.replicator = PeerReplicator([self.peer.info], TOKEN, reports, no_fault, Clock())
         self.connection = self.replicator._pairs[HOLDER].connection
         self.sent: list[tuple[str, ...]] = []
+        put = self.connection.put
+
+        def record(replica: Replica, slots: Sequence[str], phase_hook: PhaseHook) -> None:
+            self.sent.append(tuple(sorted(slots)))
+            put(replica, slots, phase_hook)
+
+        self.connection.put = record  # type: ignore[method-assign]
 
     def keep(self) -> None:
         """Have the peer keep replicas in its memory, whatever that holds."""
@@ -330,8 +337,6 @@ class PoolSender:
             for slot, (expert, at) in slots.items()
         )
         index = add_units(region, index, units)
-        missing = self.replicator._pairs[HOLDER].missing(index)
-        self.sent.append(tuple(sorted(missing)))
         return self.replicator.replicate(replica_of(region, index, keep, self.pool))
 
     def readable(self) -> dict[int, list[str]]:
@@ -388,16 +393,38 @@ def test_slot_of_a_pool_of_another_geometry_is_not_taken_for_one_that_must_be_ke
     assert pooled.send(2, {0: (0, 2)}, keep=1)
 
 
-@pytest.mark.parametrize("wrong", [{"file": "pool_7x192.safetensors"}, {"offset": 64}])
-def test_version_without_a_place_in_the_peers_pool_is_refused(
-    tmp_path: Path, pooled: PoolSender, wrong: dict[str, object]
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_version_that_does_not_fit_a_slot_or_is_not_there_is_refused(
+    is_sent: bool, tmp_path: Path, pooled: PoolSender
 ) -> None:
     region, index = own_state(tmp_path, 5)
     name, unit = put_in_slot(pooled.pool, 0, 0)
-    index = add_units(region, index, {name: msgspec.structs.replace(unit, **wrong)})
-    with pytest.raises(OSError, match="has no place in the pool|closed|reset|pipe"):
-        pooled.connection.put(replica_of(region, index, None, pooled.pool), [name], no_fault)
+    more = pooled.pool.slot_bytes if is_sent else 0
+    unit = msgspec.structs.replace(unit, num_bytes=unit.num_bytes + more)
+    replica = replica_of(region, add_units(region, index, {name: unit}), None, pooled.pool)
+    with pytest.raises(CorruptStateError, match=f"unit {name} has no place in the pool"):
+        pooled.connection.put(replica, [name] * is_sent, no_fault)
     assert pooled.readable() == {}
+
+
+def test_version_that_is_kept_elsewhere_stays_there_and_is_not_overwritten(
+    pooled: PoolSender,
+) -> None:
+    # As after a recovery, when the sender has it in another slot, and does not know what the peer has.
+    assert pooled.send(1, {0: (0, 1), 1: (1, 1)})
+    pooled.replicator._versions.forget(HOLDER)
+    before = bytes(pooled.replica.mapping)
+    spoiled = pooled.pool.offset_of(2)
+    region, index = own_state(pooled.tmp_path, 2)
+    slots = enumerate((2, 0))
+    units = dict(put_in_slot(pooled.pool, slot, each, iteration=1) for each, slot in slots)
+    pooled.pool.mapping[spoiled] ^= 0x20  # the peer's is the good one
+    index = add_units(region, index, units)
+    assert pooled.replicator.replicate(replica_of(region, index, 1, pooled.pool))
+    assert pooled.sent[-1] == tuple(EXPERTS[:2])
+    assert pooled.readable() == {1: EXPERTS[:2], 2: EXPERTS[:2]}
+    first = pooled.replica.offset_of(2)
+    assert pooled.replica.mapping[:first] == before[:first]
 
 
 def test_version_that_is_corrupt_is_refused(pooled: PoolSender, reports: Reports) -> None:

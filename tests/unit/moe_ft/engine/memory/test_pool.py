@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from moe_ft.engine.memory.pool import FetchedVersion, Pool
-from moe_ft.engine.memory.window_store import WindowStore
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.format.entries import UnitEntry
 from tests.unit.moe_ft.builders import put_in_slot
 

@@ -8,9 +8,9 @@ import pytest
 
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.rank_memory import RankMemory
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.memory.restored import FetchedWindow, Handover, keep_restored, replica_to_send
-from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.topology import RankInfo, Topology

@@ -10,8 +10,8 @@ import pytest
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.window_store import WindowStore
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
@@ -190,6 +190,6 @@ def test_writer_that_cannot_be_asked_counts_as_one_that_fails(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit_in_vain(rank, monkeypatch)
-    assert rank.schedule.is_busy
+    assert not rank.schedule.is_idle
     assert rank.schedule.poll(can_go_on=True)
     assert rank.schedule.has_failed

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.pool import FetchedVersion, Pool
+from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.memory.window_store import WindowStore
 from tests.unit.moe_ft.builders import add_units, make_state, put_in_slot, rotating_unit
 
 NUM_EXPERTS, K = 3, 1
