@@ -29,6 +29,11 @@ DENSE = ("dense",)
 SPARSE = ("sparse", "--moe-ft-window", "3")
 LOCAL = ("--moe-ft-upstream-log", "--moe-ft-breakpoints")
 PHASES = ("forward", "backward", "in-step", "after-step")
+# Ends of jobs of two ranks whose collectives hang then.
+LEAVING = (
+    *("terminate:0@4:backward", "terminate:1@4:in-step"),
+    *("kill:1@4:backward", "kill:0@4:after-step"),
+)
 
 
 def fault_flags(faults: Sequence[str]) -> list[str]:

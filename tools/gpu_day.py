@@ -187,6 +187,18 @@ STEPS = (
         for phase in ("forward", "backward", "in-step", "after-step")
     ),
     tests(
+        "repair-two-kept",
+        "survivors keep their state before the step, and go back after it",
+        *(_REPAIR, "-k", "keep_their_state"),
+        needs=_TWO,
+    ),
+    tests(
+        "breakpoints-two",
+        "ranks that leave abort NCCL, and the state that they leave is continued from",
+        *(_REPAIR, "-k", "leave_a_breakpoint"),
+        needs=_TWO,
+    ),
+    tests(
         "repair-two-silent",
         "a rank that stands still is killed and replaced, one that others wait for ends itself",
         *(_REPAIR, "-k", "stopped or time_out"),

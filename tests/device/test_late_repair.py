@@ -9,7 +9,7 @@ import pytest
 from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
 from tests.device.communicators import CONFLICT, NOTICES
 from tests.device.nccl_program import train_on_nccl
-from tests.jobs import DENSE, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
+from tests.jobs import DENSE, LEAVING, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
 from tests.references import Digests, Place, References
 from tests.shares import share_of
 
@@ -144,10 +144,7 @@ def test_rank_that_others_wait_for_too_long_ends_itself(job: LateJob) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "fault",
-    ["terminate:0@4:backward", "terminate:1@4:in-step", "kill:1@4:backward", "kill:0@4:after-step"],
-)
+@pytest.mark.parametrize("fault", LEAVING)
 def test_ranks_that_leave_abort_what_hangs_and_leave_a_breakpoint(place: Place, fault: str) -> None:
     job = LateCheckpoints(place)
     job.train = train_on_nccl

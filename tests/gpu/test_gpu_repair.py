@@ -24,8 +24,18 @@ from moe_ft.errors import LinksEndedError
 from moe_ft.keeper.link import Link
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.gpu.determinism import deterministic_environment
-from tests.harness import digests, run_ranks, run_training
-from tests.jobs import DENSE, NUM_REPAIRED, PHASES, SPARSE, RepairedJob
+from tests.harness import digests, events, run_ranks, run_training, run_with_restarts
+from tests.jobs import (
+    DENSE,
+    LEAVING,
+    LOCAL,
+    NUM_REPAIRED,
+    PHASES,
+    SPARSE,
+    CheckpointJob,
+    RepairedJob,
+    fault_flags,
+)
 from tests.kept_job import run_kept
 from tests.references import Place, References
 
@@ -182,6 +192,36 @@ def test_killed_rank_of_nccl_is_replaced_and_the_result_has_the_same_bits(
 ) -> None:
     recovered = {3, 4} if strategy is DENSE else {3}
     job.check(f"kill:1@4:{phase}", recovered, strategy=strategy, layout=layout, devices="0,1")
+
+
+@needs_two
+@pytest.mark.parametrize(("phase", "scope"), [("backward", "local"), ("in-step", "global")])
+def test_survivors_of_nccl_keep_their_state_unless_the_broken_iteration_has_made_it(
+    job: GpuJob, tmp_path: Path, phase: str, scope: str
+) -> None:
+    strategy = (*SPARSE, *LOCAL)
+    job.check(f"kill:1@4:{phase}", {3, 4}, strategy=strategy, layout={"pp": 2}, devices="0,1")
+    repairs = [events(tmp_path / "events", rank, "repair")[0] for rank in range(2)]
+    assert [each["scope"] for each in repairs] == [scope] * 2
+
+
+@needs_two
+@pytest.mark.parametrize("fault", LEAVING)
+def test_ranks_that_leave_abort_nccl_and_leave_a_breakpoint(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path, fault: str
+) -> None:
+    job = CheckpointJob(Place(dataset_flags, tmp_path, memory_dir, References(tmp_path)))
+    job.set_model(2, {"ep": 2}, deterministic_mode=True, attention_backend="unfused")
+    env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": "0,1"}
+    alone = tmp_path / "alone"
+    run_training([*job.base, *event_flags(alone)], 2, log_dir=alone, env=env).check()
+    flags = job.flags("--moe-ft-breakpoints", *fault_flags([fault]))
+    run_with_restarts(flags, 2, log_dir=tmp_path / "logs", max_restarts=1, env=env)[-1].check()
+    assert job.recovered()
+    assert job.digests() == digests(alone, 2)
+    survivors = {0, 1} - ({int(fault[5])} if fault.startswith("kill") else set())
+    for rank in survivors:
+        assert [each["problem"] for each in job.events("breakpoint", rank)] == [""]
 
 
 @needs_two
