@@ -81,7 +81,7 @@ class LateNccl(dist.ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         base: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         base._timeout, base._devices, base._threads = timedelta(seconds=1), [gloo_device()], 1
-        super().__init__(dist.HashStore(), 0, 1, base)  # type: ignore[call-overload]
+        super().__init__(dist.HashStore(), 0, 1, base)
         self._store, self._rank, self._size, self._options = store, rank, size, options
         self._communicators: dict[str, Communicator] = {}
         self._batch: list[Collective] | None = None

@@ -23,7 +23,7 @@ def train_on_nccl(flags: list[str]) -> None:
         self, *args, **{**given, "is_on_gpu": True}
     )
     # Its operations have the timeouts of NCCL, for which nobody waits.
-    cpu_device._with_group_timeout = lambda operation: operation  # type: ignore[assignment]
+    cpu_device._with_group_timeout = lambda operation: operation
     with late_nccl():
         pretrain_gpt_moe.main(flags)
 

@@ -141,6 +141,7 @@ def test_sends_and_receives_of_a_batch_run_together_in_whatever_order() -> None:
         work = rank.backend._end_coalescing(None)
         assert work is not None
         work.wait()
-        return taken.tolist()
+        found: list[float] = taken.tolist()
+        return found
 
     assert _both(act, act) == [[2.0] * 4, [1.0] * 4]
