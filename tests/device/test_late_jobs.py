@@ -9,7 +9,7 @@ from tests.device.removal import FENCE, OF_LINKS, calls_in, check, hunt, schedul
 from tests.simulation.schedule import draw
 
 SEEDS = range(4)
-NUM_DRAWN, NUM_MORE = 20, 200
+NUM_DRAWN, NUM_MORE = 8, 212
 
 
 @pytest.fixture(autouse=True)
