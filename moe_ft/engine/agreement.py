@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from moe_ft.engine.background import ThreadWorker, Worker
+from moe_ft.engine.background import ThreadWorker
 from moe_ft.errors import SnapshotError
 from moe_ft.planning.levels import plan_levels
 
@@ -32,36 +32,6 @@ from moe_ft.planning.levels import plan_levels
 _ANSWER_S = 120.0
 _PENDING_S = 1.0  # for a thread that has little time
 _PENDING_POLL_S = 0.01
-
-
-class Reduction[Given, Found](Protocol):
-    """One value of each rank in, one for all of them out."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """True if a value was put in and the result was not read."""
-
-    def begin(self, values: Given) -> None:
-        """Put in this rank's value."""
-
-    def result(self) -> Found:
-        """Return the value of all of them."""
-
-    def leave(self) -> None:
-        """Take no further part."""
-
-
-Minimum = Reduction[Sequence[int], list[int]]
-
-
-class Sum(Reduction[torch.Tensor, npt.NDArray[np.int64]], Protocol):
-    """Sums of counts."""
-
-    def pending(self) -> Callable[[], npt.NDArray[np.int64] | None]:
-        """Return what returns the sums that are under way, None if there are none.
-
-        Any thread may call it. It waits for a moment, and raises SnapshotError if they are not known then.
-        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +88,7 @@ class _Reduction:
         self._levels: list[_Level] = []  # from the lowest
         self._values: torch.Tensor | None = None
         self._work: Any = None
-        self._worker: Worker | None = None
+        self._worker: ThreadWorker | None = None
         self._has_left = False
         self._leaving: list[threading.Thread] = []
 
@@ -312,7 +282,10 @@ class StageSum(_Reduction):
         return sums
 
     def pending(self) -> Callable[[], npt.NDArray[np.int64] | None]:
-        """Return what returns the sums, once they are known; see `Sum.pending`."""
+        """Return what returns the sums that are under way, None if there are none.
+
+        Any thread may call it. It waits for a moment, and raises SnapshotError if they are not known then.
+        """
         values, work = self._values, self._work
 
         def sums() -> npt.NDArray[np.int64] | None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, override
+from typing import Any
 
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
@@ -167,27 +167,11 @@ class Messages:
             say(f"rank {self._rank}{text}")
 
 
-class Worker(Protocol):
-    """Runs one piece of work after the other, in the order in which they were submitted."""
+class ThreadWorker:
+    """Runs one piece of work after the other, in the order in which they were submitted.
 
-    def start(self) -> None:
-        """Begin to work."""
-
-    def submit[Result](self, act: Callable[[], Result]) -> Future[Result]:
-        """Have a function called after everything submitted before. Any thread."""
-
-    def when_idle(self, idle_s: float, act: Callable[[], None]) -> None:
-        """Call a function once nothing was submitted for a while; forget it if something is.
-
-        Only the worker's own work may call this.
-        """
-
-    def close(self, timeout_s: float) -> None:
-        """End after everything that was submitted, or leave the rest after a timeout."""
-
-
-class ThreadWorker(Worker):
-    """A worker with a daemon thread of its own: work that hangs does not keep the process alive."""
+    It has a daemon thread of its own: work that hangs does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = f"moe_ft-{name}"
@@ -195,23 +179,26 @@ class ThreadWorker(Worker):
         self._idle: tuple[float, Callable[[], None]] | None = None
         self._thread: threading.Thread | None = None
 
-    @override
     def start(self) -> None:
+        """Begin to work."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    @override
     def submit[Result](self, act: Callable[[], Result]) -> Future[Result]:
+        """Have a function called after everything submitted before. Any thread."""
         future: Future[Result] = Future()
         self._work.put(lambda: settle(future, act))
         return future
 
-    @override
     def when_idle(self, idle_s: float, act: Callable[[], None]) -> None:
+        """Call a function once nothing was submitted for a while; forget it if something is.
+
+        Only the worker's own work may call this.
+        """
         self._idle = idle_s, act
 
-    @override
     def close(self, timeout_s: float) -> None:
+        """End after everything that was submitted, or leave the rest after a timeout."""
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moe_ft.engine.background import describe
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.copying import StateCopier
@@ -180,8 +181,8 @@ class Breakpoints:
             return has_reached
 
     def _has_reached(self, iteration: int) -> bool:
-        is_whole = self._moment is not None and not self._is_updating
-        return is_whole and self._moment is not None and self._moment.iteration >= iteration
+        moment = None if self._is_updating else self._moment
+        return moment is not None and moment.iteration >= iteration
 
     def write(self, *, waits: bool = True) -> Written:
         """Write the live state, once it is whole, and hold it. Any thread; others wait for the first.
@@ -201,12 +202,12 @@ class Breakpoints:
             try:
                 return self._write(moment)
             except Exception as error:  # whatever it is, the rank leaves without a breakpoint
-                return Written(problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+                return Written(problem=describe(error))
 
     @property
     def _next_iteration(self) -> int | None:
-        is_hopeless = self._is_broken or self.is_in_use or self._moment is None
-        return None if is_hopeless or self._moment is None else self._moment.iteration + 1
+        moment = None if self._is_broken or self.is_in_use else self._moment
+        return None if moment is None else moment.iteration + 1
 
     def _hold(self, patience_s: float) -> tuple[Moment | None, str]:
         self._state.wait_for(lambda: not self._is_updating or self._is_broken, patience_s)

@@ -5,14 +5,14 @@ A test or a simulation passes its own clock, workers and replicator; training ta
 
 from collections.abc import Callable
 
-from moe_ft.engine.agreement import Minimum
-from moe_ft.engine.background import Messages, Reports, ThreadWorker, Worker
+from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.background import Messages, Reports, ThreadWorker
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
-from moe_ft.engine.links.peers import PeerReplicator, ReplicaSender, Replicator
+from moe_ft.engine.links.peers import PeerReplicator, ReplicaSender
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.copying import StateCopier
@@ -24,20 +24,20 @@ from moe_ft.planning.boundary_log import header_bytes
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
 
-MakeWorker = Callable[[str], Worker]
+MakeWorker = Callable[[str], ThreadWorker]
 
 
 def build_engine(
     settings: EngineSettings,
     context: EngineContext,
     strategy: Strategy,
-    agreement: Minimum,
+    agreement: Agreement,
     layouts: UnitLayouts,
     complete_record: Callable[[CapturedRecord], None],
     *,
     clock: Clock | None = None,
     make_worker: MakeWorker = ThreadWorker,
-    replicator: Replicator | None = None,
+    replicator: PeerReplicator | None = None,
 ) -> CheckpointEngine:
     """Return an engine that has not started: no thread runs and no file is open.
 
@@ -138,7 +138,7 @@ def _build_writer(
     settings: EngineSettings,
     context: EngineContext,
     records: RecordLog,
-    replicator: Replicator | None,
+    replicator: PeerReplicator | None,
     reports: Reports,
     clock: Clock,
     make_worker: MakeWorker,

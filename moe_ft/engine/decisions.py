@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.agreement import Minimum, Sum
+from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import BackgroundPart, Reports, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.job import SnapshotState
@@ -93,7 +93,7 @@ class Decisions:
     """Owned by the training thread. Nothing here raises: without an answer, checkpointing is off."""
 
     def __init__(
-        self, agreement: Minimum, stage_load: Sum | None, reports: Reports, clock: Clock
+        self, agreement: Agreement, stage_load: StageSum | None, reports: Reports, clock: Clock
     ) -> None:
         """Take what reduces votes over all ranks, and counts over the stage if anything is counted."""
         self._agreement, self._stage_load = agreement, stage_load
@@ -113,7 +113,7 @@ class Decisions:
             self.attempt(iteration, partial(self._stage_load.begin, tokens))
 
     def pending_tokens(self) -> Callable[[], Counts | None]:
-        """Return what returns the tokens that were put in and not read; see `Sum.pending`."""
+        """Return what returns the tokens that were put in and not read; see `StageSum.pending`."""
         if self.is_off or self._stage_load is None:
             return lambda: None
         return self._stage_load.pending()

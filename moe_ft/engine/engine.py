@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.agreement import Sum
+from moe_ft.engine.agreement import StageSum
 from moe_ft.engine.background import BackgroundPart, Messages, PhaseHook, Report
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
@@ -93,7 +93,7 @@ class EngineContext:
     model_places: ModelPlaces
     memory: RankMemory
     origins: Mapping[str, str]
-    stage_load: Sum | None
+    stage_load: StageSum | None
     peers: tuple[RankInfo, ...]
     server: PeerServer
     token: str

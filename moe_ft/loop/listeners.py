@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Concatenate, Self
 
 import torch
 
@@ -179,8 +179,27 @@ class LoopListener:
         """Release what the listener holds, also after a failure."""
 
 
+def _of_each[**Given](
+    seam: Callable[Concatenate[LoopListener, Given], None],
+) -> Callable[Concatenate["Listeners", Given], None]:
+    """Return what calls a seam of all listeners."""
+
+    def call(self: "Listeners", /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        for each in self._listeners:
+            getattr(each, seam.__name__)(*args, **kwargs)
+
+    return call
+
+
 class Listeners:
     """All listeners of one run, with the state of the loop. Owned by the training thread."""
+
+    before_setup = _of_each(LoopListener.before_setup)
+    begin_training = _of_each(LoopListener.begin_training)
+    replay_if_due = _of_each(LoopListener.replay_if_due)
+    before_batch = _of_each(LoopListener.before_batch)
+    begin_attempt = _of_each(LoopListener.begin_attempt)
+    after_repair = _of_each(LoopListener.after_repair)
 
     def __init__(self, loop: LoopState, listeners: Sequence[LoopListener]) -> None:
         self.loop = loop
@@ -195,11 +214,6 @@ class Listeners:
     def __exit__(self, *error: object) -> None:
         _call_all([each.close for each in reversed(self._listeners)])
 
-    def before_setup(self) -> None:
-        """Note that model and optimizer are about to be built."""
-        for each in self._listeners:
-            each.before_setup()
-
     def after_setup(self, built: Built, iteration: int) -> None:
         """Recover; without a recovery the loop begins at the given iteration. Called by all ranks."""
         self.loop.iteration = iteration
@@ -207,21 +221,6 @@ class Listeners:
             each.after_setup(built)
         for each in self._listeners:
             each.after_recovery()
-
-    def begin_training(self, parts: LoopParts) -> None:
-        """Note that `train` begins."""
-        for each in self._listeners:
-            each.begin_training(parts)
-
-    def replay_if_due(self, forward_backward: Callable[..., Any] | None = None) -> None:
-        """Replay what was recovered; see `LoopListener.replay_if_due`. Called by all ranks."""
-        for each in self._listeners:
-            each.replay_if_due(forward_backward)
-
-    def before_batch(self) -> None:
-        """Note that the loop continues with a batch, which it may skip."""
-        for each in self._listeners:
-            each.before_batch()
 
     def begin_iteration(self, iteration: int) -> None:
         """Note that the loop is about to run an iteration."""
@@ -232,11 +231,6 @@ class Listeners:
         for each in self._listeners:
             each.begin_iteration()
         self._start_s = time.perf_counter()
-
-    def begin_attempt(self) -> None:
-        """Note that forward and backward are about to run."""
-        for each in self._listeners:
-            each.begin_attempt()
 
     def is_awaited(self, phase: Phase) -> bool:
         """Return whether a listener waits for a phase of this iteration."""
@@ -302,11 +296,6 @@ class Listeners:
         loop.phase, loop.is_in_iteration = Phase.SETUP, False
         loop.is_torn = loop.is_replaying = False
         loop.num_tokens, loop.grad_norm = None, None
-
-    def after_repair(self, repair: Repair) -> None:
-        """Note that a repair is over."""
-        for each in self._listeners:
-            each.after_repair(repair)
 
     def end_training(self) -> None:
         """Note that `train` has returned, or exits by one of Megatron's --exit-* flags."""

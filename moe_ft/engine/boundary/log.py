@@ -17,11 +17,10 @@ import msgspec
 import torch
 
 from moe_ft.arithmetic import round_up
-from moe_ft.engine.background import BackgroundPart, Reports, Worker
+from moe_ft.engine.background import BackgroundPart, Reports, ThreadWorker
 from moe_ft.engine.memory.regions import BoundarySlot, make_header
-from moe_ft.files.private_files import read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
-from moe_ft.format.encoding import FORMAT, checksum, decode, encode
+from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.identity import Identity
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.state.record import CapturedNumbers
@@ -97,7 +96,7 @@ class BoundaryLog:
         identity: Identity,
         rank: int,
         node: str,
-        worker: Worker,
+        worker: ThreadWorker,
         reports: Reports,
         record_settings: Mapping[str, Any],
     ) -> None:
@@ -148,11 +147,8 @@ class BoundaryLog:
         ]
 
     def _iteration_in(self, slot: BoundarySlot) -> int | None:
-        if not slot.index_path.exists():
-            return None
         try:
-            where = str(slot.index_path)
-            index = decode(read_private(slot.index_path), BoundaryIndex, where)
+            index = slot.index(BoundaryIndex)
         except OSError:
             return None
         is_ours = index.rank == self._rank and index.file_bytes == slot.num_bytes
@@ -311,7 +307,8 @@ class BoundaryLog:
                 numbers=msgspec.UNSET if taking.numbers is None else taking.numbers.encode(),
                 record_settings=self._record_settings,
             )
-            slot.commit(header, encode(index))
+            slot.mapping[: len(header)] = header
+            slot.commit(encode(index), iteration)
 
     def note_window(self, iteration: int) -> None:
         """Note that a window begins at an iteration that has not run yet.

@@ -16,11 +16,7 @@ from moe_ft.state.slices import DTYPES, dtype_name
 
 
 class BoundaryPlayer:
-    """Answers the receives of one rank from the logs of its neighbours. Owned by the training thread.
-
-    The k-th receive of an iteration from a neighbour in a direction is that neighbour's k-th send: the wire
-    relies on the same order. Called by megatron/fault_tolerance/seams/pipeline_tap.py.
-    """
+    """Answers the receives of one rank. Owned by the training thread."""
 
     def __init__(
         self,

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, Worker, describe
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import (
     PROGRESS_TIMEOUT_S,
@@ -221,7 +220,7 @@ class PeerReplicator:
         self._is_lacking_address = len(self._pairs) < len(peers)
 
     def replicate(self, replica: Replica) -> bool:
-        """Send a snapshot to its peers; return whether all of them have it.
+        """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
 
         Of the window and the pool a peer gets what it does not have yet.
         A pair that fails is tried again with the next snapshot, then less and less often.
@@ -303,21 +302,11 @@ def _units_of(index: Index) -> dict[tuple[int, str], UnitEntry]:
     return {(number, name): unit for number, units in snapshots for name, unit in units.items()}
 
 
-class Replicator(Protocol):
-    """Sends committed snapshots to peers."""
-
-    def replicate(self, replica: Replica) -> bool:
-        """Send a snapshot; return whether all peers have it. Failures are reported, not raised."""
-
-    def close(self) -> None:
-        """Close all connections."""
-
-
 class ReplicaSender:
     """Sends one replica after the other on a worker. Any thread may submit."""
 
     def __init__(
-        self, replicator: Replicator, reports: Reports, worker: Worker, clock: Clock
+        self, replicator: PeerReplicator, reports: Reports, worker: ThreadWorker, clock: Clock
     ) -> None:
         self._replicator, self._reports = replicator, reports
         self._worker, self._clock = worker, clock

@@ -19,7 +19,12 @@ import numpy as np
 from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.errors import SnapshotError
-from moe_ft.files.private_files import create_private, make_private, write_atomically
+from moe_ft.files.private_files import (
+    create_private,
+    make_private,
+    read_private,
+    write_atomically,
+)
 from moe_ft.format.boundary import SentTensor
 from moe_ft.format.encoding import Body, decode
 
@@ -109,6 +114,15 @@ class IndexedFile(MappedFile):
         self.iteration = None
         self.index_path.unlink(missing_ok=True)
 
+    def commit(self, content: bytes, iteration: int) -> None:
+        """Have the file hold something by one rename of its index; raises OSError if that has no room."""
+        write_atomically(self.index_path, content)
+        self.iteration = iteration
+
+    def index[B: Body](self, kind: type[B]) -> B:
+        """Return what was committed; raise OSError if there is nothing, or it is damaged."""
+        return decode(read_private(self.index_path), kind, str(self.index_path))
+
 
 class Region(IndexedFile):
     """One region of a rank, or of a replica.
@@ -130,15 +144,6 @@ class Region(IndexedFile):
         """Begin to fill it: it holds nothing but a header."""
         self.invalidate()
         self.mapping[: len(header)] = header
-
-    def commit(self, content: bytes, iteration: int) -> None:
-        """Make the region a snapshot by one rename of its index; raises OSError if that has no room."""
-        write_atomically(self.index_path, content)
-        self.iteration = iteration
-
-    def index[B: Body](self, kind: type[B]) -> B:
-        """Return what was committed; raise OSError if there is nothing, or it is damaged."""
-        return decode(self.index_path.read_bytes(), kind, str(self.index_path))
 
 
 def breakpoint_region(directory: Path, num_bytes: int) -> Region:
@@ -168,11 +173,6 @@ class BoundarySlot(IndexedFile):
 
     def __init__(self, directory: Path, number: int, num_bytes: int) -> None:
         super().__init__(directory / f"boundary_{number}.safetensors", num_bytes)
-
-    def commit(self, header: bytes, index: bytes) -> None:
-        """Make the slot valid by one rename of its index; raises OSError if that has no room."""
-        self.mapping[: len(header)] = header
-        write_atomically(self.index_path, index)
 
 
 def make_header(sent: Sequence[SentTensor], header_bytes: int, file_bytes: int) -> bytes:

@@ -40,7 +40,7 @@ class UnitLayouts:
     """Layouts of a rank's units in its regions and slots, for each plan of its strategy."""
 
     def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
-        self._catalog, self._dp_rank = catalog, dp_rank
+        self.catalog, self._dp_rank = catalog, dp_rank
         self._places: dict[UnitId, UnitPlace] = {}
         self.region_bytes: int | None = None  # size of regions, once known
 
@@ -53,7 +53,7 @@ class UnitLayouts:
     def _contents(self, plan: SnapshotPlan) -> Contents:
         slices = self._slices(plan)
         return [
-            (unit, level, self._catalog.tensors(unit, level, slices))
+            (unit, level, self.catalog.tensors(unit, level, slices))
             for unit, level in plan.levels.items()
             if level is not Level.NONE
         ]
@@ -64,21 +64,17 @@ class UnitLayouts:
             return None
         shared = [
             local
-            for local in self._catalog.parameters
+            for local in self.catalog.parameters
             if not local.is_sharded and not local.is_expert
         ]
         assigned = assign_weighted_slices([each.parameter.numel() for each in shared], plan.shares)
         own = assigned[self._dp_rank]
         return {local.name: slice_ for local, slice_ in zip(shared, own, strict=True)}
 
-    def most_bytes(self, unit: UnitId) -> int:
-        """Return the bytes that a slot needs for a unit, including versions that another start saved."""
-        return self._catalog.most_bytes(unit)
-
     def place(self, unit: UnitId, offset: int) -> UnitPlace:
         """Return the place in a slot of a unit that this rank saves at least a part of."""
         if unit not in self._places:
-            layout = lay_out([(unit, Level.FULL, self._catalog.tensors(unit, Level.FULL))])
+            layout = lay_out([(unit, Level.FULL, self.catalog.tensors(unit, Level.FULL))])
             (self._places[unit],) = layout.units
         return replace(self._places[unit], offset=offset)
 

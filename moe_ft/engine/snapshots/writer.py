@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, Worker, describe
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica, ReplicaSender
 from moe_ft.engine.memory.pool import Pool
@@ -35,7 +35,7 @@ class SnapshotWriter:
         sender: ReplicaSender | None,
         reports: Reports,
         phase_hook: PhaseHook,
-        worker: Worker,
+        worker: ThreadWorker,
         clock: Clock,
     ) -> None:
         self._copier, self._indexer, self._records = copier, indexer, records

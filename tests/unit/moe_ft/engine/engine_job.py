@@ -19,7 +19,7 @@ from moe_ft.engine.background import Report
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.ending import Ending
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
-from moe_ft.engine.links.peers import Replicator
+from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.writer import PersistWorker, request_path
@@ -244,7 +244,7 @@ class Job:
     iteration: int = 0
     ranks: list[Rank] = field(default_factory=list)
     is_started: bool = True
-    replicator: Replicator | None = None
+    replicator: PeerReplicator | None = None
 
     def __post_init__(self) -> None:
         self.storage = Storage(str(self.folder / "storage"))

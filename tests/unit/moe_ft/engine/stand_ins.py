@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from moe_ft.engine.background import settle
+from moe_ft.engine.background import ThreadWorker, settle
 from moe_ft.engine.clock import Clock
 
 
@@ -33,7 +33,7 @@ class ManualClock(Clock):
         return event.is_set()
 
 
-class ManualWorker:
+class ManualWorker(ThreadWorker):
     """A worker that keeps what is submitted until it is told to work.
 
     Attributes:
@@ -43,7 +43,7 @@ class ManualWorker:
     def __init__(self, *, is_eager: bool = True) -> None:
         self.is_eager = is_eager
         self.is_closed = False
-        self._work: list[Callable[[], None]] = []
+        self._kept: list[Callable[[], None]] = []
         self._idle: tuple[float, Callable[[], None]] | None = None
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class ManualWorker:
         """Keep a function, or call it."""
         future: Future[Result] = Future()
         self._idle = None
-        self._work.append(lambda: settle(future, act))
+        self._kept.append(lambda: settle(future, act))
         if self.is_eager:
             self.work()
         return future
@@ -64,8 +64,8 @@ class ManualWorker:
 
     def work(self) -> None:
         """Do everything that was submitted."""
-        while self._work:
-            self._work.pop(0)()
+        while self._kept:
+            self._kept.pop(0)()
 
     def close(self, timeout_s: float) -> None:
         """Do what is left."""

@@ -66,7 +66,7 @@ class Reduction:
 class Rank:
     """A rank that decides alone."""
 
-    def __init__(self, agreement: Reduction, stage: Any = None, clock: Clock | None = None) -> None:
+    def __init__(self, agreement: Any, stage: Any = None, clock: Clock | None = None) -> None:
         self._reports = Reports()
         self.decisions = Decisions(agreement, stage, self._reports, clock or Clock())
 

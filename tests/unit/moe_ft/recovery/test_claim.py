@@ -172,7 +172,7 @@ def test_boundary_log_of_a_rank_that_is_elsewhere_now_makes_room(tmp_path: Path)
     slots = [BoundarySlot(own_directory(site.node_dir, rank), 0, REGION_BYTES) for rank in (0, 7)]
     for slot in slots:
         slot.open()
-        slot.commit(b"header", b"index")
+        slot.commit(b"index", 0)
     make_room(site, [()], [])
     assert [slot.data_path.exists() for slot in slots] == [True, False]
     assert [slot.index_path.exists() for slot in slots] == [True, False]

@@ -373,11 +373,23 @@ def test_versions_that_the_peer_has_already_are_not_sent_again(pooled: PoolSende
     assert pooled.readable() == {1: EXPERTS[:2], 2: EXPERTS[:2]}
 
 
-def test_index_that_names_a_version_that_is_overwritten_is_removed(pooled: PoolSender) -> None:
-    assert pooled.send(1, {0: (0, 1)})
-    assert pooled.send(2, {1: (0, 2)}, keep=1)
-    assert pooled.send(3, {0: (0, 3)}, keep=2)
-    assert pooled.readable() == {2: EXPERTS[:1], 3: EXPERTS[:1]}
+def test_versions_that_are_carried_over_stay_and_the_index_goes_that_names_what_is_overwritten(
+    pooled: PoolSender,
+) -> None:
+    versions = {slot: (slot, 1) for slot in range(6)}  # all slots
+    assert pooled.send(1, versions)
+    assert pooled.send(2, versions | {5: (5, 2)})
+    assert pooled.sent[-1] == (str(rotating_unit(5)),)
+    assert pooled.readable() == {2: sorted(str(rotating_unit(number)) for number in range(6))}
+
+
+def test_replica_without_room_besides_what_must_be_kept_is_refused(
+    pooled: PoolSender, reports: Reports
+) -> None:
+    assert pooled.send(1, {slot: (slot, 1) for slot in range(4)})
+    assert not pooled.send(2, {slot: (slot, 2) for slot in range(4)}, keep=1)
+    assert "4 extents of the class unit are needed, 2 of 6" in reports.drain()[-1].fields["reason"]
+    assert pooled.readable() == {1: EXPERTS}
 
 
 def test_slot_of_a_pool_of_another_geometry_is_not_taken_for_one_that_must_be_kept(

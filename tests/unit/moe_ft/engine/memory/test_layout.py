@@ -232,7 +232,7 @@ def test_unit_lies_in_every_slot_as_in_the_first() -> None:
     assert (first.offset, other.offset) == (4096, 8192)
     assert first.tensors == other.tensors
     assert first.num_bytes == other.num_bytes == 3 * 4 * NUM_ELEMENTS
-    assert layouts.most_bytes(WINDOW_UNITS[0]) >= first.num_bytes
+    assert layouts.catalog.most_bytes(WINDOW_UNITS[0]) >= first.num_bytes
 
 
 def test_shares_divide_what_all_ranks_hold_and_nothing_else() -> None:

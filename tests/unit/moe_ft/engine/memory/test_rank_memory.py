@@ -139,7 +139,7 @@ def test_slots_of_the_boundary_log_are_opened_and_those_of_another_log_removed(
     before = RankMemory(tmp_path / "a", 0, logging_rank(3), [], persists=False)
     before.open(None)
     for slot in before.boundary:
-        slot.commit(b"header", b"index")
+        slot.commit(b"index", 0)
     before.close()
     memory = RankMemory(tmp_path / "a", 0, logging_rank(2), [], persists=False)
     memory.open(None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_ft.engine.background import Reports, ThreadWorker
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica, ReplicaSender
+from moe_ft.engine.links.peers import PeerReplicator, Replica, ReplicaSender
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
@@ -38,7 +38,7 @@ SLACK_BYTES = 16384
 DEADLINE_S = 120.0
 
 
-class Recorder:
+class Recorder(PeerReplicator):
     """Takes replicas in the place of peers.
 
     Attributes:
