@@ -12,7 +12,7 @@ stall        what the training thread waits at the fence, per checkpoint, as the
 reduction    of a round's median O_save against that of Megatron's blocking save in the same round: torch
              without the distributed optimizer, torch_dist with it
 rank MB      what the rank with the most copies in a snapshot, or writes
-persist      what a rank's part of a checkpoint on storage takes, beside training
+persist      what a rank's part of a checkpoint on storage takes, alongside training
 missed       snapshots that were due and not taken, because the one before was not complete
 """
 

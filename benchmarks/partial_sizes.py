@@ -1,4 +1,4 @@
-"""Checkpoint sizes and the bottleneck rank with partial experts, beside MoC-System's figures.
+"""Checkpoint sizes and the bottleneck rank with partial experts, next to MoC-System's figures.
 
     python -m benchmarks.partial_sizes [--quick] [--output FILE.md]
 

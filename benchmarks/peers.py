@@ -177,7 +177,7 @@ def _answer_cuda_calls() -> None:
 
 
 def prepare_for_megatron() -> None:
-    """Let Megatron be imported and run on a CPU, also beside an NVRx that it does not support."""
+    """Let Megatron be imported and run on a CPU, also alongside an NVRx that it does not support."""
     _answer_cuda_calls()
     # With an NVRx older than 0.6 importable, megatron.core.dist_checkpointing does not import.
     sys.modules["nvidia_resiliency_ext"] = None  # type: ignore[assignment]

@@ -5,7 +5,7 @@
 One rank with many units of a few bytes each, so that bookkeeping is all there is. The engine is the one that
 training runs; what it is given is made up (benchmarks/stand_ins.py). With a single rank the agreement is
 no all-reduce: its time is the network's and not measured here. The goal for the training thread is less
-than 1 ms per iteration. Python that runs beside it counts too, because only one thread runs Python at a
+than 1 ms per iteration. Python that runs alongside it counts too, because only one thread runs Python at a
 time: "slow-down" is how much longer a loop of small tensor operations takes while a snapshot is under way.
 """
 
@@ -355,7 +355,7 @@ def main() -> None:
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
     parts = [conditions, "Training thread, per iteration", table(training, has_goal=True)]
-    parts += ["Beside the training thread", table(beside, has_goal=False)]
+    parts += ["Alongside the training thread", table(beside, has_goal=False)]
     parts += [
         f"Slow-down of the training thread during a snapshot: {slow_down:.2f} x; longest wait of "
         f"{_PROBE_OPERATIONS} small operations: {wait_ms:.1f} ms."

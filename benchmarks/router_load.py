@@ -4,7 +4,7 @@
 
 A stage of a large model, by default 58 MoE layers of 256 experts (top-8) and 4096 tokens of a micro-batch on
 each rank, on the CPU. The sum over the stage is measured on two ranks over gloo on one host, apart from the
-rest: in training it runs beside the optimizer step.
+rest: in training it runs alongside the optimizer step.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def main() -> None:
     )
     parts = [conditions, "Counting", table(counting, has_goal=False)]
     parts += [f"That is {per_token:.0f} ns per token and layer."]
-    parts += ["Sum over the stage, beside the optimizer step", table(sums, has_goal=False)]
+    parts += ["Sum over the stage, alongside the optimizer step", table(sums, has_goal=False)]
     parts += ["Selection, training thread", table(selection, has_goal=True)]
     show(parts, options.output)
 

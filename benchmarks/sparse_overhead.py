@@ -9,7 +9,7 @@ snapshots, dense ones in every iteration, windows of 2, 3 and 6, and the window 
 turns of six measured iterations each, back and forth. Loops:
 
 computing    forward and backward compute: training and copying share the cores
-sleeping     they sleep instead, so that a copy has a core for itself, as beside a GPU
+sleeping     they sleep instead, so that a copy has a core for itself, as next to a GPU
 link         likewise, and copies take as long as over a link that brings a dense snapshot in three
              iterations' forward and backward: what PCIe is to a GPU with much state
 

@@ -1,1 +1,1 @@
-"""Packing training state: kernels for the GPU, each beside the torch reference that defines its result."""
+"""Packing training state: kernels for the GPU, each next to the torch reference that defines its result."""

@@ -130,7 +130,7 @@ class PrecisionConfig(Part):
             if self.packings[part] is Packing.SPLIT:
                 raise ConfigError(
                     f"--moe-ft-state-dtype={self.state_dtype}: only masters can be split, {part} has no "
-                    "weights beside it. Choose another format for it."
+                    "bf16 weights to go with it. Choose another format for it."
                 )
         if self.staging_bytes is not None and self.staging < _LEAST_STAGING_BYTES:
             raise ConfigError(

@@ -66,7 +66,7 @@ def test_moments_cannot_be_split(part: str) -> None:
     message = refusal(PrecisionConfig(state_dtype=f"master=split,{part}=split"))
     assert message == (
         f"--moe-ft-state-dtype=master=split,{part}=split: only masters can be split, {part} has no "
-        "weights beside it. Choose another format for it."
+        "bf16 weights to go with it. Choose another format for it."
     )
 
 
