@@ -20,7 +20,7 @@ from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.memory.replica_store import ReplicaStore
+from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
@@ -236,7 +236,7 @@ def replica_overwritten_too_early(patches: Patches) -> None:
 def sender_not_heard(patches: Patches) -> None:
     """Who keeps replicas does not heed which of them the sender says must stay."""
     original = ReplicaStore._keep
-    patches.set(ReplicaStore, "_keep", lambda self, iteration: original(self, None))
+    patches.set(ReplicaStore, "_keep", lambda self, _, carried: original(self, None, carried))
 
 
 @mutation
