@@ -234,7 +234,7 @@ def replica_overwritten_too_early(patches: Patches) -> None:
 
 @mutation
 def sender_not_heard(patches: Patches) -> None:
-    """Who keeps replicas does not heed which of them the sender says must stay."""
+    """A holder of replicas does not heed which of them the sender says must stay."""
     original = ReplicaStore._keep
     patches.set(ReplicaStore, "_keep", lambda self, _, carried: original(self, None, carried))
 

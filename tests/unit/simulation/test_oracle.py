@@ -86,12 +86,12 @@ def test_wrong_sum_of_lost_tokens_is_a_violation() -> None:
     with small_job(**PARTIAL) as job:
         first, second = job.run_until(has_trained(5)), job.run_until()
         recount = Recount()
-        assert list(recount.check(first.shape, first.lives)) == []
+        assert list(recount.check(first.shape, first.lives, {})) == []
         outcome: Any = second.lives[0].outcome
         total = outcome.loss.total_lost_tokens
         wrong = replace(outcome.loss, total_lost_tokens=total + 1)
         second.lives[0].outcome = replace(outcome, loss=wrong)
-        assert list(recount.check(second.shape, second.lives)) == [
+        assert list(recount.check(second.shape, second.lives, {})) == [
             f"said that {total + 1} tokens are lost, and {total} are"
         ]
         assert total > 0
