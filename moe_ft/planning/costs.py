@@ -59,8 +59,8 @@ class Costs:
         storage_bytes: that it writes to storage in an iteration, on average.
         host_bytes: host memory of the rank with the most, its peers' replicas included.
         lost_token_share: tokens of which a recovery loses the training, as a share of those of an iteration
-            and for each lost iteration; 0 where recoveries are exact.
-        recoveries: those that the job can have.
+            and for each iteration of `mean_redone`; 0 where recoveries are exact.
+        recoveries: those that the job can have; a restart always.
     """
 
     strategy: str
@@ -85,6 +85,38 @@ class Costs:
     def mean_redone(self) -> float:
         """Iterations that a failure at a random instant makes run again, replays included.
 
-        Between states the mean is half an interval; a window's own iterations and its lag come on top.
+        Between states the mean is half an interval; a window's own iterations and its lag come on top. The
+        window's are those of `RecoveryCosts.replay_s`: who adds that leaves window - 1 iterations out here.
         """
         return self.interval / 2 + (self.window - 1) + self.lag
+
+    def redo_s(self, kind: RecoveryKind) -> float:
+        """Return the seconds in which iterations run again after a failure on average, without replays."""
+        num_iterations = self.mean_redone - (self.window - 1)
+        return num_iterations * self.recoveries[kind].redo_share * self.iteration_s
+
+    def failure_s(self, kind: RecoveryKind) -> float:
+        """Return the seconds that a failure costs on average: E[R] of MoEvement, with the restart."""
+        return self.recoveries[kind].fixed_s + self.redo_s(kind)
+
+    @property
+    def fastest(self) -> RecoveryKind:
+        """The recovery that costs the least."""
+        return min(self.recoveries, key=self.failure_s)
+
+    @property
+    def lost_iterations(self) -> float:
+        """Iterations of tokens whose training a failure loses on average."""
+        return self.lost_token_share * self.mean_redone
+
+
+def ettr(overhead: float, recovery_s: float, mtbf_s: float) -> float:
+    """Return the effective training time ratio: the share of the time in which training gets ahead.
+
+    Args:
+        overhead: fraction by which checkpoints lengthen training.
+        recovery_s: E[R], that a failure costs on average.
+
+    Source: MoEvement, section 2.4 and Appendix C.
+    """
+    return 1 / (1 + overhead) / (1 + recovery_s / mtbf_s)

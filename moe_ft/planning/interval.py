@@ -37,3 +37,13 @@ def choose_interval(cost: CheckpointCost, overhead_limit: float) -> int:
     affordable = math.ceil(cost.overhead_s / (overhead_limit * cost.iteration_s))
     sustainable = math.ceil(cost.completion_s / cost.iteration_s)
     return max(1, affordable, sustainable)
+
+
+def best_interval(cost: CheckpointCost, mtbf_s: float) -> int:
+    """Return the interval, in iterations, at which checkpoints and failures together cost the least.
+
+    A checkpoint must be complete before the next one begins. Source: Young, 1974; MoC-System, eq. 12, whose
+    optimum is the same.
+    """
+    best = math.sqrt(2 * cost.overhead_s * mtbf_s) / cost.iteration_s
+    return max(1, round(best), math.ceil(cost.completion_s / cost.iteration_s))

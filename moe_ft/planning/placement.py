@@ -1,11 +1,12 @@
 """Placement of replicas: the peers of each rank, and the memory that replicas take on each node."""
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from itertools import islice
 
-from moe_ft.errors import PlanError
+from moe_ft.errors import ConfigError, PlanError
 from moe_ft.topology import RankInfo, Topology
 
 DEFAULT_FACTOR = 2
@@ -14,6 +15,27 @@ DEFAULT_FACTOR = 2
 def default_replication_factor(num_nodes: int) -> int:
     """Return 0 on one node, 1 on two, else 2; a replica on the node that it protects is useless."""
     return min(DEFAULT_FACTOR, num_nodes - 1)
+
+
+def planned_replicas(given: int | None, world_size: int, ranks_per_node: int) -> int:
+    """Return the replicas of each rank in a job of full nodes.
+
+    Args:
+        given: the replication factor, None for automatic.
+
+    Raises:
+        ConfigError: if there are fewer nodes than that takes.
+    """
+    num_nodes = math.ceil(world_size / ranks_per_node)
+    if given is None:
+        return default_replication_factor(num_nodes)
+    if given >= num_nodes:
+        raise ConfigError(
+            f"--moe-ft-replication-factor={given} must be less than the {num_nodes} nodes that {world_size} "
+            f"ranks are on with --ranks-per-node={ranks_per_node}: replicas go to other nodes. Lower one of "
+            "the two."
+        )
+    return given
 
 
 def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[int, ...]]:

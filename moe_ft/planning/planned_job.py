@@ -13,13 +13,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.interval import CheckpointCost, choose_interval
+from moe_ft.planning.placement import planned_replicas
 from moe_ft.units import Level, Part, UnitId, UnitKind
-
-_UNPLANNED = {
-    "network_bandwidth": "the time to send replicas is not planned",
-    "mtbf_s": "the time of a recovery is not planned",
-    "restart_s": "the time of a recovery is not planned",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +24,8 @@ class Measured:
     Attributes:
         update_s: its optimizer step, during which no state can be copied.
         bandwidth: from device to host, bytes per second and rank.
+        restart_s: from a failure until all processes run again.
+        repair_s: from a failure until a replacement of the dead processes is one of the group.
     """
 
     iteration_s: float | None = None
@@ -38,11 +35,13 @@ class Measured:
     storage_bandwidth: float | None = None
     mtbf_s: float | None = None
     restart_s: float = 0.0
+    repair_s: float | None = None
 
     def __post_init__(self) -> None:
         self._check("iteration_s", self.iteration_s, "more than 0 seconds", above=0)
         self._check("mtbf_s", self.mtbf_s, "more than 0 seconds", above=0)
         self._check("restart_s", self.restart_s, "at least 0 seconds")
+        self._check("repair_s", self.repair_s, "at least 0 seconds")
         self._check("update_s", self.update_s, "at least 0 seconds")
         if self.iteration_s is not None and self.update_s >= self.iteration_s:
             raise ConfigError(
@@ -75,15 +74,6 @@ class Measured:
     def budget_bytes(self) -> float | None:
         """Bytes that a rank can copy during forward and backward; None if that is not known."""
         return None if self.bandwidth is None else self.bandwidth * self.hidden_s
-
-    def refuse_unplanned(self, strategy: str) -> None:
-        """Raise ConfigError if a value was given that only plans of replays and replicas use."""
-        for name, reason in _UNPLANNED.items():
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{flag_of(name)}={getattr(self, name):g} does not go with "
-                    f"--moe-ft-strategy={strategy}: {reason}. Leave it out."
-                )
 
 
 def flag_of(name: str) -> str:
@@ -211,6 +201,12 @@ class PlannedModel:
     active_share: float = 1.0
     is_grouped: bool = False
 
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that a token passes through, embeddings included."""
+        num_experts = self.num_moe_layers * self.num_experts
+        return self.num_parameters - num_experts * self.expert_parameters * (1 - self.active_share)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedJob:
@@ -224,6 +220,7 @@ class PlannedJob:
         is_optimizer_distributed: whether each rank owns a slice of the optimizer's state, which it saves
             whatever the sharding.
         train_iterations: of the whole training, None if that is not known.
+        tokens: of an iteration, None if that is not known.
         traffic: what the pipeline sends in an iteration, if that is logged.
     """
 
@@ -240,6 +237,7 @@ class PlannedJob:
     replication_factor: int
     train_iterations: int | None
     measured: Measured
+    tokens: int | None = None
     traffic: PipelineTraffic | None = None
     by_sharding: Mapping[str, tuple[PlannedStage, ...]] = field(default_factory=dict)
 
@@ -273,6 +271,17 @@ class PlannedJob:
         stages = self.by_sharding["none" if sharding == "none" else "equal"]
         return replace(self, stages=stages, config=replace(self.config, strategy=strategy))
 
+    def with_config(self, config: MoeFtConfig) -> "PlannedJob":
+        """Return the job with other settings of moe_ft.
+
+        Raises:
+            ConfigError: if there are fewer nodes than it takes for so many replicas.
+        """
+        num_replicas = planned_replicas(
+            config.memory.num_replicas, self.num_ranks, self.ranks_per_node
+        )
+        return replace(self, config=config, replication_factor=num_replicas)
+
     def by_rank[Value](self, values: Sequence[Sequence[Value]]) -> list[Value]:
         """Return ``[rank]`` values, of ``[stage][rank of the stage]`` ones of each kind of stage."""
         ordered = {
@@ -292,6 +301,25 @@ class PlannedJob:
     def persists(self) -> bool:
         """True if checkpoints go to storage."""
         return self.config.storage.persists
+
+    @property
+    def reads_storage(self) -> bool:
+        """True if the state of a lost node comes from storage."""
+        return self.persists and not self.replication_factor and self.num_nodes > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last of which may have fewer ranks."""
+        return math.ceil(self.num_ranks / self.ranks_per_node)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer of the GPU with the most: 16-bit weights, 18 in all."""
+        return max(
+            6 * sum(stage.elements[unit] for unit in rank.sizes) // self.tp + 12 * rank.num_elements
+            for stage in self.stages
+            for rank in stage.ranks
+        )
 
     @property
     def persist_interval(self) -> int:

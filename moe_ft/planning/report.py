@@ -1,10 +1,11 @@
 """Lines and tables that the plans of several strategies have."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tabulate import tabulate
 
+from moe_ft.planning.costs import Costs, ettr
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.planned_job import PlannedJob, PlannedModel
 
@@ -114,6 +115,48 @@ def boundary_line(job: PlannedJob, longest_window: int) -> list[str]:
         f"{traffic.num_sends(most)} tensors, {iterations} iterations, {megabytes(num_bytes)} MB of the rank "
         "with the most, besides the host memory above"
     ]
+
+
+def recovery_table(costs: Costs, read_bytes: float) -> str:
+    """Return what the parts of a recovery take on average.
+
+    Args:
+        read_bytes: of the rank that reads the most.
+    """
+    kind = costs.fastest
+    recovery, replays = costs.recoveries[kind], costs.window - 1
+    ready_s = recovery.notice_s + recovery.processes_s + recovery.groups_s
+    num_redone = costs.mean_redone - replays
+    rows = [
+        (f"{kind}", "", ready_s),
+        ("restore", f"{megabytes(read_bytes)} MB", recovery.state_s),
+        ("conversion", f"{replays} {'replay' if replays == 1 else 'replays'}", recovery.replay_s),
+        ("work to redo", f"{num_redone:.1f} iterations", costs.redo_s(kind)),
+        ("E[R]", "", costs.failure_s(kind)),
+    ]
+    cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
+    return table(cells, ("recovery", "", "s"))
+
+
+def ettr_line(costs: Costs, mtbf_s: float | None) -> list[str]:
+    """Return the share of the time that is training, if the time between failures is known."""
+    if mtbf_s is None:
+        return []
+    ratio = ettr(costs.overhead, costs.failure_s(costs.fastest), mtbf_s)
+    return [
+        f"a failure every {mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an overhead of "
+        f"{costs.overhead:.2%}"
+    ]
+
+
+def failure_lines(
+    job: PlannedJob, cost: Callable[[PlannedJob], Costs], read_bytes: int
+) -> list[str]:
+    """Return what a failure costs, if the time between failures is known."""
+    if job.measured.mtbf_s is None:
+        return []
+    costs = cost(job)
+    return [recovery_table(costs, read_bytes), *ettr_line(costs, job.measured.mtbf_s)]
 
 
 def smallest_interval(

@@ -4,14 +4,22 @@ Here are the strategy itself, its plan (bytes of each rank, the wait for a snaps
 entry in the registry.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import override
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.host_memory import Footprint, MemoryShare
+from moe_ft.planning.job_costs import Saved, costs_of, interval_flags, known_machine, places
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import describe_ranks, memory_table, persist_line, whole_line
+from moe_ft.planning.report import (
+    describe_ranks,
+    failure_lines,
+    memory_table,
+    persist_line,
+    whole_line,
+)
 from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy, StrategyKind, WindowPlan
 from moe_ft.units import Level, UnitId
 
@@ -39,7 +47,6 @@ class Dense(StrategyKind):
 
     @override
     def report(self, job: PlannedJob) -> str:
-        job.measured.refuse_unplanned("dense")
         sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
         most = max(sizes)
         size = (
@@ -47,7 +54,31 @@ class Dense(StrategyKind):
             f"{sizes.index(most)}, which has the most"
         )
         lines = "\n".join([size, *_limits(job, most), *whole_line(job, most)])
-        return "\n\n".join([describe_ranks(job), lines, memory_table(job, {"dense": _share(job)})])
+        memory = memory_table(job, {"dense": _share(job)})
+        return "\n\n".join(
+            [describe_ranks(job), lines, memory, *failure_lines(job, self.costs, most)]
+        )
+
+    @override
+    def costs(self, job: PlannedJob) -> Costs:
+        most = job.heaviest.full_bytes
+        saved = Saved(
+            snapshots=(most,),
+            interval=job.interval(most, most),
+            persisted_bytes=most,
+            read_bytes=most,
+            whole_bytes=most,
+            share=_share(job),
+        )
+        return costs_of(job, self.name, saved)
+
+    @override
+    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
+        most = job.heaviest.full_bytes
+        return {
+            place: interval_flags(job, most, most, at_peers=at_peers)
+            for place, at_peers in places(job).items()
+        }
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:
@@ -65,17 +96,17 @@ def _share(job: PlannedJob) -> MemoryShare:
 
 def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
     """Return the limits that bandwidths set, if they were given."""
-    measured, lines = job.measured, []
+    measured, machine, lines = job.measured, known_machine(job), []
     if measured.iteration_s is None:
         return []
     interval = job.interval(most_bytes, most_bytes)
-    if measured.bandwidth is not None:
-        copy_s = most_bytes / measured.bandwidth
-        stall_s = max(0.0, copy_s - measured.hidden_s)
-        overhead = stall_s / (interval * measured.iteration_s)
+    if machine is not None:
+        (stall_s,) = machine.stalls_s([most_bytes])
+        overhead = stall_s / (interval * machine.iteration_s)
         lines.append(
-            f"copied in {copy_s:.3f} s, alongside {measured.hidden_s:.3f} s of forward and backward; stall "
-            f"{stall_s:.3f} s, {overhead:.1%} of the time with --moe-ft-interval {interval}"
+            f"copied in {most_bytes / machine.bandwidth:.3f} s, alongside {machine.hidden_s:.3f} s of "
+            f"forward and backward; stall {stall_s:.3f} s, {overhead:.1%} of the time with --moe-ft-interval "
+            f"{interval}"
         )
     planned = interval * job.persist_interval
     return [*lines, *persist_line(job, most_bytes, period_s=measured.iteration_s, planned=planned)]

@@ -16,6 +16,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.experts import Counts, ExpertFacts
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.lost_tokens import Loss, UnitVersion
@@ -330,6 +331,23 @@ class StrategyKind(ABC):
         raise ConfigError(
             f"--moe-ft-strategy={self.name} cannot be planned: it brings no report. Name another strategy."
         )
+
+    def costs(self, job: PlannedJob) -> Costs:
+        """Return what the strategy costs a job, whose bandwidths are known.
+
+        Raises:
+            ConfigError: if a measured value is missing, or the job cannot be planned.
+        """
+        raise ConfigError(
+            f"--moe-ft-strategy={self.name} cannot be planned: it brings no costs. Name another strategy."
+        )
+
+    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
+        """Return flags for a job that plan compares, by where recoveries find the state; none if it has none.
+
+        The job has this strategy, and its bandwidths are known.
+        """
+        return {}
 
     def footprint(self, job: PlannedJob) -> Footprint:
         """Return the room that checkpoints of a job take, at most.

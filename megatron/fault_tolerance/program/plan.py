@@ -13,7 +13,6 @@ import argparse
 import difflib
 import io
 import logging
-import math
 import os
 import sys
 import warnings
@@ -48,7 +47,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import ExpertFacts
-from moe_ft.planning.placement import default_replication_factor
+from moe_ft.planning.placement import planned_replicas
 from moe_ft.planning.planned_job import (
     Measured,
     PlannedJob,
@@ -134,9 +133,10 @@ def plan_job(
         experts=_experts(args),
         config=config,
         ranks_per_node=ranks_per_node,
-        replication_factor=_replication(config, world_size, ranks_per_node),
+        replication_factor=planned_replicas(config.memory.num_replicas, world_size, ranks_per_node),
         train_iterations=planned_iterations(given) or None,
         measured=measured,
+        tokens=(given.global_batch_size or 0) * (given.seq_length or 0) or None,
         traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
         by_sharding=built.by_sharding,
     )
@@ -307,20 +307,6 @@ def _complete(args: argparse.Namespace) -> None:
         args.max_position_embeddings = args.seq_length or _ANY_LENGTH
     args.seq_length = args.seq_length or args.max_position_embeddings
     args.micro_batch_size, args.lr = args.micro_batch_size or 1, args.lr or 1.0
-
-
-def _replication(config: MoeFtConfig, world_size: int, ranks_per_node: int) -> int:
-    num_nodes = math.ceil(world_size / ranks_per_node)
-    given = config.memory.num_replicas
-    if given is None:
-        return default_replication_factor(num_nodes)
-    if given >= num_nodes:
-        raise ConfigError(
-            f"--moe-ft-replication-factor={given} must be less than the {num_nodes} nodes that {world_size} "
-            f"ranks are on with --ranks-per-node={ranks_per_node}: replicas go to other nodes. Lower one of "
-            "the two."
-        )
-    return given
 
 
 def _describe_optimizer(given: argparse.Namespace, optimizer: Any) -> None:

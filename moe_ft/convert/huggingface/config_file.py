@@ -86,8 +86,8 @@ def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
     return config, family
 
 
-def check_values(path: str, config: Config, places: Collection[Place]) -> None:
-    """Raise ConfigError for the first value of a wrong type, or out of range for the tensors."""
+def check_values(path: str, config: Config, places: Collection[Place] | None) -> None:
+    """Raise ConfigError for the first value of a wrong type, or too large for known tensors."""
     least = {**_COUNTS, **dict.fromkeys((*_SIZES, *_OTHERS), 1)}
     given = {
         key: config[key]
@@ -110,6 +110,8 @@ def check_values(path: str, config: Config, places: Collection[Place]) -> None:
         raise _refusal(
             path, "num_key_value_heads", groups, f"a divisor of num_attention_heads={heads}"
         )
+    if places is None:
+        return
     longest = max((length for each in places for length in each.shape), default=0)
     for keys, most, reason in (
         (_COUNTS, len(places), "the number of tensors in the files"),

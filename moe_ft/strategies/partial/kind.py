@@ -1,17 +1,18 @@
 """The strategy `partial` as the registry lists it: what it asks of a job, and how a rank builds it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.experts import ExpertLayout, experts_of_stage
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.report import footprint, render
+from moe_ft.strategies.partial.report import choices, costs, footprint, render
 from moe_ft.strategies.partial.selection import PlannedRun, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.units import Part, UnitId, UnitKind
@@ -74,6 +75,14 @@ class Partial(StrategyKind):
     @override
     def report(self, job: PlannedJob) -> str:
         return render(job, self.options_in(job.config), self.build)
+
+    @override
+    def costs(self, job: PlannedJob) -> Costs:
+        return costs(job, self.options_in(job.config), self.build)
+
+    @override
+    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
+        return choices(job, self.options_in(job.config), self.build)
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:

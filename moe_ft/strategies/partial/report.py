@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.host_memory import Footprint, MemoryShare
+from moe_ft.planning.job_costs import Saved, costs_of, interval_flags, places
 from moe_ft.planning.lost_tokens import expected_plt
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import (
     describe_ranks,
+    failure_lines,
     megabytes,
     memory_table,
     persist_line,
@@ -56,24 +59,45 @@ def render(job: PlannedJob, options: PartialConfig, build: Build) -> str:
     """Return the plan as text.
 
     Raises:
-        ConfigError: if flags do not fit together, or a measured value would be ignored.
+        ConfigError: if flags do not fit together.
     """
-    job.measured.refuse_unplanned("partial")
-    sizes = PartialSizes(job, options, build)
-    k_snapshot = _read_k(job, options, sizes)
-    plan = PartialPlan(
-        job=job,
-        options=options,
-        build=build,
-        sizes=sizes,
-        k_by_target={"snapshot": k_snapshot, "persist": min(k_snapshot, options.k_persist)},
-    )
+    plan = _plan(job, options, build)
     described = "\n".join(
         [describe_ranks(job), *_simplifications(job, options), *_adaptive_advice(plan)]
     )
     parts = [described, _size_table(plan), _rank_table(plan), _memory(plan)]
     whole = whole_line(job, plan.workload(job.model.num_experts).bottleneck_bytes)
-    return "\n\n".join([*parts, *_limits(plan), *whole, *_losses(plan)])
+    failure = failure_lines(job, lambda job: costs(job, options, build), job.heaviest.full_bytes)
+    return "\n\n".join([*parts, *_limits(plan), *whole, *_losses(plan), *failure])
+
+
+def costs(job: PlannedJob, options: PartialConfig, build: Build) -> Costs:
+    """Return what partial experts cost a job with uniform routing and sequential selection."""
+    plan, num_experts = _plan(job, options, build), job.model.num_experts
+    k_snapshot, k_persist = plan.k_by_target.values()
+    saved = Saved(
+        snapshots=(plan.workload(k_snapshot).bottleneck_bytes,),
+        interval=plan.interval,
+        persisted_bytes=plan.workload(k_persist).bottleneck_bytes,
+        read_bytes=job.heaviest.full_bytes,
+        whole_bytes=job.heaviest.full_bytes,
+        share=_share(job, options, plan.sizes),
+        rounds=(num_experts / k_snapshot, num_experts / k_persist),
+    )
+    return costs_of(job, "partial", saved)
+
+
+def choices(job: PlannedJob, options: PartialConfig, build: Build) -> Mapping[str, Sequence[str]]:
+    """Return flags with as many experts as are hidden in snapshots, and an eighth of all on storage."""
+    sizes = PartialSizes(job, options, build)
+    k_snapshot = max(1, sizes.automatic_k(job.measured.budget_bytes or 0.0))
+    k_persist = min(k_snapshot, math.ceil(job.model.num_experts / 8))
+    most, persisted = (sizes.plan_workload(k).bottleneck_bytes for k in (k_snapshot, k_persist))
+    flags = [f"--moe-ft-k-snapshot={k_snapshot}", f"--moe-ft-k-persist={k_persist}"]
+    return {
+        place: [*flags, *interval_flags(job, most, persisted, at_peers=at_peers)]
+        for place, at_peers in places(job).items()
+    }
 
 
 def footprint(job: PlannedJob, options: PartialConfig, build: Build) -> Footprint:
@@ -84,11 +108,27 @@ def footprint(job: PlannedJob, options: PartialConfig, build: Build) -> Footprin
     sizes, num_experts = PartialSizes(job, options, build), job.model.num_experts
     k_persist = min(options.k_persist, num_experts)
     largest = num_experts if job.config.storage.persists_dense else k_persist
-    share = sizes.memory_share(options.k_in_memory)
     return Footprint(
-        share=replace(share, breakpoint_bytes=job.breakpoint_bytes),
+        share=_share(job, options, sizes),
         checkpoint_bytes=sizes.plan_workload(largest).total_bytes,
         num_older=math.ceil(num_experts / k_persist) - 1 + job.config.storage.keeps_whole,
+    )
+
+
+def _share(job: PlannedJob, options: PartialConfig, sizes: PartialSizes) -> MemoryShare:
+    share = sizes.memory_share(options.k_in_memory)
+    return replace(share, breakpoint_bytes=job.breakpoint_bytes)
+
+
+def _plan(job: PlannedJob, options: PartialConfig, build: Build) -> PartialPlan:
+    sizes = PartialSizes(job, options, build)
+    k_snapshot = _read_k(job, options, sizes)
+    return PartialPlan(
+        job=job,
+        options=options,
+        build=build,
+        sizes=sizes,
+        k_by_target={"snapshot": k_snapshot, "persist": min(k_snapshot, options.k_persist)},
     )
 
 

@@ -1,17 +1,19 @@
 """The strategy `sparse` as the registry lists it: what it asks of a job, and how a rank builds it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import override
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.experts import experts_of_stage
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import rank_units
-from moe_ft.strategies.sparse.report import footprint, render
+from moe_ft.strategies.sparse.report import choices, costs, footprint, render
 from moe_ft.strategies.sparse.strategy import SparseStrategy
 
 
@@ -45,9 +47,17 @@ class Sparse(StrategyKind):
         return render(job, self.options_in(job.config))
 
     @override
+    def costs(self, job: PlannedJob) -> Costs:
+        return costs(job, self.options_in(job.config))
+
+    @override
     def longest_window(self, config: MoeFtConfig) -> int:
         options: SparseConfig = self.options_in(config)
         return options.window_snapshots or options.max_window
+
+    @override
+    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
+        return choices(job, self.options_in(job.config))
 
     @override
     def footprint(self, job: PlannedJob) -> Footprint:

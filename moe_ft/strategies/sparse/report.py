@@ -1,37 +1,51 @@
 """The plan of sparse windows (MoEvement): the window, its snapshots, the cost of a failure.
 
-size.py and cost.py calculate them.
+size.py calculates them.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.host_memory import Footprint, MemoryShare
+from moe_ft.planning.job_costs import (
+    Saved,
+    costs_of,
+    known_machine,
+    needed_machine,
+    places,
+    storage_flags,
+)
+from moe_ft.planning.machine import Machine
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import (
     describe_layout,
     describe_model,
+    ettr_line,
     megabytes,
     memory_table,
     persist_line,
+    recovery_table,
     reduction,
     table,
     whole_line,
 )
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.cost import Machine, ettr, expect_recovery, work_to_redo
 from moe_ft.strategies.sparse.positions import StageOrder
 from moe_ft.strategies.sparse.size import (
     WindowSize,
     choose_length,
+    frozen_s,
     measure_window,
     order_stage,
     position_work,
     region_bytes,
+    work_to_redo,
 )
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.strategies.sparse.windows import PositionSizes
@@ -89,7 +103,12 @@ class SparsePlan:
         orders = [self.stages(seed) for seed in range(self.num_orders)]
         length = self.window
         if length is None:
-            assert self.machine is not None
+            if self.machine is None:
+                raise ConfigError(
+                    "--moe-ft-window=auto needs --iteration-s and --bandwidth: it is the shortest window "
+                    "whose snapshots can be copied in an iteration. Give them before the --, or a number "
+                    "with --moe-ft-window."
+                )
             budget = self.machine.budget_bytes
             length = max(
                 choose_length(stages, budget, self.options.max_window) for stages in orders
@@ -114,14 +133,9 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
     Raises:
         ConfigError: if flags do not fit together.
     """
-    machine = _read_machine(job)
-    plan = _plan(job, options, machine)
-    if plan.window is None and machine is None:
-        raise ConfigError(
-            "--moe-ft-window=auto needs --iteration-s and --bandwidth: it is the shortest window whose "
-            "snapshots can be copied in an iteration. Give them before the --, or a number with "
-            "--moe-ft-window."
-        )
+    if known_machine(job) is not None or job.measured.mtbf_s is not None:
+        needed_machine(job)
+    plan = _plan(job, options)
     window, order = plan.choose_window()
     parts = [
         _describe(plan),
@@ -135,9 +149,40 @@ def render(job: PlannedJob, options: SparseConfig) -> str:
     return "\n\n".join(parts)
 
 
+def costs(job: PlannedJob, options: SparseConfig) -> Costs:
+    """Return what sparse windows cost a job. What frozen units save is left out."""
+    needed_machine(job)
+    plan = _plan(job, options)
+    return _costs(plan, plan.choose_window()[0])
+
+
+def choices(job: PlannedJob, options: SparseConfig) -> Mapping[str, Sequence[str]]:
+    """Return flags with the shortest window that fits an iteration."""
+    machine, plan = needed_machine(job), _plan(job, options)
+    window = plan.choose_window()[0]
+    period = window.length + machine.lag_iterations(window.snapshots)
+    write_s = window.window_bytes / (job.measured.storage_bandwidth or math.inf)
+    flags = [f"--moe-ft-window={window.length}"]
+    place, at_peers = next(iter(places(job).items()))
+    return {place: [*flags, *storage_flags(job, period, write_s, at_peers=at_peers)]}
+
+
+def _costs(plan: SparsePlan, window: WindowSize) -> Costs:
+    saved = Saved(
+        snapshots=window.snapshots,
+        interval=1,
+        persisted_bytes=window.window_bytes,
+        read_bytes=window.window_bytes,
+        whole_bytes=window.dense_bytes,
+        share=_share(plan.job, plan.reserve()),
+        longest_window=plan.window or plan.options.max_window,
+    )
+    return costs_of(plan.job, "sparse", saved)
+
+
 def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     """Return the room that checkpoints take, at most: as much as is reserved."""
-    reserved = _plan(job, options, None).reserve()
+    reserved = _plan(job, options).reserve()
     return Footprint(
         share=_share(job, reserved),
         checkpoint_bytes=job.num_ranks * reserved,
@@ -145,44 +190,18 @@ def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     )
 
 
-def _plan(job: PlannedJob, options: SparseConfig, machine: Machine | None) -> SparsePlan:
+def _plan(job: PlannedJob, options: SparseConfig) -> SparsePlan:
     return SparsePlan(
         job=job,
         options=options,
         window=options.window_snapshots,
-        machine=machine,
+        machine=known_machine(job),
         is_grouped=job.model.is_grouped,
     )
 
 
 def _share(job: PlannedJob, region_bytes: int) -> MemoryShare:
     return MemoryShare(region_bytes=region_bytes, breakpoint_bytes=job.breakpoint_bytes)
-
-
-def _read_machine(job: PlannedJob) -> Machine | None:
-    measured, factor = job.measured, job.replication_factor
-    if measured.bandwidth is None or measured.iteration_s is None:
-        if measured.mtbf_s is not None:
-            raise ConfigError(
-                f"--mtbf-s={measured.mtbf_s} needs --iteration-s and --bandwidth: the cost of a failure "
-                "follows from them. Give them, or leave --mtbf-s out."
-            )
-        return None
-    if factor and measured.network_bandwidth is None:
-        given = job.config.memory.replication_factor
-        raise ConfigError(
-            f"--moe-ft-replication-factor={given}, that is {factor}, needs --network-bandwidth: every "
-            "snapshot goes to as many peers. Give it before the --, or --moe-ft-replication-factor 0."
-        )
-    return Machine(
-        iteration_s=measured.iteration_s,
-        hidden_s=measured.hidden_s,
-        bandwidth=measured.bandwidth,
-        network_bandwidth=math.inf
-        if measured.network_bandwidth is None
-        else measured.network_bandwidth,
-        replication_factor=factor,
-    )
 
 
 def _describe(plan: SparsePlan) -> str:
@@ -297,34 +316,17 @@ def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
     machine = plan.machine
     if machine is None:
         return []
-    recovery = expect_recovery(window, machine, plan.works(order), plan.job.measured.restart_s)
-    least, mean, most = work_to_redo(window.length, machine.lag_iterations(window.snapshots))
-    replays = window.length - 1
-    rows = [
-        ("restart", "", recovery.restart_s),
-        ("restore", f"{megabytes(window.window_bytes)} MB", recovery.restore_s),
-        (
-            "conversion",
-            f"{replays} {'replay' if replays == 1 else 'replays'}",
-            recovery.conversion_s,
-        ),
-        ("work to redo", f"{mean - replays:.1f} iterations", recovery.redo_s),
-        ("E[R]", "", recovery.expected_s),
-    ]
-    cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
+    costs = _costs(plan, window)
+    lag = machine.lag_iterations(window.snapshots)
+    least, mean, most = work_to_redo(window.length, lag)
+    saved_s = frozen_s(window, machine.iteration_s, plan.works(order))
     lines = [
         f"iterations that run again, conversion included: {least} to {most}, {mean:.1f} on average; "
-        f"frozen units save {recovery.frozen_s:.3f} s of the conversion at best"
-        f"{_other_saving(plan, machine, window.length)}"
+        f"frozen units save {saved_s:.3f} s of the conversion at best"
+        f"{_other_saving(plan, machine, window.length)}",
+        *ettr_line(costs, plan.job.measured.mtbf_s),
     ]
-    if (mtbf_s := plan.job.measured.mtbf_s) is not None:
-        overhead = machine.overhead(window.snapshots)
-        ratio = ettr(overhead, recovery.expected_s, mtbf_s)
-        lines.append(
-            f"a failure every {mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an overhead of "
-            f"{overhead:.2%}"
-        )
-    return [table(cells, ("recovery", "", "s")), "\n".join(lines)]
+    return [recovery_table(costs, window.window_bytes), "\n".join(lines)]
 
 
 def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
@@ -333,9 +335,9 @@ def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
         return ""
     other = replace(plan, is_grouped=not plan.is_grouped, window=length)
     window, order = other.choose_window()
-    recovery = expect_recovery(window, machine, other.works(order), plan.job.measured.restart_s)
+    saved_s = frozen_s(window, machine.iteration_s, other.works(order))
     way = "with" if other.is_grouped else "without"
     return (
-        f", {recovery.frozen_s:.3f} s {way} grouped GEMM (largest snapshot "
+        f", {saved_s:.3f} s {way} grouped GEMM (largest snapshot "
         f"{megabytes(window.largest_bytes)} MB)"
     )

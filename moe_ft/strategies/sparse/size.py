@@ -1,7 +1,7 @@
-"""Bytes of sparse windows of a job that need not exist: snapshots, windows, host memory.
+"""Sparse windows of a job that need not exist: bytes of snapshots and windows, iterations that run again.
 
 Headers and records are left out. strategy.py orders and cuts units while training runs. The units of a job
-are in planning/planned_job.py; cost.py has stalls and recoveries.
+are in planning/planned_job.py; planning/job_costs.py makes costs of the sizes.
 """
 
 import math
@@ -23,6 +23,8 @@ from moe_ft.strategies.sparse.windows import (
     snapshot_bytes,
 )
 from moe_ft.units import UnitId, UnitKind
+
+WEIGHT_GRADIENT_SHARE = 1 / 3  # of a layer's matrix products: forward, input and weight gradients
 
 
 def order_stage(
@@ -149,3 +151,44 @@ def region_bytes(
 
 def _longest(stage: PositionSizes, longest: int) -> int:
     return max(1, min(longest, stage.num_positions))
+
+
+def work_to_redo(window: int, lag: int) -> tuple[int, float, int]:
+    """Return the least, mean and most iterations that a failure makes run again, conversion included.
+
+    The newest window that peers have began ``window + lag`` to twice as many iterations ago; half an
+    iteration that was under way is part of the mean. MoEvement (section 3.6) prints 0 to 2 W and a mean
+    of 1.5 W; its least is reached only if recovery were free. The lag delays the next window too.
+
+    Args:
+        lag: iterations until peers have its last snapshot.
+    """
+    period = window + lag
+    return period, 1.5 * period, 2 * period
+
+
+def frozen_s(
+    window: WindowSize, iteration_s: float, works: Sequence[npt.NDArray[np.float64]]
+) -> float:
+    """Return the time that frozen units save in the conversion of a window at best.
+
+    A window of W snapshots is converted by W - 1 replays (recovery/restore.py; MoEvement, section 3.3,
+    has one more). At best a frozen unit costs no weight gradient, and the slowest stage, which all wait for,
+    does nothing else but matrix products.
+
+    Args:
+        works: ``[stage][position]`` as of `position_work`.
+    """
+    frozen = sum(
+        min(
+            _frozen_share(work, cuts.ends[replay])
+            for work, cuts in zip(works, window.cuts, strict=True)
+        )
+        for replay in range(window.length - 1)
+    )
+    return frozen * WEIGHT_GRADIENT_SHARE * iteration_s
+
+
+def _frozen_share(work: npt.NDArray[np.float64], end: int) -> float:
+    total = float(work.sum())
+    return float(work[end:].sum()) / total if total else 0.0

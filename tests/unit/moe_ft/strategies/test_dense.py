@@ -64,10 +64,15 @@ def test_first_rank_has_everything_without_sharding() -> None:
     assert "5,481.5 MB of rank 0" in text
 
 
-def test_value_that_the_plan_would_ignore_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--mtbf-s=600 does not go with .*=dense: .* Leave it out"
-    ):
+def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
+    text = planned(
+        "dense", *LARGE_OF_8, iteration_s=2.0, bandwidth=1e9, mtbf_s=600.0, restart_s=9.0
+    )
+    assert row(text, "restart")[1:] == ["", "9.00"]
+    assert row(text, "restore")[1:] == ["2,800.4 MB", "2.80"]
+    assert row(text, "work to redo")[1:] == ["1.5 iterations", "3.00"]
+    assert "a failure every 600 s: 0.6970 of the time is training (ETTR)" in text
+    with pytest.raises(ConfigError, match="--mtbf-s=600.0 needs --iteration-s and --bandwidth"):
         planned("dense", *LARGE_OF_8, mtbf_s=600.0)
 
 

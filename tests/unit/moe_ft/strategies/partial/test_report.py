@@ -163,9 +163,10 @@ def test_setting_that_is_planned_as_another_is_named(flags: tuple[str, ...], lin
     assert line in planned("partial", *IN_FULL, *flags)
 
 
-def test_value_that_the_plan_would_ignore_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--network-bandwidth=1e.09 does not go with .*=partial"):
-        planned("partial", *IN_FULL, network_bandwidth=1e9)
+def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
+    text = planned("partial", *IN_FULL, iteration_s=2.0, bandwidth=1e9, mtbf_s=600.0)
+    assert row(text, "work to redo")[1:] == ["1.5 iterations", "3.00"]
+    assert "of the time is training (ETTR)" in text
 
 
 def test_footprint_has_the_sizes_of_the_plan_and_of_older_files() -> None:
