@@ -1,16 +1,29 @@
-"""`python -m moe_ft plan`: say in advance what a job will save, and what a failure will cost it."""
+"""`python -m moe_ft plan`: say in advance what fault tolerance costs a job, and which flags to use."""
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import takewhile
+from pathlib import Path
 
 from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command
+from moe_ft.commands.plan_inputs import (
+    Cluster,
+    Model,
+    cluster_names,
+    model_names,
+    read_cluster,
+    read_model,
+    read_run,
+)
+from moe_ft.commands.plan_words import Told, as_html, as_json, as_text
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured
-from moe_ft.planning.report import boundary_line
+from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
+from moe_ft.planning.report import boundary_line, table
 from moe_ft.strategies import registry
+from moe_ft.strategies.advice import Advisor
 from moe_ft.strategies.interface import ModelFacts
 
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
@@ -19,6 +32,12 @@ _EXAMPLE = (
     "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
 )
 _DEFAULT_RANKS_PER_NODE = 8
+_ANY_STRATEGY = (
+    "--moe-ft-strategy=dense",
+)  # that the stages are built for: all have the same units
+_TMPFS_SHARE = 0.5  # of host memory, as Linux makes /dev/shm
+_SECONDS = ("iteration_s", "update_s", "mtbf_s", "restart_s", "repair_s")
+_BANDWIDTHS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -43,7 +62,6 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument(
         "--update-s",
         type=float,
-        default=0.0,
         metavar="S",
         help="of it the optimizer step, which hides no snapshot (default 0)",
     )
@@ -55,13 +73,34 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         parser.add_argument(
             f"--{name}", metavar="BYTES", help=f"{link}, per second and rank, such as 25GB"
         )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(model_names())}, or a config.json of Hugging Face",
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME", help=f"{', '.join(cluster_names())}, or a .toml file"
+    )
+    parser.add_argument(
+        "--from-run",
+        type=Path,
+        metavar="DIR",
+        help="event log of a run (--moe-ft-event-log), which has times and bandwidths",
+    )
+    parser.add_argument("--json", action="store_true", help="print the advice as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
     parser.add_argument("--mtbf-s", type=float, metavar="S", help="mean time between failures")
     parser.add_argument(
         "--restart-s",
         type=float,
-        default=0.0,
         metavar="S",
         help="from a failure until processes run again (default 0)",
+    )
+    parser.add_argument(
+        "--repair-s",
+        type=float,
+        metavar="S",
+        help="from a failure until dead processes are replaced, with --moe-ft-repair auto",
     )
     parser.set_defaults(run=run)
 
@@ -75,7 +114,8 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     own = list(takewhile(lambda word: word != "--", words))
     if own[:1] not in (["plan"], ["doctor"], ["convert"]) or {"-h", "--help"} & {*own}:
         return list(words), []
-    if own[0] == "plan" and len(own) == len(words):
+    names = {word.partition("=")[0] for word in own}
+    if own[0] == "plan" and len(own) == len(words) and "--model" not in names:
         raise ConfigError(
             f"plan {' '.join(own[1:])}: plan reads the command line of training, which must follow a --. "
             f"Write it like {_USAGE}; for example {_EXAMPLE}"
@@ -84,27 +124,28 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan of the job that a command line starts."""
-    command = read_command(options.of_training)
-    world_size, ranks_per_node = _ranks(options, command)
-    command.config.validate(world_size)
-    measured = Measured(
-        iteration_s=options.iteration_s,
-        update_s=options.update_s,
-        bandwidth=_bandwidth(options, "bandwidth"),
-        network_bandwidth=_bandwidth(options, "network_bandwidth"),
-        storage_bandwidth=_bandwidth(options, "storage_bandwidth"),
-        mtbf_s=options.mtbf_s,
-        restart_s=options.restart_s,
-    )
-    kind = registry.kind_of(command.config.strategy.strategy)
-    if kind is None:
-        offered = ", ".join(each.name for each in registry.kinds())
+    """Print the plan of the job that a command line starts, or advice on how to checkpoint it."""
+    if options.html is not None and not options.html.parent.is_dir():
         raise ConfigError(
-            "--moe-ft-strategy=none checkpoints nothing, so there is nothing to plan. Add one of the "
-            f"strategies {offered} to the flags of training."
+            f"--html={options.html} must be in a folder that exists. Make it, or name another file."
         )
-    job, notes = plan_job(command, measured, world_size=world_size, ranks_per_node=ranks_per_node)
+    model = None if options.model is None else read_model(options.model)
+    cluster = None if options.cluster is None else read_cluster(options.cluster)
+    command = _command(options, model)
+    world_size, ranks_per_node = _ranks(options, command, model, cluster)
+    command.config.validate(world_size)
+    values = _Values(options, cluster, math.ceil(world_size / ranks_per_node))
+    kind = registry.kind_of(command.config.strategy.strategy)
+    planned = command if kind is not None else _with_flags(command, _ANY_STRATEGY)
+    # The time of an iteration may follow from the job.
+    given = values.measured() if "iteration_s" in values.found else Measured()
+    job, notes = plan_job(planned, given, world_size=world_size, ranks_per_node=ranks_per_node)
+    if cluster is not None:
+        _check_fits(job, cluster)
+    values.estimate_iteration(job)
+    job = replace(job, measured=values.measured())
+    if kind is None:
+        return _advise(options, job, command, values, notes)
     registry.check(
         job.config,
         ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
@@ -112,12 +153,152 @@ def run(options: argparse.Namespace) -> int:
     log = boundary_line(job, kind.longest_window(job.config))
     notes += command.config.warnings(job.train_iterations)
     lines = "\n".join(f"note: {line}" for line in notes)
-    print("\n\n".join(filter(None, [kind.report(job), *log, lines])))
+    print("\n\n".join(filter(None, [kind.report(job), *log, *values.text(), lines])))
     return 0
 
 
-def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, int]:
-    """Return the ranks of the job and of a node: as given, else as the launcher starts them."""
+def _advise(
+    options: argparse.Namespace,
+    job: PlannedJob,
+    command: TrainingCommand,
+    values: "_Values",
+    notes: list[str],
+) -> int:
+    """Compare all strategies, and say which flags to use."""
+    values.check_complete(job)
+    limit = command.config.memory.host_memory_limit_bytes
+    if limit is None and values.cluster is not None:
+        limit = int(values.cluster.host_bytes * _TMPFS_SHARE)
+        values.assume(
+            "host memory for checkpoints", f"{limit / 2**30:,.0f} GiB", "half of a node's"
+        )
+    advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, limit)
+    told = Told(job=job, advice=advisor.advise(), assumptions=values.assumptions, notes=notes)
+    if options.html is not None:
+        _write(options.html, as_html(told))
+    print(as_json(told) if options.json else as_text(told))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--html={path} cannot be written: {error.strerror}. Name another file."
+        ) from error
+
+
+def _command(options: argparse.Namespace, model: Model | None) -> TrainingCommand:
+    """Return the command line of training: that of a preset, with the flags that were given after it."""
+    command = read_command(options.of_training)
+    if model is None:
+        return command
+    flags = (*model.flags, *command.flags)
+    return replace(command, flags=flags, config=read_command(flags).config)
+
+
+def _with_flags(command: TrainingCommand, flags: Sequence[str]) -> TrainingCommand:
+    words = (*command.flags, *flags)
+    return replace(command, flags=words, config=read_command(words).config)
+
+
+def _check_fits(job: PlannedJob, cluster: Cluster) -> None:
+    """Raise ConfigError if the state of a job does not fit the GPUs of a cluster."""
+    if job.state_bytes > cluster.gpu_bytes:
+        raise ConfigError(
+            f"--cluster={cluster.name} does not fit the layout: weights, gradients and optimizer take "
+            f"{job.state_bytes / 1e9:,.0f} GB of the fullest GPU, and {cluster.gpu} has "
+            f"{cluster.gpu_bytes / 1e9:,.0f} GB. Raise --pipeline-model-parallel-size or "
+            "--expert-model-parallel-size, or the number of nodes."
+        )
+
+
+class _Values:
+    """Values that no flag of training gives, and where each comes from.
+
+    Attributes:
+        found: by name, as `Measured` has them.
+        assumptions: of each the name, the value and the source.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, cluster: Cluster | None, num_nodes: int
+    ) -> None:
+        self.cluster = cluster
+        self.found: dict[str, float] = {}
+        self.assumptions: list[tuple[str, str, str]] = []
+        if cluster is not None:
+            self._take(cluster.values(num_nodes), f"--cluster {cluster.name}")
+        if options.from_run is not None:
+            run = read_run(options.from_run)
+            self._take(run.values, f"--from-run {options.from_run}")
+            self.assume("stall of an iteration", f"{run.stall_s:.3f} s", "measured, not planned")
+            self.assume("failures", f"{run.num_failures}", "of the measured run")
+        typed = {name: getattr(options, name) for name in _SECONDS}
+        Measured(mtbf_s=typed["mtbf_s"])  # refused before the model is built
+        typed |= {name: _bandwidth(options, name) for name in _BANDWIDTHS}
+        self._take({name: value for name, value in typed.items() if value is not None}, "given")
+
+    def _take(self, values: Mapping[str, float], source: str) -> None:
+        self.found |= values
+        self.assumptions = [each for each in self.assumptions if each[0].strip() not in values]
+        for name, value in values.items():
+            text = f"{value / 1e9:.3g} GB/s a rank" if name in _BANDWIDTHS else f"{value:,.6g} s"
+            self.assume(name, text, source)
+
+    def assume(self, name: str, value: str, source: str) -> None:
+        """Note an assumption."""
+        self.assumptions.append((name, value, source))
+
+    def measured(self) -> Measured:
+        """Return the values; raise ConfigError for the first that cannot be."""
+        known = {each.name for each in fields(Measured)}
+        return Measured(**{name: value for name, value in self.found.items() if name in known})
+
+    def estimate_iteration(self, job: PlannedJob) -> None:
+        """Estimate the time of an iteration where only the cluster is known: 6 operations a parameter."""
+        if "iteration_s" in self.found or self.cluster is None:
+            return
+        if job.tokens is None:
+            raise ConfigError(
+                "--iteration-s not given, and --global-batch-size or --seq-length neither: an estimate for "
+                f"--cluster={self.cluster.name} needs the tokens of an iteration. Give the first before the "
+                "--, or the others after it."
+            )
+        flops = 6 * job.model.active_parameters * job.tokens
+        seconds = flops / (job.num_ranks * self.cluster.model_flops)
+        rate = f"{self.cluster.model_flops / 1e12:g} TFLOP/s a GPU"
+        self._take({"iteration_s": seconds}, f"estimate: {job.tokens:,} tokens, {rate}")
+
+    def check_complete(self, job: PlannedJob) -> None:
+        """Raise ConfigError if advice lacks a value."""
+        needed = ["iteration_s", "bandwidth", "mtbf_s"]
+        if job.num_nodes > 1:
+            needed.append("network_bandwidth" if job.replication_factor else "storage_bandwidth")
+        missing = [flag_of(name) for name in needed if name not in self.found]
+        if missing:
+            raise ConfigError(
+                f"--moe-ft-strategy not given: all strategies are compared, and {', '.join(missing)} must be "
+                "known. Give it before the --, or --cluster NAME, or --from-run DIR; or name a strategy."
+            )
+        for source in self.cluster.sources if self.cluster else ():
+            self.assume("source", "", source)
+
+    def text(self) -> list[str]:
+        """Return the assumptions of a plan that rests on more than what was typed."""
+        if all(source == "given" for _, _, source in self.assumptions):
+            return []
+        return [table(self.assumptions, ("assumption", "value", "from"))]
+
+
+def _ranks(
+    options: argparse.Namespace,
+    command: TrainingCommand,
+    model: Model | None,
+    cluster: Cluster | None,
+) -> tuple[int, int]:
+    """Return the ranks of the job and of a node: as given, as the launcher starts them, as the model has."""
     for name in ("world_size", "ranks_per_node"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(
@@ -125,11 +306,19 @@ def _ranks(options: argparse.Namespace, command: TrainingCommand) -> tuple[int, 
                 "Give a larger one."
             )
     world_size = options.world_size or command.launch.world_size
+    if world_size is None and model is not None and model.nodes is not None:
+        world_size = model.nodes * _DEFAULT_RANKS_PER_NODE
     if world_size is None:
         raise ConfigError(
             f"the number of ranks is not known: {command.launch.reason}. Give --world-size N before the --."
         )
-    per_node = options.ranks_per_node or command.launch.ranks_per_node or _DEFAULT_RANKS_PER_NODE
+    default = _DEFAULT_RANKS_PER_NODE if cluster is None else cluster.gpus_per_node
+    per_node = options.ranks_per_node or command.launch.ranks_per_node or default
+    if cluster is not None and per_node > cluster.gpus_per_node:
+        raise ConfigError(
+            f"{per_node} ranks of a node (--ranks-per-node, or what the launcher starts) must be at most the "
+            f"{cluster.gpus_per_node} GPUs that --cluster={cluster.name} has. Give fewer."
+        )
     return world_size, min(per_node, world_size)
 
 

@@ -93,7 +93,8 @@ class Costs:
     def redo_s(self, kind: RecoveryKind) -> float:
         """Return the seconds in which iterations run again after a failure on average, without replays."""
         num_iterations = self.mean_redone - (self.window - 1)
-        return num_iterations * self.recoveries[kind].redo_share * self.iteration_s
+        step_s = self.iteration_s + self.blocked_s
+        return num_iterations * self.recoveries[kind].redo_share * step_s
 
     def failure_s(self, kind: RecoveryKind) -> float:
         """Return the seconds that a failure costs on average: E[R] of MoEvement, with the restart."""

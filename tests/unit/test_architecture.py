@@ -92,6 +92,7 @@ IMPORTS_LATE = (
     "kernels/pack_table.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",
+    "moe_ft/commands/plan_inputs.py",
     "moe_ft/doctor/meeting.py",
     "moe_ft/keeper/zygote.py",
 )

@@ -163,8 +163,10 @@ def choices(job: PlannedJob, options: SparseConfig) -> Mapping[str, Sequence[str
     period = window.length + machine.lag_iterations(window.snapshots)
     write_s = window.window_bytes / (job.measured.storage_bandwidth or math.inf)
     flags = [f"--moe-ft-window={window.length}"]
-    place, at_peers = next(iter(places(job).items()))
-    return {place: [*flags, *storage_flags(job, period, write_s, at_peers=at_peers)]}
+    return {
+        place: [*flags, *storage_flags(job, period, write_s, at_peers=at_peers)]
+        for place, at_peers in [*places(job).items()][:1]
+    }
 
 
 def _costs(plan: SparsePlan, window: WindowSize) -> Costs:

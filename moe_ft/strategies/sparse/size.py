@@ -4,6 +4,7 @@ Headers and records are left out. strategy.py orders and cuts units while traini
 are in planning/planned_job.py; planning/job_costs.py makes costs of the sizes.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from moe_ft.units import UnitId, UnitKind
 WEIGHT_GRADIENT_SHARE = 1 / 3  # of a layer's matrix products: forward, input and weight gradients
 
 
+@functools.lru_cache(maxsize=32)  # advice asks for the same orders again and again
 def order_stage(
     stage: PlannedStage, num_experts: int, seed: int, *, is_grouped: bool
 ) -> StageOrder:

@@ -1,13 +1,16 @@
 """`plan` reads the command line of training, and keeps its numbers."""
 
+import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from moe_ft.cli import main
+from tests.unit.moe_ft.commands.test_plan_inputs import write_log
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL
 
 ROOT = Path(__file__).parents[4]
@@ -114,7 +117,21 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
         ("-- SMALL", "the number of ranks is not known"),
         (
             "--world-size 4 -- SMALL",
-            "--moe-ft-strategy=none checkpoints nothing.* Add one of .* sparse",
+            "--moe-ft-strategy not given: .* --iteration-s, --bandwidth, --mtbf-s must be known.* --cluster",
+        ),
+        ("--model mixtral-8x", "--model=mixtral-8x must be one of .* Nearest: mixtral-8x7b"),
+        ("--cluster h100 WORLD DENSE", "--cluster=h100 must be one of .* Nearest: dgx-h100"),
+        ("--from-run /nowhere WORLD DENSE", "--from-run=/nowhere cannot be read: No such file"),
+        ("--html /nowhere/x WORLD", "--html=/nowhere/x must be in a folder that exists. Make it"),
+        ("--cluster dgx-h100 --mtbf-s 0 WORLD", "--mtbf-s=0.0 must be more than 0 seconds"),
+        (
+            "--cluster gb200-nvl72 --ranks-per-node 8 --world-size 8 -- SMALL",
+            "8 ranks of a node .* at most the 4 GPUs that --cluster=gb200-nvl72 has. Give fewer",
+        ),
+        (
+            "--model mixtral-8x7b --cluster dgx-h100 --world-size 32 -- --pipeline-model-parallel-size 1 "
+            "--num-layers 64",
+            "--cluster=dgx-h100 does not fit the layout: .* take .* GB of the fullest GPU, and H100 SXM",
         ),
         (
             "--world-size 0 -- SMALL",
@@ -168,8 +185,55 @@ def test_bad_input_is_refused_with_flag_value_rule_and_remedy(
 
 def test_option_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", "--model", "x", "--", *LARGE])
-    assert "unrecognized arguments: --model x" in capsys.readouterr().err
+        main(["plan", "--modle", "x", "--", *LARGE])
+    assert "unrecognized arguments: --modle x" in capsys.readouterr().err
+
+
+def test_advice_on_a_preset_can_be_pasted_and_is_the_same_as_text_json_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    words = ("plan", "--model", "lazarus-gpt-s", "--cluster", "azure-a100", "--html", f"{page}")
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)
+    assert advice["parameters"] == pytest.approx(521e6, rel=0.01)
+    best = next(each for each in advice["alternatives"] if each["name"] == advice["recommended"])
+    assert f"recommended: {best['name']}, {best['ettr']:.2%} of the time is training" in text
+    assert all(f"    {flag}\n" in f"{text}\n" for flag in advice["flags"])
+    assert {each["name"] for each in advice["sensitivities"]} >= {"--mtbf-s", "--bandwidth"}
+    assert "MoEvement, section 5.1" in text
+    root = ElementTree.fromstring(page.read_text().replace("<!DOCTYPE html>", ""))
+    drawings = [each for each in root.iter() if each.tag == "svg"]
+    assert [len(each.findall("rect")) > 4 for each in drawings] == [True, True]
+    assert not re.search(r"<script|https?:|src=|@import|url\(", page.read_text())
+    # What is recommended is a plan of its own, with the same ETTR.
+    assert main([*words[:5], "--", *advice["flags"]]) == 0
+    assert f"{best['ettr']:.4f} of the time is training (ETTR)" in capsys.readouterr().out
+
+
+def test_flags_after_the_dashes_replace_those_of_a_preset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--num-layers", "2", "--moe-ft-strategy", "dense")
+    launch = ("torchrun", "--nnodes", "1", "--nproc-per-node", "8", "pretrain_gpt_moe.py")
+    assert main(["plan", "--model", "lazarus-gpt-s", "--", *launch, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "8 experts of each of 2 MoE layers" in text
+    assert "pp 1, dp 8, ep 8" in text
+
+
+def test_measured_run_gives_the_times_of_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path, 0, 1.0)
+    own = ("plan", "--from-run", f"{tmp_path}", "--world-size", "4", "--bandwidth", "5e6", "--")
+    assert main([*own, *SMALL, "--moe-ft-strategy", "dense"]) == 0
+    text = capsys.readouterr().out
+    # 10,436,352 bytes at what was given, and 2 s of an iteration as measured.
+    assert "copied in 2.087 s, alongside 2.000 s of forward and backward" in text
+    assert "a failure every 50 s" in text
 
 
 @pytest.mark.parametrize(

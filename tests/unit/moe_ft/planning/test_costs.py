@@ -9,7 +9,7 @@ from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind, ettr
 WINDOW_OF_3 = Costs(
     strategy="sparse",
     iteration_s=2.0,
-    blocked_s=0.1,
+    blocked_s=0.5,
     interval=4.0,
     window=3,
     lag=2.0,
@@ -30,12 +30,12 @@ WINDOW_OF_3 = Costs(
 def test_replays_of_a_window_are_counted_once() -> None:
     # 6 iterations run again, 2 of them as replays of the window.
     assert WINDOW_OF_3.mean_redone == 6
-    assert WINDOW_OF_3.redo_s(RecoveryKind.RESTART) == 8
-    assert WINDOW_OF_3.failure_s(RecoveryKind.RESTART) == 60 + 5 + 4 + 8
+    assert WINDOW_OF_3.redo_s(RecoveryKind.RESTART) == 4 * 2.5
+    assert WINDOW_OF_3.failure_s(RecoveryKind.RESTART) == 60 + 5 + 4 + 10
 
 
 def test_stage_that_recovers_alone_runs_its_iterations_faster() -> None:
-    assert WINDOW_OF_3.failure_s(RecoveryKind.LOCAL) == 13 + 4
+    assert WINDOW_OF_3.failure_s(RecoveryKind.LOCAL) == 13 + 5
     assert WINDOW_OF_3.fastest is RecoveryKind.LOCAL
 
 

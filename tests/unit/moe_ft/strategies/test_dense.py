@@ -70,8 +70,8 @@ def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
     )
     assert row(text, "restart")[1:] == ["", "9.00"]
     assert row(text, "restore")[1:] == ["2,800.4 MB", "2.80"]
-    assert row(text, "work to redo")[1:] == ["1.5 iterations", "3.00"]
-    assert "a failure every 600 s: 0.6970 of the time is training (ETTR)" in text
+    assert row(text, "work to redo")[1:] == ["1.5 iterations", "4.20"]
+    assert "a failure every 600 s: 0.6956 of the time is training (ETTR)" in text
     with pytest.raises(ConfigError, match="--mtbf-s=600.0 needs --iteration-s and --bandwidth"):
         planned("dense", *LARGE_OF_8, mtbf_s=600.0)
 

@@ -1,0 +1,264 @@
+"""Inputs of `python -m moe_ft plan` that no flag of training gives: models, clusters, and measured runs.
+
+The folder presets/ has the models and clusters. docs/plan.md has the fields of a cluster.
+"""
+
+import difflib
+import math
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moe_ft.errors import ConfigError
+from moe_ft.events import Event, event_path, ranks_with_events, read_events
+
+_FOLDER = Path(__file__).parent / "presets"
+_MOST_RANKS_READ = 64  # of a measured run: the first ones
+_DEFAULTS = (
+    *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "1024"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model as a command line of Megatron.
+
+    Attributes:
+        flags: of the model, its training and its layout.
+        nodes: of 8 GPUs, of this layout; None where it has none.
+        parameters, active: as published; None if nobody says.
+    """
+
+    flags: tuple[str, ...]
+    source: str
+    nodes: int | None = None
+    parameters: float | None = None
+    active: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes that need not exist. presets/clusters.toml has the units."""
+
+    name: str
+    gpu: str
+    gpus_per_node: int
+    gpu_bytes: float
+    host_bytes: float
+    model_flops: float
+    bandwidth: float
+    nvlink_bandwidth: float
+    network_bandwidth: float
+    storage_bandwidth: float
+    node_mtbf_h: float
+    restart_s: float
+    repair_s: float
+    sources: tuple[str, ...]
+
+    def values(self, num_nodes: int) -> dict[str, float]:
+        """Return the measured values that a job on so many nodes may assume."""
+        return {
+            "bandwidth": self.bandwidth,
+            "network_bandwidth": self.network_bandwidth,
+            "storage_bandwidth": self.storage_bandwidth / self.gpus_per_node,
+            "mtbf_s": self.node_mtbf_h * 3600 / num_nodes,
+            "restart_s": self.restart_s,
+            "repair_s": self.repair_s,
+        }
+
+
+@cache
+def _presets(name: str) -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
+
+
+def model_names() -> list[str]:
+    """Return the names of the models."""
+    return [name for name in _presets("models") if name != "common"]
+
+
+def cluster_names() -> list[str]:
+    """Return the names of the clusters."""
+    return [*_presets("clusters")]
+
+
+def _unknown(flag: str, value: str, names: list[str], other: str) -> ConfigError:
+    near = difflib.get_close_matches(value.lower(), names, 3, 0.4)
+    nearest = f"Nearest: {', '.join(near)}. " if near else ""
+    return ConfigError(
+        f"{flag}={value} must be one of {', '.join(names)}, or {other}. {nearest}Name one of them."
+    )
+
+
+def read_model(name: str) -> Model:
+    """Return a model by its name, or by the path of its config.json of Hugging Face.
+
+    Raises:
+        ConfigError: if there is no such model, or Megatron cannot express it.
+    """
+    if "/" in name or name.endswith(".json"):
+        return _published_model(Path(name))
+    if name not in model_names():
+        raise _unknown("--model", name, model_names(), "the path of a config.json")
+    common, found = _presets("models")["common"], _presets("models")[name]
+    words = " ".join((common["flags"], common[found["like"]], found["flags"]))
+    values = {
+        key: found[key] for key in ("source", "nodes", "parameters", "active") if key in found
+    }
+    return Model(flags=tuple(shlex.split(words)), **values)
+
+
+def _published_model(path: Path) -> Model:
+    # These import torch, which other commands do without.
+    from moe_ft.convert.huggingface.config_file import CONFIG_NAME, check_values, read_config
+    from moe_ft.convert.huggingface.mapping import flags_of
+
+    folder = path.parent if path.name == CONFIG_NAME else path
+    if not (folder / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"--model={path} must be a {CONFIG_NAME} or its folder, and there is none. Correct the path, or "
+            f"name one of {', '.join(model_names())}."
+        )
+    config, family = read_config(folder)
+    check_values(str(path), config, None)
+    settings = family.settings(config)
+    unpadded = settings.pop("--vocab-size", None)
+    settings.setdefault("--padded-vocab-size", unpadded)
+    return Model(flags=(*flags_of(settings), *_DEFAULTS), source=f"{path}")
+
+
+def read_cluster(name: str) -> Cluster:
+    """Return a cluster by its name, or by the path of a TOML file with the same fields.
+
+    Raises:
+        ConfigError: if there is no such cluster, or a value of it cannot be.
+    """
+    known = _presets("clusters")
+    if name.endswith(".toml"):
+        try:
+            values = tomllib.loads(Path(name).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--cluster={name} cannot be read: {error}. Give a TOML file as docs/plan.md has it."
+            ) from error
+    elif name in known:
+        values = dict(known[name])
+    else:
+        raise _unknown("--cluster", name, cluster_names(), "the path of a .toml file")
+    like = values.pop("like", None)
+    if like is not None and like not in known:
+        raise _unknown(f"--cluster={name} like", str(like), cluster_names(), "left out")
+    values = {**(known[like] if like else {}), **values, "name": name}
+    return _checked_cluster(name, values)
+
+
+def _checked_cluster(name: str, values: dict[str, Any]) -> Cluster:
+    types = {each.name: each.type for each in fields(Cluster)}
+    for key in sorted({*values} ^ {*types}):
+        problem = "is no field of a cluster" if key in values else "is missing"
+        raise ConfigError(
+            f"--cluster={name}: {key} {problem}; its fields are {', '.join(types)}. Correct it, or add "
+            f'like = "{cluster_names()[0]}" for those that are missing.'
+        )
+    for key in (each for each in types if types[each] in (int, float)):
+        value = values[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ConfigError(
+                f"--cluster={name}: {key}={value!r} must be a number, more than 0. Give a measured value."
+            )
+    sources = values["sources"] if isinstance(values["sources"], list) else [values["sources"]]
+    return Cluster(**{**values, "sources": tuple(map(str, sources))})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """Values that the event log of a run gives, those of the slowest rank.
+
+    Attributes:
+        values: by name, as `Measured` has them.
+        stall_s: that an iteration waited for checkpoints.
+        num_failures: starts after the first, and repairs.
+    """
+
+    values: Mapping[str, float]
+    stall_s: float
+    num_failures: int
+
+
+def read_run(directory: Path) -> MeasuredRun:
+    """Read the event log of a run: medians of each rank, the slowest of the first ranks.
+
+    Raises:
+        ConfigError: if there is no log, or nobody came as far as two iterations.
+    """
+    try:
+        ranks = ranks_with_events(directory)[:_MOST_RANKS_READ]
+        found = [_values_of([*read_events(event_path(directory, rank))]) for rank in ranks]
+    except OSError as error:
+        raise ConfigError(
+            f"--from-run={directory} cannot be read: {error.strerror}. Give the directory that "
+            "--moe-ft-event-log named."
+        ) from error
+    if not any("iteration_s" in each for each in found):
+        raise ConfigError(
+            f"--from-run={directory} must hold the event log (rank_00000.jsonl, ...) of a run with at least "
+            "two iterations. Give the directory that --moe-ft-event-log named."
+        )
+    slowest = {
+        name: (min if name.endswith("bandwidth") or name == "mtbf_s" else max)(
+            each[name] for each in found if name in each
+        )
+        for name in {name for each in found for name in each}
+    }
+    stall_s, num_failures = slowest.pop("stall_s", 0.0), slowest.pop("num_failures", 0.0)
+    return MeasuredRun(values=slowest, stall_s=stall_s, num_failures=int(num_failures))
+
+
+def _values_of(events: list[Event]) -> dict[str, float]:
+    """Return what a rank's events say; the first iteration of a start pays for warming up."""
+    iterations = [
+        event
+        for before, event in pairwise(events)
+        if event["event"] == "iteration" and before["event"] != "start"
+    ]
+    repairs = [event["phases_s"] for event in events if event["event"] == "repair"]
+    repaired = {event["incarnation"] for event in events if event["event"] == "repair"}
+    last = {event["incarnation"]: event["time"] for event in events}
+    restarts = [
+        event["time"] - last[event["incarnation"] - 1]
+        for event in events
+        if event["event"] == "start" and event["incarnation"] - 1 in last
+        if event["incarnation"] not in repaired
+    ]
+    series = {
+        "iteration_s": [event["iteration_s"] for event in iterations],
+        "stall_s": [event["stall_s"] for event in iterations],
+        "bandwidth": [*_rates(events, "snapshot", "copy_s")],
+        "network_bandwidth": [*_rates(events, "replicate", "seconds")],
+        "storage_bandwidth": [*_rates(events, "persist", "seconds")],
+        "restart_s": restarts,
+        "repair_s": [sum(s for name, s in each.items() if name in _SETUP) for each in repairs],
+    }
+    values = {name: float(median(of)) for name, of in series.items() if of}
+    if num_failures := len(restarts) + len(repairs):
+        values["num_failures"] = num_failures
+        values["mtbf_s"] = (events[-1]["time"] - events[0]["time"]) / num_failures
+    return values
+
+
+_SETUP = ("notice", "free", "build", "meet", "swap")  # phases of a repair before state is read
+
+
+def _rates(events: list[Event], kind: str, seconds: str) -> Iterator[float]:
+    """Yield the bytes per second of each copy; a snapshot goes to each of its peers."""
+    for event in events:
+        if event["event"] == kind and event.get("bytes") and event.get(seconds):
+            yield event["bytes"] * max(1, len(event.get("peers", ()))) / event[seconds]

@@ -1,0 +1,141 @@
+"""Advice on a job: strategies side by side, the best of them, and what it hangs on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_ft.commands.command_line import read_command
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.planning.costs import RecoveryKind
+from moe_ft.strategies import registry
+from moe_ft.strategies.advice import Advice, Advisor, Alternative, Sensitivity
+from tests.unit.moe_ft.planning.described import SMALL, WITHOUT_EXPERTS, planned_job
+
+# A full snapshot takes 2.1 s of an iteration of 1 s; a window of 3 fits.
+FACTS: dict[str, Any] = {
+    "iteration_s": 1.0,
+    "bandwidth": 5e6,
+    "network_bandwidth": 20e6,
+    "storage_bandwidth": 1e6,
+    "mtbf_s": 3600.0,
+    "restart_s": 60.0,
+    "repair_s": 5.0,
+}
+
+
+def configure(flags: Sequence[str]) -> MoeFtConfig:
+    return read_command([*SMALL, *flags]).config
+
+
+def advisor(limit: float | None = None, **changes: Any) -> Advisor:
+    """Return the advisor of the small model on two nodes."""
+    job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **{**FACTS, **changes})
+    return Advisor(job, configure, limit)
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    return advisor().advise()
+
+
+def named(advice: Advice, name: str) -> Alternative:
+    (found,) = [each for each in advice.alternatives if each.name == name]
+    return found
+
+
+def test_every_strategy_is_compared_at_peers_or_on_storage(advice: Advice) -> None:
+    names = {each.name for each in advice.alternatives}
+    assert names == {
+        *("dense at peers", "dense on storage", "partial at peers", "partial on storage"),
+        "sparse at peers",
+    }
+    assert not any(each.problem for each in advice.alternatives)
+
+
+def test_alternatives_come_best_first_and_the_best_exact_one_is_recommended(advice: Advice) -> None:
+    ratios = [each.ettr for each in advice.alternatives]
+    assert ratios == sorted(ratios, reverse=True)
+    assert advice.best is named(advice, "sparse at peers")
+    assert advice.best.ettr == max(each.ettr for each in advice.alternatives if each.is_exact)
+
+
+def test_time_of_an_alternative_is_divided_without_a_rest(advice: Advice) -> None:
+    for each in advice.alternatives:
+        shares = each.shares
+        whole = shares.training + shares.blocked + shares.recovering + shares.repeated
+        assert whole == pytest.approx(1)
+        assert each.costs is not None
+        assert each.costs.fastest is not RecoveryKind.RESTART
+
+
+def test_recommended_flags_are_a_configuration_that_costs_what_was_said(advice: Advice) -> None:
+    assert advice.best is not None
+    config = configure(advice.best.flags)
+    config.validate(4)
+    job = planned_job(*SMALL, *advice.best.flags, world_size=4, ranks_per_node=2, **FACTS)
+    assert registry.chosen(config).costs(job) == advice.best.costs
+
+
+def test_interval_of_dense_snapshots_is_better_than_its_neighbours(advice: Advice) -> None:
+    found = named(advice, "dense at peers")
+    (flag,) = [each for each in found.flags if each.startswith("--moe-ft-interval=")]
+    interval, kind = int(flag.partition("=")[2]), registry.kind_of("dense")
+    assert kind is not None
+    job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **FACTS)
+    for other in (interval // 2, 2 * interval):
+        flags = (*found.flags, f"--moe-ft-interval={other}")
+        assert advisor().evaluate("", kind, flags, job).ettr < found.ettr
+
+
+def test_partial_experts_lose_tokens_and_others_none(advice: Advice) -> None:
+    lost = {
+        each.name.split()[0]: each.costs.lost_iterations
+        for each in advice.alternatives
+        if each.costs
+    }
+    assert lost["partial"] > 0
+    assert lost["dense"] == lost["sparse"] == 0
+
+
+def test_input_that_matters_most_comes_first(advice: Advice) -> None:
+    assert advice.best is not None
+    swings = [each.swing(advice.best.ettr) for each in advice.sensitivities]
+    assert swings == sorted(swings, reverse=True)
+    by_name = {each.name: each for each in advice.sensitivities}
+    assert {"--mtbf-s", "--bandwidth", "--repair-s", "--moe-ft-window"} <= {*by_name}
+    assert "--restart-s" not in by_name  # a repair is what happens
+    failures = by_name["--mtbf-s"]
+    assert failures.halved is not None and failures.doubled is not None
+    assert failures.halved < advice.best.ettr < failures.doubled
+
+
+def test_swing_is_that_of_the_value_that_can_be() -> None:
+    assert Sensitivity(name="", value=1, halved=None, doubled=0.75).swing(0.5) == 0.25
+
+
+def test_what_does_not_fit_is_an_answer_with_the_memory_that_it_needs(advice: Advice) -> None:
+    assert advice.best is not None
+    limit = advice.best.node_bytes - 1
+    small = advisor(limit).advise()
+    found = named(small, "sparse at peers")
+    assert found.ettr == 0
+    assert found.problem.startswith("does not fit: needs 0 GiB of host memory per node, and")
+    assert small.best is not None and small.best.name != "sparse at peers"
+    nothing = advisor(1.0).advise()
+    assert nothing.best is None and nothing.sensitivities == ()
+
+
+def test_strategy_that_a_model_cannot_have_is_an_answer() -> None:
+    job = planned_job(*WITHOUT_EXPERTS, world_size=4, ranks_per_node=2, **FACTS)
+    found = Advisor(job, lambda flags: read_command([*WITHOUT_EXPERTS, *flags]).config).advise()
+    partial = named(found, "partial")
+    assert partial.costs is None
+    assert "needs a model with experts" in partial.problem
+
+
+def test_lossy_alternative_is_recommended_where_no_exact_one_fits(advice: Advice) -> None:
+    lossy = named(advice, "partial at peers")
+    others = [replace(each, problem="x") for each in advice.alternatives if each.is_exact]
+    assert replace(advice, alternatives=(*others, lossy)).best is lossy
