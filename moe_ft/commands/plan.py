@@ -24,7 +24,7 @@ from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 from moe_ft.planning.report import boundary_line, table
 from moe_ft.strategies import registry
 from moe_ft.strategies.advice import Advisor
-from moe_ft.strategies.interface import ModelFacts
+from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
 _EXAMPLE = (
@@ -32,11 +32,16 @@ _EXAMPLE = (
     "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
 )
 _DEFAULT_RANKS_PER_NODE = 8
-_ANY_STRATEGY = (
-    "--moe-ft-strategy=dense",
-)  # that the stages are built for: all have the same units
+# The stages are built for it. All strategies have the same units: a pretraining freezes none.
+_ANY_STRATEGY = ("--moe-ft-strategy=dense",)
 _TMPFS_SHARE = 0.5  # of host memory, as Linux makes /dev/shm
-_SECONDS = ("iteration_s", "update_s", "mtbf_s", "restart_s", "repair_s")
+_SECONDS = {
+    "iteration_s": "seconds of an iteration; with --cluster an estimate if it is left out",
+    "update_s": "of it the optimizer step, which hides no snapshot (default 0)",
+    "mtbf_s": "mean time between failures",
+    "restart_s": "from a failure until processes run again (default 0)",
+    "repair_s": "from a failure until dead processes are replaced, with --moe-ft-repair auto",
+}
 _BANDWIDTHS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
 
 
@@ -44,7 +49,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     """Add the command and the options that no flag of training gives."""
     parser = commands.add_parser(
         "plan",
-        help="say in advance what a strategy will save and what a failure will lose",
+        help="say in advance what fault tolerance costs, and which flags to use",
         usage=_USAGE,
         epilog=f"Flags of training, from launcher to --moe-ft-*, come after the --. Example: {_EXAMPLE}",
         allow_abbrev=False,
@@ -57,13 +62,6 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         type=int,
         metavar="N",
         help="ranks of a full node, where the launcher does not say it (default 8)",
-    )
-    parser.add_argument("--iteration-s", type=float, metavar="S", help="seconds of an iteration")
-    parser.add_argument(
-        "--update-s",
-        type=float,
-        metavar="S",
-        help="of it the optimizer step, which hides no snapshot (default 0)",
     )
     for name, link in (
         ("bandwidth", "device to host"),
@@ -89,19 +87,8 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
-    parser.add_argument("--mtbf-s", type=float, metavar="S", help="mean time between failures")
-    parser.add_argument(
-        "--restart-s",
-        type=float,
-        metavar="S",
-        help="from a failure until processes run again (default 0)",
-    )
-    parser.add_argument(
-        "--repair-s",
-        type=float,
-        metavar="S",
-        help="from a failure until dead processes are replaced, with --moe-ft-repair auto",
-    )
+    for name, meaning in _SECONDS.items():
+        parser.add_argument(flag_of(name), type=float, metavar="S", help=meaning)
     parser.set_defaults(run=run)
 
 
@@ -144,8 +131,13 @@ def run(options: argparse.Namespace) -> int:
         _check_fits(job, cluster)
     values.estimate_iteration(job)
     job = replace(job, measured=values.measured())
-    if kind is None:
-        return _advise(options, job, command, values, notes)
+    if kind is None or options.json or options.html is not None:
+        told = _advise(job, kind, command, values, notes)
+        if options.html is not None:
+            _write(options.html, as_html(told))
+        if kind is None or options.json:
+            print(as_json(told) if options.json else as_text(told))
+            return 0
     registry.check(
         job.config,
         ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
@@ -158,13 +150,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _advise(
-    options: argparse.Namespace,
     job: PlannedJob,
+    kind: StrategyKind | None,
     command: TrainingCommand,
     values: "_Values",
-    notes: list[str],
-) -> int:
-    """Compare all strategies, and say which flags to use."""
+    notes: Sequence[str],
+) -> Told:
+    """Compare all strategies, or look at the one that was chosen."""
     values.check_complete(job)
     limit = command.config.memory.host_memory_limit_bytes
     if limit is None and values.cluster is not None:
@@ -173,11 +165,8 @@ def _advise(
             "host memory for checkpoints", f"{limit / 2**30:,.0f} GiB", "half of a node's"
         )
     advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, limit)
-    told = Told(job=job, advice=advisor.advise(), assumptions=values.assumptions, notes=notes)
-    if options.html is not None:
-        _write(options.html, as_html(told))
-    print(as_json(told) if options.json else as_text(told))
-    return 0
+    advice = advisor.advise() if kind is None else advisor.examine(kind)
+    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=notes)
 
 
 def _write(path: Path, text: str) -> None:
@@ -279,8 +268,9 @@ class _Values:
         missing = [flag_of(name) for name in needed if name not in self.found]
         if missing:
             raise ConfigError(
-                f"--moe-ft-strategy not given: all strategies are compared, and {', '.join(missing)} must be "
-                "known. Give it before the --, or --cluster NAME, or --from-run DIR; or name a strategy."
+                f"--moe-ft-strategy not given, or --json or --html: ETTR is calculated, and "
+                f"{', '.join(missing)} must be known. Give it before the --, or --cluster NAME, or "
+                "--from-run DIR; or name a strategy, whose sizes need none of them."
             )
         for source in self.cluster.sources if self.cluster else ():
             self.assume("source", "", source)

@@ -47,3 +47,17 @@ def best_interval(cost: CheckpointCost, mtbf_s: float) -> int:
     """
     best = math.sqrt(2 * cost.overhead_s * mtbf_s) / cost.iteration_s
     return max(1, round(best), math.ceil(cost.completion_s / cost.iteration_s))
+
+
+def smallest_interval(
+    bottleneck_bytes: float, *, bandwidth_bytes_per_s: float, iteration_s: float
+) -> int:
+    """Return the least iterations between checkpoints that are persisted one at a time.
+
+    Args:
+        bottleneck_bytes: that the rank with the most persists.
+        bandwidth_bytes_per_s: from host to storage, of each rank.
+
+    Source: MoC-System, section 5.3.
+    """
+    return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))

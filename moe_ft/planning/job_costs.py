@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind
 from moe_ft.planning.host_memory import MemoryShare
-from moe_ft.planning.interval import CheckpointCost, best_interval
+from moe_ft.planning.interval import CheckpointCost, best_interval, smallest_interval
 from moe_ft.planning.machine import Machine
 from moe_ft.planning.planned_job import PlannedJob
 
@@ -133,8 +133,11 @@ def _writes(job: PlannedJob, saved: Saved, period_s: float) -> tuple[float, floa
     """Return the periods from one checkpoint on storage to the next, and the seconds that one is written."""
     if not job.persists or not job.config.storage.persist_interval:
         return math.inf, 0.0
-    write_s = saved.persisted_bytes / (job.measured.storage_bandwidth or math.inf)
-    return max(job.persist_interval, math.ceil(write_s / period_s)), write_s
+    bandwidth = job.measured.storage_bandwidth or math.inf
+    least = smallest_interval(
+        saved.persisted_bytes, bandwidth_bytes_per_s=bandwidth, iteration_s=period_s
+    )
+    return max(job.persist_interval, least), saved.persisted_bytes / bandwidth
 
 
 def _recoveries(

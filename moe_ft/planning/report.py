@@ -1,12 +1,12 @@
 """Lines and tables that the plans of several strategies have."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tabulate import tabulate
 
 from moe_ft.planning.costs import Costs, ettr
 from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.interval import smallest_interval
 from moe_ft.planning.planned_job import PlannedJob, PlannedModel
 
 
@@ -157,20 +157,6 @@ def failure_lines(
         return []
     costs = cost(job)
     return [recovery_table(costs, read_bytes), *ettr_line(costs, job.measured.mtbf_s)]
-
-
-def smallest_interval(
-    bottleneck_bytes: int, *, bandwidth_bytes_per_s: float, iteration_s: float
-) -> int:
-    """Return the least iterations between checkpoints that are persisted one at a time.
-
-    Args:
-        bottleneck_bytes: that the rank with the most persists.
-        bandwidth_bytes_per_s: from host to storage, of each rank.
-
-    Source: MoC-System, section 5.3.
-    """
-    return max(1, math.ceil(bottleneck_bytes / bandwidth_bytes_per_s / iteration_s))
 
 
 def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:

@@ -62,7 +62,7 @@ class Alternative:
 
     @property
     def shares(self) -> TimeShares:
-        """What the time goes to, with the fastest recovery."""
+        """Shares of the time, with the fastest recovery."""
         assert self.costs is not None
         costs, kind = self.costs, self.costs.fastest
         training = ettr(costs.overhead, costs.failure_s(kind), self.mtbf_s)
@@ -128,6 +128,13 @@ class Advisor:
     def advise(self) -> Advice:
         """Compare all strategies."""
         found = [each for kind in registry.kinds() for each in self._of_kind(kind)]
+        return self._with_sensitivities(found)
+
+    def examine(self, kind: StrategyKind) -> Advice:
+        """Return the same of the job's own settings alone."""
+        return self._with_sensitivities([self.evaluate(kind.name, kind, (), self._job)])
+
+    def _with_sensitivities(self, found: Sequence[Alternative]) -> Advice:
         alternatives = sorted(
             found, key=lambda each: (-each.ettr, bool(each.problem), each.node_bytes)
         )

@@ -117,7 +117,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
         ("-- SMALL", "the number of ranks is not known"),
         (
             "--world-size 4 -- SMALL",
-            "--moe-ft-strategy not given: .* --iteration-s, --bandwidth, --mtbf-s must be known.* --cluster",
+            "--moe-ft-strategy not given, .* --iteration-s, --bandwidth, --mtbf-s must be known.* --cluster",
         ),
         ("--model mixtral-8x", "--model=mixtral-8x must be one of .* Nearest: mixtral-8x7b"),
         ("--cluster h100 WORLD DENSE", "--cluster=h100 must be one of .* Nearest: dgx-h100"),
@@ -209,7 +209,11 @@ def test_advice_on_a_preset_can_be_pasted_and_is_the_same_as_text_json_and_page(
     assert [len(each.findall("rect")) > 4 for each in drawings] == [True, True]
     assert not re.search(r"<script|https?:|src=|@import|url\(", page.read_text())
     # What is recommended is a plan of its own, with the same ETTR.
-    assert main([*words[:5], "--", *advice["flags"]]) == 0
+    chosen = (*words[:5], "--json", "--", *advice["flags"])
+    assert main(chosen) == 0
+    (own,) = json.loads(capsys.readouterr().out)["alternatives"]
+    assert (own["costs"], own["ettr"]) == (best["costs"], best["ettr"])
+    assert main([each for each in chosen if each != "--json"]) == 0
     assert f"{best['ettr']:.4f} of the time is training (ETTR)" in capsys.readouterr().out
 
 

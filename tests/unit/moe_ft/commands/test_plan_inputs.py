@@ -35,16 +35,15 @@ def built(name: str) -> PlannedJob:
 def check_counts(name: str) -> None:
     """Check the parameters of a preset against the published numbers."""
     model, job = read_model(name), built(name)
-    found = sum(
+    further = sum(
         count
         for stage in job.stages
         for unit, count in stage.elements.items()
         if unit.block == "mtp"
-        for _ in stage.numbers
     )
-    assert job.model.num_parameters - found == pytest.approx(model.parameters, rel=0.01)
-    if model.active is not None:
-        assert job.model.active_parameters - found == pytest.approx(model.active, rel=0.06)
+    assert job.model.num_parameters - further == pytest.approx(model.parameters, rel=0.01)
+    if model.active is not None and not further:
+        assert job.model.active_parameters == pytest.approx(model.active, rel=0.03)
 
 
 @pytest.mark.parametrize("name", QUICK)

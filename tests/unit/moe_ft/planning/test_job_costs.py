@@ -6,6 +6,7 @@ import pytest
 
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs, RecoveryKind
+from moe_ft.planning.job_costs import places
 from moe_ft.strategies import registry
 from tests.unit.moe_ft.planning.described import SMALL, planned_job
 
@@ -88,3 +89,19 @@ def test_repair_is_a_recovery_where_it_is_on_and_its_time_known() -> None:
 def test_value_that_costs_need_is_named(facts: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         costs("dense", **facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "flags", "found"),
+    [
+        ({}, (), {"at peers": True}),
+        ({"storage_bandwidth": 1e6}, (), {"at peers": True, "on storage": False}),
+        ({"storage_bandwidth": 1e6}, ("0",), {"on storage": False}),
+        ({"storage_bandwidth": 1e6, "ranks_per_node": 4}, (), {"in memory": True}),
+    ],
+)
+def test_recoveries_find_the_state_where_the_job_can_keep_it(
+    facts: dict[str, Any], flags: tuple[str, ...], found: dict[str, bool]
+) -> None:
+    words = ("--moe-ft-replication-factor", *flags) if flags else ()
+    assert places(planned_job(*SMALL, *words, **{**TWO_NODES, **LINKS, **facts})) == found

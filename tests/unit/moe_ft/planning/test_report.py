@@ -6,6 +6,7 @@ import pytest
 
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.interval import smallest_interval
 from moe_ft.planning.report import (
     boundary_line,
     describe_model,
@@ -13,7 +14,6 @@ from moe_ft.planning.report import (
     memory_table,
     persist_line,
     reduction,
-    smallest_interval,
     whole_line,
 )
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
