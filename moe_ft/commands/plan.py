@@ -231,7 +231,7 @@ class _Values:
 
     def _take(self, values: Mapping[str, float], source: str) -> None:
         self.found |= values
-        self.assumptions = [each for each in self.assumptions if each[0].strip() not in values]
+        self.assumptions = [each for each in self.assumptions if each[0] not in values]
         for name, value in values.items():
             text = f"{value / 1e9:.3g} GB/s a rank" if name in _BANDWIDTHS else f"{value:,.6g} s"
             self.assume(name, text, source)

@@ -56,7 +56,7 @@ class Told:
 
     @property
     def limit(self) -> str:
-        """What the recommendation loses the most time to."""
+        """The largest share of the time that the recommendation loses, and its remedy."""
         best = self.advice.best
         if best is None:
             return "fewer replicas, other formats (--moe-ft-state-dtype) or more nodes need less of a node"
