@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command
+from moe_ft.commands.plan_advice import Advisor
 from moe_ft.commands.plan_inputs import (
     Cluster,
     Model,
@@ -23,7 +24,6 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 from moe_ft.planning.report import boundary_line, table
 from moe_ft.strategies import registry
-from moe_ft.strategies.advice import Advisor
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
 _USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"

@@ -1,6 +1,6 @@
 """Advice of `python -m moe_ft plan` in words: as text, as JSON, and as a page of HTML.
 
-strategies/advice.py has the numbers, presets/plan.html the page.
+plan_advice.py has the numbers, presets/plan.html the page.
 """
 
 import html
@@ -11,9 +11,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity, TimeShares
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_layout, describe_model, table
-from moe_ft.strategies.advice import Advice, Alternative, Sensitivity, TimeShares
 
 _PAGE = Path(__file__).parent / "presets" / "plan.html"
 _HEADERS = (

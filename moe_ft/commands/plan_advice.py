@@ -1,6 +1,6 @@
 """Advice on a planned job: all strategies side by side, the best of them, and what its result hangs on.
 
-Numbers only. commands/plan_words.py prints them.
+Numbers only. plan_words.py prints them.
 """
 
 import re

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from moe_ft.commands.command_line import read_command
+from moe_ft.commands.plan_advice import Advice, Advisor, Alternative, Sensitivity
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.planning.costs import RecoveryKind
 from moe_ft.strategies import registry
-from moe_ft.strategies.advice import Advice, Advisor, Alternative, Sensitivity
 from tests.unit.moe_ft.planning.described import SMALL, WITHOUT_EXPERTS, planned_job
 
 # A full snapshot takes 2.1 s of an iteration of 1 s; a window of 3 fits.
