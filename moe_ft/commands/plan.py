@@ -33,7 +33,7 @@ _EXAMPLE = (
 )
 _DEFAULT_RANKS_PER_NODE = 8
 # The stages are built for it. All strategies have the same units: a pretraining freezes none.
-_ANY_STRATEGY = ("--moe-ft-strategy=dense",)
+_ANY_STRATEGY = (f"--moe-ft-strategy={registry.kinds()[0].name}",)
 _TMPFS_SHARE = 0.5  # of host memory, as Linux makes /dev/shm
 _SECONDS = {
     "iteration_s": "seconds of an iteration; with --cluster an estimate if it is left out",

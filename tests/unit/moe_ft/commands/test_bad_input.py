@@ -225,9 +225,10 @@ _BAD_OPTIONS = (
     *("--iteration-s nan", "--iteration-s inf", "--bandwidth abc", "--bandwidth 0"),
     *("--mtbf-s 0", "--mtbf-s -5", "--mtbf-s nan", "--restart-s -1", "--update-s 9"),
 )
-_BAD_FLAGS = ("foo", "sparse --moe-ft-window 0", "sparse --expert-model-parallel-size 3", "partial")
+_PLANNED = ("partial", "sparse")
+_BAD_FLAGS = ("foo", "sparse --moe-ft-window 0", "sparse --expert-model-parallel-size 3")
 _PLAN = {
-    "nothing wrong": Case(f"{_GOOD} {_FLAGS} sparse", "ok"),
+    **{f"nothing wrong, {name}": Case(f"{_GOOD} {_FLAGS} {name}", "ok") for name in _PLANNED},
     "nothing": Case("", "error"),
     **{option: Case(f"{_GOOD} {option} {_FLAGS} sparse", "error") for option in _BAD_OPTIONS},
     **{flags: Case(f"{_GOOD} {_FLAGS} {flags}", "error") for flags in _BAD_FLAGS},
