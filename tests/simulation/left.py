@@ -16,7 +16,7 @@ from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
-from moe_ft.units import UnitKind, parse_unit
+from moe_ft.units import Part, UnitKind, parse_unit
 from tests.simulation.reachable import best_local, is_alive
 from tests.simulation.shape import Shape
 
@@ -127,9 +127,14 @@ def _has_experts(shape: Shape, writer: Index, indexes: Sequence[Index]) -> bool:
 def _whole_experts(
     writer: Index, indexes: Iterable[Index]
 ) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """Return by layer and number the versions in which all of an expert is there in the layout of a state."""
+    """Return by layer and number the versions in which all of an expert is there in the layout of a state.
+
+    Where weights and moments are saved separately, both must be there; the versions are those of the weights.
+    """
     covered: dict[tuple[str, tuple[int, int]], set[int]] = defaultdict(set)
-    whole: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    whole: dict[tuple[int, int], dict[Part, set[tuple[int, int]]]] = defaultdict(
+        lambda: defaultdict(set)
+    )
     for index in indexes:
         if _sizes(index) != _sizes(writer):
             continue
@@ -140,8 +145,12 @@ def _whole_experts(
                 elements = covered[name, entry.version]
                 elements.update(range(first.start, first.end))
                 if len(elements) == prod(index.parameters[first.parameter].shape):
-                    whole[unit.layer, unit.expert].add(entry.version)
-    return whole
+                    whole[unit.layer, unit.expert][unit.part].add(entry.version)
+    found = {
+        expert: versions[Part.WHOLE] or (versions[Part.MOMENTS] and versions[Part.WEIGHTS])
+        for expert, versions in whole.items()
+    }
+    return {expert: versions for expert, versions in found.items() if versions}
 
 
 def _newest_experts(

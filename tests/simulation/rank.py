@@ -170,6 +170,7 @@ class Rank:
             listeners.end_training()
             self._note_promises()
             self._life.is_saved = listeners.loop.is_saved
+            self._life.may_break = False  # from here on breakpoints are closed
             listeners.end("finished")
             self._life.may_lose_memory = self._checkpoints._is_over
         except Exception as error:
