@@ -149,5 +149,5 @@ def train_with_lengths(flags: list[str]) -> None:
         parts.config.variable_seq_lengths = True  # no flag of Megatron sets it for a GPT
         begin(self, parts)
 
-    Listeners.begin_training = begin_training  # type: ignore[method-assign]
+    Listeners.begin_training = begin_training
     pretrain_gpt_moe.main(flags)
