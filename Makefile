@@ -4,12 +4,13 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check bench gpu-day clean
+.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check docs docs-serve \
+    bench gpu-day clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
 	@echo "make demo         prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
-	@echo "make check        check formatting, lint and types"
+	@echo "make check        check formatting, lint, types and the documentation site"
 	@echo "make test         run the tests that every commit passes, in about 12 minutes"
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
 	@echo "make test-slurm   submit jobs to a SLURM of three nodes on this machine (needs slurm-wlm and munge)"
@@ -20,6 +21,8 @@ help:
 	@echo "make chaos        kill processes of a small job at random, 150 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
 	@echo "make gpu-day      try everything on a GPU that has not run on one yet; without one, show the steps"
+	@echo "make docs         build the documentation site in runs/site"
+	@echo "make docs-serve   show it at http://127.0.0.1:8000 and follow changes of its pages"
 	@echo "make clean        remove runs and caches"
 
 venv: .venv/installed
@@ -70,10 +73,18 @@ coverage: clean-coverage test
 clean-coverage:
 	rm -rf runs/coverage
 
-check: .venv/installed
+check: .venv/installed docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels benchmarks tools examples tests pretrain_gpt_moe.py
+
+# The variable silences an announcement of mkdocs-material. Not --quiet: warnings that are not printed do not fail.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: .venv/installed
+	$(MKDOCS) build --strict
+
+docs-serve: .venv/installed
+	$(MKDOCS) serve
 
 # Not here: partial_routing needs a trace that is not part of the repository; partial_quality and lossy_state
 # train for hours, and keep their runs in a folder that has to be named.

@@ -40,7 +40,7 @@ python=$(find_python)
 echo "using $("$python" --version) ($python)"
 "$python" -m venv --clear .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 # Another version of Megatron, which a test puts in front on PYTHONPATH.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
     --target .venv/megatron/0.18.2 megatron-core==0.18.2

@@ -1,6 +1,7 @@
 """Documents say what is so: commands and flags exist, tables are complete, figures come from their page."""
 
 import argparse
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.output import STAMP
 from moe_ft import cli
-from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of
+from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of, tree_of
 
 DOCUMENTS = [path for path in text_files() if path.endswith(".md")]
 PAGES = [
@@ -29,6 +30,8 @@ FIGURE = re.compile(
 )
 LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")
 _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of its own
+_MOST_WORDS = 1200  # five minutes of reading, but for code and tables
+_LISTS = {"docs/events.md", "docs/flags.md"}  # nobody reads these from top to bottom
 # Programs of others that documents show.
 _OF_OTHERS = {"--native"}
 
@@ -130,8 +133,8 @@ def test_figures_of_the_readme_are_on_the_page_that_they_link_to() -> None:
 @pytest.mark.parametrize(
     ("sentence", "is_wrong"),
     [
-        ("It takes 19.3 to 135.7 bytes ([table](docs/checkpoints.md#host-memory)).", False),
-        ("It takes 19.4 to 135.7 bytes ([table](docs/checkpoints.md#host-memory)).", True),
+        ("It takes 19.3 to 135.7 bytes ([table](docs/host_memory.md)).", False),
+        ("It takes 19.4 to 135.7 bytes ([table](docs/host_memory.md)).", True),
         ("It takes 19.4 bytes.", False),
     ],
 )
@@ -148,3 +151,54 @@ def test_every_page_of_benchmarks_says_at_its_head_of_which_commit_its_figures_a
         or re.search(r"^(?:\||#{2,} )", text_of(path)[: found.start()], re.MULTILINE)
     )
     check_rule(wrong, "benchmarks/output.py stamps a page; it goes above the first table")
+
+
+def num_words(text: str) -> int:
+    """Return the words of a document that are read one after the other: neither code nor tables."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = (line for line in text.splitlines() if not re.match(r" {4}|\s*\|", line))
+    return len(" ".join(lines).split())
+
+
+def test_pages_take_five_minutes_to_read() -> None:
+    wrong = (
+        f"{path}: {words} words"
+        for path in DOCUMENTS
+        if path.startswith("docs/") and path not in _LISTS and path not in PAGES
+        if (words := num_words(text_of(path))) > _MOST_WORDS
+    )
+    check_rule(
+        wrong, f"more than {_MOST_WORDS} words; divide the page into a guide and a reference"
+    )
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 120, "move the rest into docs/"
+
+
+def test_code_and_tables_are_no_reading() -> None:
+    assert num_words("One two\n\n    code code\n\n| a | b |\n\n```\nflow\n```\nthree\n") == 3
+
+
+def unknown_messages(text: str) -> Iterator[str]:
+    """Yield the messages of tables in a text whose words are not in the product."""
+    said = "\n".join(
+        node.value
+        for path in product_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    for message in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE):
+        for words in re.split(r"[^a-zA-Z' .-]|\.\.\.", message):
+            if len(words.strip()) > 8 and words.strip(" .") not in said:
+                yield f"{message}: {words.strip()}"
+
+
+def test_messages_that_the_documentation_explains_are_printed() -> None:
+    check_rule(unknown_messages(text_of("docs/messages.md")), "nothing in the product says this")
+
+
+def test_message_that_nothing_prints_is_found() -> None:
+    row = "| `training continues after iteration ..., or so they hoped` | meaning | what to do |"
+    (found,) = unknown_messages(row)
+    assert found.endswith(": or so they hoped")

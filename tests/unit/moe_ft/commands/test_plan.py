@@ -43,13 +43,13 @@ def test_plan_of_a_command_line_is_the_one_on_file(
     assert capsys.readouterr().out == (PLANS / f"{name}.txt").read_text()
 
 
-def test_example_in_the_readme_is_what_the_command_prints(
+def test_example_in_the_documentation_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "plan.md").read_text()
     (example,) = re.findall(
         r"python -m moe_ft (plan -- .*?strategy partial.*?\n\n(?:    \|[^\n]*\n)+)",
-        readme,
+        page,
         re.DOTALL,
     )
     command, table = example.split("\n\n")
