@@ -19,6 +19,7 @@ class RankInfo:
         breakpoint_bytes: of the region of its breakpoint; 0 without one.
         boundary_slot_bytes, num_boundary_slots: of its boundary log; 0 without one.
         agent: name of torchrun's agent that has started it; empty without one.
+        domain: failure domain of its node, such as a rack; empty if domains are not known.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class RankInfo:
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
     agent: str = ""
+    domain: str = ""
 
     def memory_bytes(self, num_regions: int) -> int:
         """Return the bytes that this many regions and the pool take."""
@@ -54,6 +56,11 @@ class Topology:
     def nodes(self) -> tuple[str, ...]:
         """The node ids, in the order of their lowest ranks."""
         return tuple(dict.fromkeys(info.node for info in self.ranks))
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The failure domains, in the order of their lowest ranks; none if they are not known."""
+        return tuple(dict.fromkeys(info.domain for info in self.ranks if info.domain))
 
     def on_node(self, node: str) -> tuple[RankInfo, ...]:
         """Return the ranks of one node, ascending."""

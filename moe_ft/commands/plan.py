@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import takewhile
@@ -21,6 +22,8 @@ from moe_ft.commands.plan_inputs import (
 from moe_ft.commands.plan_words import Told, as_html, as_json, as_text
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
+from moe_ft.failure_domains import SLURM, read_domains
+from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 from moe_ft.planning.report import boundary_line, table
 from moe_ft.strategies import registry
@@ -145,8 +148,24 @@ def run(options: argparse.Namespace) -> int:
     log = boundary_line(job, kind.longest_window(job.config))
     notes += command.config.warnings(job.train_iterations)
     lines = "\n".join(f"note: {line}" for line in notes)
-    print("\n\n".join(filter(None, [kind.report(job), *log, *values.text(), lines])))
+    survival = f"memory survives the loss of {_survival(job)}"
+    print("\n\n".join(filter(None, [kind.report(job), survival, *log, *values.text(), lines])))
     return 0
+
+
+def _survival(job: PlannedJob) -> str:
+    """Return the losses that replicas cover, whichever nodes of a file with domains the job gets."""
+    given, num_nodes = job.config.memory.failure_domain, job.replication_factor
+    if given is None or not num_nodes:
+        return Survival(num_nodes=num_nodes, domain=None if given is None else False).describe()
+    if given == SLURM:
+        return f"{Survival(num_nodes=num_nodes, domain=True).describe()}, if SLURM gives it several"
+    sizes = Counter(read_domains(Path(given)).values())
+    largest = max(sizes.values(), default=0)
+    found = Survival(num_nodes=num_nodes, domain=len(sizes) > 1).describe()
+    if len(sizes) > 1 and job.num_nodes <= largest:
+        found += f", if its {job.num_nodes} nodes are in several (one domain has {largest} nodes)"
+    return found
 
 
 def _advise(

@@ -6,7 +6,7 @@ It reads files written by moe_ft/events.py, and names the parts that it cannot r
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import chain, pairwise, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -25,6 +25,7 @@ from moe_ft.events import (
 )
 
 _NUM_AROUND_RECOVERY = 5
+_NUM_RECENT = 20  # iterations of a rank, for a median
 _MAX_FILES_NAMED = 8
 
 
@@ -42,6 +43,7 @@ class _Start(_Line, frozen=True):
 class _Iteration(_Line, frozen=True, kw_only=True):
     iteration_s: float
     num_tokens: float
+    idle_s: float | None = None
     loss: float | Literal["nan", "inf", "-inf"] | None = None
 
 
@@ -119,13 +121,21 @@ class _LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSummary:
-    """Course of one rank's last incarnation: the iterations done, the last phase (or empty), and its end."""
+    """Course of one rank's last incarnation.
+
+    Attributes:
+        iteration: the last one that it has done.
+        phase: the last one; empty if it is not known.
+        ending: how it ended.
+        idle_s: median of what it waited for others in its last iterations; None if the log does not say.
+    """
 
     rank: int
     incarnation: int
     iteration: int
     phase: str
     ending: str
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +297,8 @@ def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSumma
         if last is None:
             return None
         own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
-        done = next((line.iteration for line in own if isinstance(line, _Start | _Iteration)), 0)
+        steps = (line for line in own if isinstance(line, _Start | _Iteration))
+        recent = list(islice(steps, _NUM_RECENT))
     except OSError as error:
         left_out.add_file(path, error)
         return None
@@ -295,9 +306,10 @@ def _summarize_rank(directory: Path, rank: int, left_out: _LeftOut) -> RankSumma
     return RankSummary(
         rank=rank,
         incarnation=last.incarnation,
-        iteration=done,
+        iteration=recent[0].iteration if recent else 0,
         phase=str(progress.phase) if progress and progress.incarnation == last.incarnation else "",
         ending=_ending(last),
+        idle_s=_median_idle(recent),
     )
 
 
@@ -335,6 +347,7 @@ def render(summary: RunSummary, directory: Path) -> str:
         ("loss at end", show(summary.last_loss)),
         ("seconds per iteration (median)", show(summary.iteration_s)),
         ("tokens per second", show(summary.tokens_per_s, ",.0f")),
+        ("seconds idle, by rank (median)", _idle(summary)),
         ("events", str(directory)),
     ]
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
@@ -344,11 +357,23 @@ def render(summary: RunSummary, directory: Path) -> str:
         text += "\n\n" + tabulate(summary.repairs, headers="keys", disable_numparse=True)
     if any(rank.ending != "finished" for rank in summary.ranks):
         ranks = map(astuple, summary.ranks)
-        headers = ("rank", "start", "iterations done", "last phase", "how it ended")
+        headers = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
         text += "\n\n" + tabulate(ranks, headers=headers, tablefmt="simple", disable_numparse=True)
     if summary.left_out:
         text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
     return text
+
+
+def _median_idle(steps: Sequence[_Line]) -> float | None:
+    known = [
+        each.idle_s for each in steps if isinstance(each, _Iteration) and each.idle_s is not None
+    ]
+    return median(known) if known else None
+
+
+def _idle(summary: RunSummary) -> str:
+    known = [each.idle_s for each in summary.ranks if each.idle_s is not None]
+    return f"{min(known):.3f} to {max(known):.3f}" if known else "-"
 
 
 def _starts(summary: RunSummary) -> str:

@@ -40,6 +40,11 @@ class MemoryConfig(Part):
         metavar="N|auto",
         bounds=Bounds(at_least=0),
     )
+    failure_domain: str | None = setting(
+        None,
+        "where nodes fail together: a file with lines 'NODE DOMAIN', or slurm for its switches",
+        metavar="FILE|slurm",
+    )
     breakpoints: bool = setting(
         False,
         "reserve memory for one more copy of the state, which a rank writes when the job is ended or another "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moe_ft.doctor.job import Job, peers_of_nodes
+from moe_ft.doctor.job import Job, place_on_nodes
 from moe_ft.doctor.meeting import Meeting
 from moe_ft.doctor.network import Peer, serve
 from moe_ft.doctor.node_checks import NO_SECRET, NodeChecks, Roster, Times
@@ -202,9 +202,9 @@ class _Examination:
                 problem=each.address_problem,
             )
             nodes.setdefault(each.node, peer)
-        peers = peers_of_nodes(self.request.job, [each.node for each in everyone])
-        self.meeting.show("roster", Roster(nodes=nodes, peers=peers))
-        rows = self._rows_of(everyone)
+        placement = place_on_nodes(self.request.job, [each.node for each in everyone])
+        self.meeting.show("roster", Roster(nodes=nodes, peers=placement.nodes()))
+        rows = [*self._rows_of(everyone), placement.row()]
         if silent := [str(rank) for rank in ranks if rank not in found]:
             seconds = self.times.total_s * _MET
             line = f"no answer within {seconds:.0f} s; {len(everyone)} ranks answered"

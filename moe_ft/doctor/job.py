@@ -5,10 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.doctor.rows import Row
+from moe_ft.doctor.rows import Row, passed, refused, warned
+from moe_ft.errors import ConfigError
+from moe_ft.failure_domains import find_domains
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.placement import default_replication_factor, place_replicas
+from moe_ft.planning.placement import (
+    default_replication_factor,
+    find_survival,
+    place_replicas,
+)
 from moe_ft.topology import RankInfo, Topology
+
+_FAILURES = "failures"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,22 +93,65 @@ class Job:
         return self.num_stored * self.footprint.checkpoint_bytes
 
 
-def peers_of_nodes(job: Job, nodes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the nodes to which each node would send replicas.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Replicas of a job whose ranks are on the nodes that have answered.
+
+    Attributes:
+        peers: ``[rank]`` the ranks that keep its replicas.
+        problem: why the failure domains of the nodes are not known, if they were asked for.
+    """
+
+    topology: Topology
+    peers: Sequence[tuple[int, ...]]
+    problem: ConfigError | None = None
+
+    def nodes(self) -> dict[str, list[str]]:
+        """Return the nodes to which each node would send replicas."""
+        ranks = self.topology.ranks
+        found: dict[str, list[str]] = {node: [] for node in self.topology.nodes}
+        for info, chosen in zip(ranks, self.peers, strict=True):
+            own = found[info.node]
+            own += [ranks[peer].node for peer in chosen if ranks[peer].node not in own]
+        return found
+
+    def row(self) -> Row:
+        """Return the row on failures that memory survives."""
+        if self.problem is not None:
+            return refused(_FAILURES, "all nodes", self.problem)
+        survival = find_survival(self.topology, self.peers)
+        found = f"memory survives the loss of {survival.describe()}"
+        if survival.domain is False and survival.num_nodes:
+            return warned(_FAILURES, "all nodes", found, "Take nodes of several failure domains.")
+        return passed(_FAILURES, "all nodes", found)
+
+
+def place_on_nodes(job: Job, nodes: Sequence[str]) -> Placement:
+    """Place the replicas of a job as its start would.
 
     Args:
         nodes: of each rank that has answered, by rank. If they run fewer ranks than training will, each node
             counts as a whole one.
     """
+    given, problem = job.config.memory.failure_domain, None
+    domains = dict.fromkeys(nodes, "")
+    try:
+        domains = domains if given is None else find_domains(given, domains)
+    except ConfigError as error:
+        problem = error
     per_stage = max(1, len(nodes) // job.num_stages)
     ranks = tuple(
-        RankInfo(rank=rank, node=node, stage=rank // per_stage, pid=0, address=None, region_bytes=1)
+        RankInfo(
+            rank=rank,
+            node=node,
+            stage=rank // per_stage,
+            pid=0,
+            address=None,
+            region_bytes=1,
+            domain=domains[node],
+        )
         for rank, node in enumerate(nodes)
     )
     topology = Topology(ranks=ranks)
     factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
-    peers: dict[str, list[str]] = {node: [] for node in topology.nodes}
-    for rank, chosen in enumerate(place_replicas(topology, factor)):
-        own = peers[nodes[rank]]
-        own += [nodes[peer] for peer in chosen if nodes[peer] not in own]
-    return peers
+    return Placement(topology=topology, peers=place_replicas(topology, factor), problem=problem)

@@ -86,7 +86,9 @@ class Progress(LoopListener):
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write the event "iteration", and its times where the loop writes its own numbers."""
         times = {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}
-        self._training.write_numbers(times, iteration=ended.iteration)
+        idle_s = self._loop.idle_s
+        known = times if idle_s is None else {**times, "idle_s": idle_s}
+        self._training.write_numbers(known, iteration=ended.iteration)
         if not self._has_log:
             return  # reading a loss waits for the GPU
         loss = ended.losses.get("lm loss")
@@ -94,6 +96,7 @@ class Progress(LoopListener):
             "iteration",
             ended.iteration,
             **times,
+            idle_s=idle_s,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
         )

@@ -2,9 +2,8 @@
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
-from itertools import islice
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.topology import RankInfo, Topology
@@ -41,12 +40,13 @@ def planned_replicas(given: int | None, world_size: int, ranks_per_node: int) ->
 def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[int, ...]]:
     """Choose the peers that keep each rank's replicas.
 
-    A rank and its peers are all on different nodes. The peers are the next ranks of the same stage on the
-    ring of ranks; if a node has several of them, the least loaded is chosen. If the stage is not on enough
-    nodes, the least loaded ranks of other stages are chosen.
+    A rank and its peers are all on different nodes, and in different failure domains as long as there are
+    further ones. The peers are the next ranks of the same stage on the ring of ranks; if a node, or a domain,
+    has several of them, the least loaded is chosen. If the stage is in too few places, or in other domains
+    has only ranks that keep more than others, the least loaded ranks of other stages are chosen.
 
     Args:
-        topology: node, stage and bytes of each rank.
+        topology: node, domain, stage and bytes of each rank.
         replication_factor: replicas of each rank's state, 0 or more.
 
     Returns:
@@ -64,66 +64,154 @@ def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[in
     return [placing.peers_of(info, replication_factor) for info in topology.ranks]
 
 
+class _Loaded:
+    """Ascending ranks by the bytes that they keep for others, and these numbers of bytes, ascending."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, list[int]] = {0: []}
+        self._loads = [0]
+
+    def append(self, rank: int) -> None:
+        """Add a rank that is higher than all others, and keeps nothing yet."""
+        self._ranks[0].append(rank)
+
+    def least(self, after: int, places: "_Places", taken: Set[str]) -> int:
+        """Return the least loaded rank that is in none of these places: the first on the ring, if equal."""
+        found = (places.next(self._ranks[load], after, taken) for load in self._loads)
+        return next(each for each in found if each is not None)
+
+    def move(self, rank: int, load: int, to: int) -> None:
+        """Move a rank from one load to another."""
+        same = self._ranks[load]
+        del same[bisect_left(same, rank)]
+        if not same:
+            del self._ranks[load], self._loads[bisect_left(self._loads, load)]
+        if to not in self._ranks:
+            insort(self._loads, to)
+        insort(self._ranks.setdefault(to, []), rank)
+
+
+class _Places:
+    """Nodes, or failure domains, of the ranks.
+
+    Attributes:
+        names: ``[rank]`` the place.
+        local: ranks of a stage in a place.
+    """
+
+    def __init__(self, ranks: Sequence[RankInfo], names: Sequence[str]) -> None:
+        self.names = names
+        self.local: dict[tuple[int, str], _Loaded] = {}
+        for info, name in zip(ranks, names, strict=True):
+            self.local.setdefault((info.stage, name), _Loaded()).append(info.rank)
+        self.num = len({*names})
+        self._ends = [len(names)] * len(names)  # of the run of ranks in one place that a rank is in
+        for rank in reversed(range(len(names) - 1)):
+            is_same = names[rank] == names[rank + 1]
+            self._ends[rank] = self._ends[rank + 1] if is_same else rank + 1
+
+    def next(self, ranks: Sequence[int], after: int, taken: Set[str]) -> int | None:
+        """Return the first of ascending ranks after one on their ring that is in none of these places."""
+        middle = bisect_right(ranks, after)
+        for at, end in ((middle, len(ranks)), (0, middle)):
+            while at < end:
+                if self.names[ranks[at]] not in taken:
+                    return ranks[at]
+                at = bisect_left(ranks, self._ends[ranks[at]], at)
+        return None
+
+
 class _Placing:
     """Bytes that ranks keep for others so far, in the orders in which peers are looked for.
 
-    A rank looks at few others: what it passes over is on its own node, or on those of its peers.
+    A rank looks at few others: what it passes over is in its own places, or in those of its peers, and a run
+    of ranks in one place is passed over at once.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self._ranks = topology.ranks
-        self._load = [0] * len(self._ranks)
-        # Ascending ranks of a stage, and of a stage on a node.
-        self._stage: dict[int, list[int]] = {}
-        self._local: dict[tuple[int, str], list[int]] = {}
-        for info in self._ranks:
+        self._ranks = ranks = topology.ranks
+        nodes = _Places(ranks, [info.node for info in ranks])
+        domains = _Places(ranks, [info.domain or info.node for info in ranks])
+        self._kinds = (domains, nodes) if topology.domains else (nodes,)
+        self._load = [0] * len(ranks)
+        self._stage: dict[int, list[int]] = {}  # ascending ranks
+        self._everyone = _Loaded()
+        for info in ranks:
             self._stage.setdefault(info.stage, []).append(info.rank)
-            self._local.setdefault((info.stage, info.node), []).append(info.rank)
-        self._num_nodes = Counter(stage for stage, _ in self._local)
-        # Ascending ranks by load, and the loads that there are, ascending.
-        self._with_load = {0: list(range(len(self._ranks)))}
-        self._loads = [0]
+            self._everyone.append(info.rank)
 
     def peers_of(self, own: RankInfo, factor: int) -> tuple[int, ...]:
         """Choose the peers of one rank, adding its bytes to their loads."""
         peers: list[int] = []
-        nodes = {own.node}
-        ring = _ring(self._stage[own.stage], own.rank)
         while len(peers) < factor:
-            if len(nodes) < self._num_nodes[own.stage]:
-                first = next(each for each in ring if self._ranks[each].node not in nodes)
-                choices = self._local[own.stage, self._ranks[first].node]
-                # The first on the ring, if equal.
-                peer = min(_ring(choices, own.rank), key=self._load.__getitem__)
-            else:
-                peer = self._least_loaded(own.rank, nodes)
-            peers.append(peer)
-            nodes.add(self._ranks[peer].node)
-            self._add(peer, own.memory_bytes(1))
+            peers.append(self._peer(own, peers))
+            self._add(peers[-1], own.memory_bytes(1))
         return tuple(peers)
 
-    def _least_loaded(self, rank: int, nodes: Set[str]) -> int:
-        """Return the least loaded rank that is on none of these nodes: the first on the ring, if equal."""
-        in_order = (each for load in self._loads for each in _ring(self._with_load[load], rank))
-        return next(each for each in in_order if self._ranks[each].node not in nodes)
+    def _peer(self, own: RankInfo, peers: Sequence[int]) -> int:
+        for places in self._kinds:
+            taken = {places.names[each] for each in (own.rank, *peers)}
+            if len(taken) < places.num:
+                break
+        least = self._everyone.least(own.rank, places, taken)
+        first = places.next(self._stage[own.stage], own.rank, taken)
+        if first is None:
+            return least
+        near = places.local[own.stage, places.names[first]].least(own.rank, places, taken)
+        # A domain may have so few ranks of a stage that they would keep far more than others.
+        is_loaded = places is not self._kinds[-1] and self._load[near] > self._load[least]
+        return least if is_loaded else near
 
     def _add(self, rank: int, num_bytes: int) -> None:
-        load = self._load[rank]
-        same = self._with_load[load]
-        del same[bisect_left(same, rank)]
-        if not same:
-            del self._with_load[load], self._loads[bisect_left(self._loads, load)]
-        load = self._load[rank] = load + num_bytes
-        if load not in self._with_load:
-            insort(self._loads, load)
-        insort(self._with_load.setdefault(load, []), rank)
+        load, stage = self._load[rank], self._ranks[rank].stage
+        self._load[rank] = load + num_bytes
+        of_places = [each.local[stage, each.names[rank]] for each in self._kinds]
+        for loaded in (self._everyone, *of_places):
+            loaded.move(rank, load, load + num_bytes)
 
 
-def _ring(ranks: Sequence[int], rank: int) -> Iterator[int]:
-    """Yield ascending ranks, beginning after one of them or after where it would be."""
-    after = bisect_right(ranks, rank)
-    yield from islice(ranks, after, None)
-    yield from islice(ranks, after)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survival:
+    """Losses after which memory still has a copy of every rank's state.
+
+    Attributes:
+        num_nodes: any so many nodes at once.
+        domain: any one failure domain, with all of its nodes; None if domains are not known.
+    """
+
+    num_nodes: int
+    domain: bool | None = None
+
+    def describe(self) -> str:
+        """Return it in words for people."""
+        nodes = "no node" if not self.num_nodes else f"any {self.num_nodes} nodes at once"
+        nodes = "any one node" if self.num_nodes == 1 else nodes
+        if self.domain is None:
+            return f"{nodes}; failure domains are not known (--moe-ft-failure-domain)"
+        return f"{nodes}; {'any one' if self.domain else 'no'} failure domain"
+
+
+def find_survival(topology: Topology, peers: Sequence[tuple[int, ...]]) -> Survival:
+    """Return what the replicas of a job cover."""
+    domains = [info.domain for info in topology.ranks]
+    pairs = list(zip(domains, peers, strict=True))
+    is_covered = all(any(domains[peer] != own for peer in chosen) for own, chosen in pairs)
+    return Survival(num_nodes=min(map(len, peers)), domain=is_covered if topology.domains else None)
+
+
+def describe_domains(topology: Topology, peers: Sequence[tuple[int, ...]]) -> str:
+    """Return where replicas go, and what that covers, of a job whose failure domains are known."""
+    num_nodes, num_domains = len(topology.nodes), len(topology.domains)
+    factor = min(map(len, peers))
+    nodes, domains = ("s" * (number > 1) for number in (num_nodes, num_domains))
+    where = f"{num_nodes} node{nodes} in {num_domains} failure domain{domains}"
+    others = "to other domains"
+    if num_domains == 1:
+        others = "to other nodes of it"
+    elif factor >= num_domains:
+        others = f"{num_domains - 1} of {factor} to other domains, then to other nodes"
+    placed = f"replicas go {others}" if factor else "no replicas"
+    return f"{where}: {placed}; memory survives the loss of {find_survival(topology, peers).describe()}"
 
 
 def sources_of(peers: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:

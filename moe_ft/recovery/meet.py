@@ -3,9 +3,9 @@
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,10 +22,15 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError, PlanError, StorageAwayError
+from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import CUTS
-from moe_ft.planning.placement import default_replication_factor, place_replicas
+from moe_ft.planning.placement import (
+    default_replication_factor,
+    describe_domains,
+    place_replicas,
+)
 from moe_ft.planning.remains import Pipelines
 from moe_ft.recovery.assembly import (
     build_strategy,
@@ -191,7 +196,7 @@ def meet(
         site=site,
         fingerprint={**facts.fingerprint, CUTS: _checksum_of_cuts(live, ranks)},
         breakpoint=breakpoint_,
-        peers=_place_replicas(config, topology),
+        peers=_place_replicas(config, facts, topology),
         server=server,
         token=token,
         names=names,
@@ -275,7 +280,23 @@ def _exchange_places(
         address=server.address,
         **asdict(sizes),
     )
-    return Topology(ranks=tuple(ranks.everyone.gather(info)))
+    everyone = ranks.everyone.gather(info)
+    domains = _find_domains(config, facts, [each.node for each in everyone], ranks)
+    return Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in everyone))
+
+
+def _find_domains(
+    config: MoeFtConfig, facts: JobFacts, nodes: Sequence[str], ranks: Ranks
+) -> Mapping[str, str]:
+    """Return the failure domain of each node, as rank 0 knows it. Called by all ranks."""
+    given = config.memory.failure_domain
+    if given is None:
+        return dict.fromkeys(nodes, "")
+    found = ranks.check_together(
+        lambda: find_domains(given, dict.fromkeys(nodes)) if facts.rank == 0 else None
+    )
+    domains: Mapping[str, str] = ranks.everyone.broadcast(found)
+    return domains
 
 
 def _draw_names() -> tuple[str, StartNames]:
@@ -296,12 +317,17 @@ def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
     return checksum("".join(ranks.everyone.gather(own)).encode())
 
 
-def _place_replicas(config: MoeFtConfig, topology: Topology) -> list[tuple[int, ...]]:
+def _place_replicas(
+    config: MoeFtConfig, facts: JobFacts, topology: Topology
+) -> list[tuple[int, ...]]:
     factor = config.memory.num_replicas
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
     try:
-        return place_replicas(topology, factor)
+        peers = place_replicas(topology, factor)
+        if topology.domains and facts.rank == 0:
+            say(describe_domains(topology, peers))
+        return peers
     except PlanError as error:
         raise ConfigError(
             f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."

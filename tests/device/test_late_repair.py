@@ -119,14 +119,18 @@ def test_survivors_keep_their_state_unless_the_broken_iteration_has_made_it(
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("second", "dead"),
-    [("kill:3@3:recovery", {3}), ("kill:2@4:after-step", {2, 3})],
-    ids=["replacement, in the recovery", "other, in an iteration that runs again"],
+    ("second", "dead", "strategy"),
+    [
+        ("kill:3@3:recovery", {3}, SPARSE),
+        ("kill:1@3:recovery", {0, 1, 3}, DENSE),  # rank 0 was making a communicator with it
+        ("kill:1@3:recovery", {0, 1, 3}, (*SPARSE, *LOCAL)),
+        ("kill:2@4:after-step", {2, 3}, SPARSE),
+    ],
 )
 def test_rank_that_dies_in_a_repair_is_replaced_in_the_next_round(
-    job: LateJob, second: str, dead: set[int]
+    job: LateJob, second: str, dead: set[int], strategy: Sequence[str]
 ) -> None:
-    job.repair("kill:3@4:forward", second, layout=PP_EP, strategy=SPARSE)
+    job.repair("kill:3@4:forward", second, layout=PP_EP, strategy=strategy)
     for rank in range(4):
         (found,) = job.events("repair", rank)
         assert set(found["dead_ranks"]) == dead

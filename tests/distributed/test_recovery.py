@@ -20,6 +20,8 @@ def test_undisturbed_run_takes_every_snapshot_and_leaves_its_last_state_on_stora
         assert taken == sorted(set(taken))
         assert taken[-1] == NUM_ITERATIONS
         assert [line["iteration"] for line in job.events("replicate", rank)] == taken
+        times = [(each["idle_s"], each["iteration_s"]) for each in job.events("iteration", rank)]
+        assert all(0.0 < idle_s < iteration_s for idle_s, iteration_s in times)
         assert job.events("persist", rank)[-1]["iteration"] == NUM_ITERATIONS
     assert job.digests() == expected
     assert not (job.memory_dir / "test").exists()

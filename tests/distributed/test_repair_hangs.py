@@ -41,7 +41,20 @@ def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
     repaired.check([2], [4], [{3}])
     assert hung_ranks(repaired) == [["2"]] * 4
     text = (repaired.folder / "log").read_text()
-    assert "ends: its training thread has been in one iteration for" in text
+    assert "ends: its training thread has been in one iteration or recovery for" in text
+
+
+@pytest.mark.rest
+def test_rank_that_hangs_in_a_recovery_ends_itself_and_is_replaced_in_the_next_round(
+    repaired: RepairedJob,
+) -> None:
+    patience = ("--distributed-timeout-minutes", "1")
+    faults = ("kill:3@4:forward", "hang:1@3:recovery")
+    repaired.run(*faults, strategy=DENSE, extra=patience, deadline_s=DEADLINE_S)
+    for rank in range(repaired.num_ranks):
+        (line,) = repaired.events("repair", rank)
+        assert (line["round"], line["dead_ranks"], [*line["hung_s"]]) == (2, [1, 3], ["1"])
+    assert repaired.digests() == repaired.reference()
 
 
 @pytest.mark.rest

@@ -214,9 +214,13 @@ class Rank:
     def _note(self, iteration: int) -> None:
         model = self._loop.model
         self._life.digests[iteration] = model.digest()
+        self._note_parts(iteration)
+
+    def _note_parts(self, iteration: int) -> None:
+        """Note what a lossy recovery may put together with parts of other iterations."""
         if not self._is_exact:
-            self._life.states[iteration] = model.export()
-            self._life.rests[iteration] = model.digest(leaves_out_experts=True)
+            self._life.states[iteration] = self._loop.model.export()
+            self._life.rests[iteration] = self._loop.model.digest(leaves_out_experts=True)
 
     def _iterate(self) -> None:
         listeners, loop, model = self._listeners, self._loop, self._loop.model
@@ -230,7 +234,7 @@ class Rank:
         if grad_norm is not None:
             state.grad_norm = grad_norm
             model.ready = partial(model.step, signal, grad_norm)
-            model.in_step = (self._pause_in_step, lambda: kernel.event("after step"))
+            model.in_step = (self._pause_in_step, partial(self._leave_step, iteration))
             model.optimizer.step_with_ready_grads()
             model.scheduler.step(SAMPLES_PER_ITERATION)
             self._life.tokens[iteration] = model.tokens.numpy()
@@ -244,6 +248,10 @@ class Rank:
         kernel.event("in step")
         if self._checkpoints.running.engine.breakpoints is not None:  # a writer may have to wait
             kernel.sleep(STEP_S * kernel.random.random())
+
+    def _leave_step(self, iteration: int) -> None:
+        self._note_parts(iteration)  # a rank that is told to end now leaves all of its part
+        self._world.kernel.event("after step")
 
     def _note_promises(self) -> None:
         engine, life = self._checkpoints.running.engine, self._life

@@ -28,7 +28,7 @@ def best_local(
         logs: indexes of boundary logs, each with a receiver that can read all that it was sent.
 
     Returns:
-        None if there is none, or if all stages would run the same iterations again.
+        None if there is none. A target does not count if the cheapest way runs the same ones on all stages.
     """
     if not indexes:
         return None
@@ -52,13 +52,15 @@ def best_local(
             ]
             for own in states
         ]
-        costs = [
-            sum(target - begin for begin, _ in chosen)
-            for chosen in product(*possible)
-            if _can_recover([begin for begin, _ in chosen], target, shape, wires)
-        ]
-        if costs:
-            return target, min(costs)
+        costs = {
+            begins: sum(target - begin for begin in begins)
+            for begins in product(*({begin for begin, _ in own} for own in possible))
+            if wires >= {*_needed(begins, target, shape)}
+        }
+        cheapest = min(costs, key=lambda each: costs[each], default=())
+        # If all stages run the same ones again, that is a global recovery.
+        if cheapest and (len({*cheapest}) > 1 or cheapest[0] == target):
+            return target, costs[cheapest]
     return None
 
 
@@ -82,12 +84,6 @@ def _states_of(alive: Iterable[Index], ranks: Sequence[int]) -> set[State]:
         for (iteration, window, _), found in holders.items()
         if found >= {*ranks}
     }
-
-
-def _can_recover(begins: Sequence[int], target: int, shape: Shape, wires: set[Wire]) -> bool:
-    if begins[0] < target and len(set(begins)) == 1:
-        return False  # a global recovery
-    return all(wire in wires for wire in _needed(begins, target, shape))
 
 
 def _needed(begins: Sequence[int], target: int, shape: Shape) -> Iterator[Wire]:

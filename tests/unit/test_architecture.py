@@ -26,6 +26,7 @@ BASE = (
     "units",
     "topology",
     "events",
+    "failure_domains",
     "faults",
     "format",
     "processes",

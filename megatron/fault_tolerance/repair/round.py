@@ -135,7 +135,10 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         phases.end("meet")
         swap(rank.groups, rank.links, rank.store, met.round)
         phases.end("swap")
-        first = recover(rank.listeners, rank.batches, built, step.parts, met.positions)
+        with (
+            rank.watcher.inside()
+        ):  # no abort reaches who makes a communicator with a rank that has died
+            first = recover(rank.listeners, rank.batches, built, step.parts, met.positions)
         phases.end("recover")
     result = catch_up(
         step,

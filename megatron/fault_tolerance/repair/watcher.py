@@ -1,6 +1,7 @@
 """Thread that frees the training thread when some rank has died or hung: it may wait for one that lives.
 
-A training thread that does not leave its iteration then waits for nobody: it hangs, and this ends it. An
+A training thread that does not leave its iteration, or a recovery, then waits for nobody: it hangs, and this
+ends it. An
 exception of the training thread may also come before the news of a death: `Deaths` waits for it.
 """
 
@@ -23,8 +24,8 @@ from moe_ft.keeper.rounds import Rounds
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
-# From the end of its connections, and of what else it waits for (moe_ft/files/patience.py), until a thread
-# that is still in its iteration counts as one that hangs.
+# From the end of its connections, of what else it waits for, and of what it reads (moe_ft/files/patience.py),
+# until a thread that is still in its iteration or recovery counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
 _CLOSE_S = 5.0
@@ -59,7 +60,10 @@ class Watcher:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Note that the training thread is in an iteration: it must leave it when its connections end."""
+        """Note that the training thread is in an iteration or a recovery.
+
+        It must leave that when its connections end.
+        """
         self._training_thread = threading.get_ident()
         self._inside_since_s = time.monotonic()
         try:
@@ -103,21 +107,21 @@ class Watcher:
         return self._rounds.has_timed_out(number)
 
     def _end_if_stuck(self) -> None:
-        """End this process if the training thread was freed and is in the same iteration as before."""
+        """End this process if the training thread was freed and is in the same place as before."""
         since_s, now_s = self._inside_since_s, time.monotonic()
         looked_s, self._looked_s = self._looked_s, now_s
         if since_s is None or since_s > self._freed_s:
             return
         # A longer time between two looks says that this process did not run, and nothing about the thread.
         self._freed_s += max(0.0, now_s - max(looked_s, self._freed_s) - _LONGEST_LOOK_S)
-        if now_s - max(self._freed_s, excused_until_s(self._training_thread)) < STUCK_S:
+        thread = self._training_thread
+        if now_s - max(self._freed_s, excused_until_s(thread), progress_s(thread)) < STUCK_S:
             return
         self._link.note_hang(now_s - since_s)
         say(
-            f"process {os.getpid()} ends: its training thread has been in one iteration for "
+            f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
             f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more. "
-            "It is in:\n"
-            + "".join(traceback.format_stack(sys._current_frames()[self._training_thread]))
+            "It is in:\n" + "".join(traceback.format_stack(sys._current_frames()[thread]))
         )
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -16,6 +16,7 @@ from megatron.training import get_args, training
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
@@ -58,6 +59,7 @@ class _Seams:
         self._listeners, self._loop, self._patches = listeners, listeners.loop, patches
         self._after_setup = after_setup
         self._iteration = IterationSeams(listeners, listeners.before_step)
+        self._idle = IdleTime()
 
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
@@ -75,8 +77,9 @@ class _Seams:
         config, forward_backward = args[4:6]
         self._listeners.replay_if_due(forward_backward)  # `train` may have wrapped it
         self._listeners.begin_iteration(kwargs["iteration"])
-        with self._noting_num_tokens(config):
+        with self._noting_num_tokens(config), self._idle.timing(config):
             result = original(partial(self._forward, forward_step), *args, **kwargs)
+        self._loop.idle_s = self._idle.seconds()
         losses, is_skipped, _, should_exit, *_ = result
         if not should_exit:  # the rerun state machine ends the job before the optimizer step
             num_samples = samples_of_iteration(get_args())

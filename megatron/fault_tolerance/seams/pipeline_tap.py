@@ -1,4 +1,4 @@
-"""Taps on the pipeline's links: one records what a rank sends, one plays what it would receive.
+"""Taps on the pipeline's links: they record what a rank sends, play what it would receive, and time waits.
 
 Before some ranks of a pipeline use live links without the others, all of them open the links together.
 
@@ -6,6 +6,7 @@ All schedules of Megatron (1F1B, interleaved, with and without overlap) move ten
 `P2PCommunicator._communicate`, which is wrapped here. The logs themselves are moe_ft/engine/boundary/.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
@@ -54,6 +56,77 @@ def playing(player: BoundaryPlayer) -> Iterator[None]:
     """
     with _around_communicate(partial(_play, player)):
         yield
+
+
+class IdleTime:
+    """Time of an iteration in which a rank waits for others. Owned by the training thread.
+
+    That is for what it receives in the pipeline, and for what finishes the gradients after the last backward
+    pass (`finalize_model_grads`). On a GPU events on the current stream tell it, and nothing waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._waits: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def timing(self, config: Any) -> Iterator[None]:
+        """Take the times of an iteration.
+
+        Args:
+            config: of the model, whose function that finishes gradients is wrapped meanwhile.
+        """
+        self._waits = []
+        with Patches() as patches, _around_communicate(self._communicate):
+            if config.finalize_model_grads_func is not None:
+                patches.wrap(config, "finalize_model_grads_func", self._run)
+            yield
+
+    def seconds(self) -> float | None:
+        """Return the sum of an iteration that has ended; None if the device is not that far."""
+        if not _has_device_time():
+            return float(sum(end - begin for begin, end in self._waits))
+        if not all(end.query() for _, end in self._waits):
+            return None
+        return float(sum(begin.elapsed_time(end) for begin, end in self._waits)) / 1e3
+
+    def _communicate(self, original: _Communicate, link: P2PCommunicator, **given: Any) -> Any:
+        if not (given["recv_prev"] or given["recv_next"]):
+            return original(link, **given)
+        *received, requests = self._run(original, link, **given)
+        if isinstance(requests, dict):  # with --overlap-p2p-communication it waits for them later
+            requests = {name: _Timed(each, self._run) for name, each in requests.items()}
+        return *received, requests
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = _now()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._waits.append((begin, _now()))
+
+
+class _Timed:
+    """Handle of a transfer whose wait is timed."""
+
+    def __init__(self, request: Any, run: Callable[..., Any]) -> None:
+        self._request, self._run = request, run
+
+    def wait(self) -> Any:
+        """Wait for the transfer."""
+        return self._run(self._request.wait)
+
+
+def _has_device_time() -> bool:
+    return torch.cuda.is_available() and not cpu_device.is_active()
+
+
+def _now() -> Any:
+    """Return the time, or an event that will know when the current stream came here."""
+    if not _has_device_time():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from moe_ft.engine.memory.regions import (
     breakpoint_region,
 )
 from moe_ft.errors import SnapshotError
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
@@ -207,6 +208,7 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
 def _pin(file: MappedFile) -> None:
     """Let the GPU copy into a file's memory; the driver may refuse, as where too much memory is locked."""
     view = torch.frombuffer(file.view, dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    with waiting(file.num_bytes / SLOWEST_BYTES_PER_S):
+        error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
     if int(error) != 0:
         raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

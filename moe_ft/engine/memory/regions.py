@@ -19,6 +19,7 @@ import numpy as np
 from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.errors import SnapshotError
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import (
     create_private,
     make_private,
@@ -71,7 +72,8 @@ class MappedFile:
             self._mapping = mmap.mmap(descriptor, self.num_bytes)
         finally:
             os.close(descriptor)
-        _touch(self._mapping)
+        with waiting(self.num_bytes / SLOWEST_BYTES_PER_S):
+            _touch(self._mapping)
 
     def _discard(self) -> None:
         self.data_path.unlink()

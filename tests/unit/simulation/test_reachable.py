@@ -63,3 +63,10 @@ def test_record_of_each_iteration_is_needed() -> None:
 def test_recovery_of_all_stages_is_not_local() -> None:
     assert best_local(SHAPE, [state(rank, 3) for rank in range(3)], LOGS) == (3, 0)
     assert best_local(SHAPE, [], []) is None
+
+
+def test_dearer_way_to_a_target_of_a_global_recovery_does_not_count() -> None:
+    found = [state(0, 5), *RECORD, *(state(rank, 3) for rank in range(3)), state(1, 2)]
+    # Stage 1 could begin one iteration earlier than the others, for nothing.
+    logs = [sent(rank, 1, 2) for rank in (0, 2)]
+    assert best_local(SHAPE, found, logs) == (3, 0)

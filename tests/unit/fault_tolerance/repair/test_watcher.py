@@ -156,6 +156,26 @@ def test_training_thread_that_waits_for_something_else_has_the_time_of_that(
     assert rank.link.hung_s == 0
 
 
+def test_training_thread_that_gets_further_in_a_recovery_has_time(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "STUCK_S", 0.5)
+
+    def read(rank: Rank) -> None:
+        with rank.watcher.inside():
+            rank.watcher.start()
+            rank.wait_for_the_end()
+            begin_s = time.monotonic()
+            while time.monotonic() - begin_s < 1.5:
+                note_progress()
+                time.sleep(0.01)
+            os.write(2, b"it has its state")
+
+    rank.lose_the_other()
+    assert end_of(read, rank) == 7
+    assert rank.link.hung_s == 0
+
+
 def test_training_thread_that_has_left_its_iteration_may_take_its_time(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

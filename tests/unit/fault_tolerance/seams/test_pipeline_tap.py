@@ -1,5 +1,6 @@
 """Taps on the pipeline's links: what is recorded, what is played, and what stays live."""
 
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.seams import pipeline_tap as module
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.pipeline_tap import open_links, playing, recording
+from megatron.fault_tolerance.seams.pipeline_tap import IdleTime, open_links, playing, recording
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.boundary.reading import open_log
 from moe_ft.format.boundary import Direction
@@ -167,3 +168,75 @@ def test_links_are_open_when_all_ranks_of_the_pipeline_have_used_its_group(
         world.run()
     found = {rank: round(now) for now, rank in world.trace}
     assert found == {0: 40, 1: 60, 2: 40, 3: 60}
+
+
+class _Clock:
+    """A device's time, which goes on by one second at each look."""
+
+    def __init__(self) -> None:
+        self.now_s, self.reached_s = 0.0, float("inf")
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    def event(self, *, enable_timing: bool) -> Any:
+        """Return an event that is recorded at the next look."""
+        assert enable_timing
+        found = Namespace(at_s=0.0)
+        found.record = lambda: setattr(found, "at_s", self())
+        found.query = lambda: found.at_s <= self.reached_s
+        found.elapsed_time = lambda end: 1e3 * (end.at_s - found.at_s)
+        return found
+
+
+def ask(link: P2PCommunicator, **given: Any) -> Any:
+    sends = dict.fromkeys(("tensor_send_next", "tensor_send_prev"))
+    receives = dict.fromkeys(("recv_prev", "recv_next"), False)
+    return link._communicate(**{**sends, **receives, "tensor_shape": SHAPE, **given})
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    found = _Clock()
+    monkeypatch.setattr(module, "_has_device_time", lambda: request.param == "gpu")
+    monkeypatch.setattr(time, "perf_counter", found)
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    return found
+
+
+def test_waits_for_receives_and_for_the_gradients_of_all_ranks_are_idle_time(
+    wire: _Wire, clock: _Clock
+) -> None:
+    idle, link = IdleTime(), link_of(0, 2)
+    config = Namespace(finalize_model_grads_func=lambda model: f"{model} done")
+    for _ in range(2):  # each iteration has its own
+        with idle.timing(config):
+            ask(link, recv_prev=True)
+            ask(link, tensor_send_next=RECEIVED)
+            assert config.finalize_model_grads_func("model") == "model done"
+        assert idle.seconds() == 2.0
+    ask(link, recv_prev=True)
+    assert idle.seconds() == 2.0, "not outside of iterations"
+
+
+def test_receive_that_is_waited_for_later_is_timed_where_that_is(
+    wire: _Wire, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Namespace(wait=lambda: "it is there")
+    monkeypatch.setattr(
+        wire, "communicate", lambda *_, **__: (RECEIVED, None, {"recv_prev": answer})
+    )
+    idle = IdleTime()
+    with idle.timing(Namespace(finalize_model_grads_func=None)):
+        _, _, requests = ask(link_of(0, 2), recv_prev=True, wait_on_reqs=False)
+        assert idle.seconds() == 1.0
+        assert requests["recv_prev"].wait() == "it is there"
+    assert idle.seconds() == 2.0
+
+
+def test_device_that_is_not_that_far_has_no_idle_time_yet(wire: _Wire, clock: _Clock) -> None:
+    idle, clock.reached_s = IdleTime(), 1.0
+    with idle.timing(Namespace(finalize_model_grads_func=None)):
+        ask(link_of(0, 2), recv_next=True)
+    assert idle.seconds() == (None if module._has_device_time() else 1.0)

@@ -95,6 +95,30 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "note: --moe-ft-window changes nothing with --moe-ft-strategy=dense" in text
 
 
+@pytest.mark.parametrize(
+    ("racks", "found"),
+    [
+        ("n0 a\nn1 b\n", "any one node; any one failure domain\n"),
+        (
+            "n0 a\nn1 b\nn2 b\n",
+            "any one failure domain, if its 2 nodes are in several (one domain has 2 ",
+        ),
+        ("n0 a\nn1 a\n", "any one node; no failure domain\n"),
+        ("slurm", "any one node; any one failure domain, if SLURM gives it several\n"),
+    ],
+)
+def test_plan_says_which_failures_memory_survives(
+    racks: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "racks").write_text(racks)
+    domains = "slurm" if racks == "slurm" else str(tmp_path / "racks")
+    words = ("plan", "--world-size", "8", "--ranks-per-node", "4", "--", *SMALL)
+    assert main([*words, "--moe-ft-strategy", "dense", "--moe-ft-failure-domain", domains]) == 0
+    text = capsys.readouterr().out
+    assert "memory survives the loss of any one node" in text
+    assert found in text
+
+
 def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "--world-size", "8", "--ranks-per-node", "4", "--", "torchrun")
     launch = ("--nproc-per-node", "gpu", "pretrain_gpt_moe.py")

@@ -49,6 +49,19 @@ def test_last_incarnation_decides_how_a_rank_ended(tmp_path: Path) -> None:
     assert summary.ranks[0].ending == "finished"
 
 
+def test_idle_time_is_told_from_the_rank_with_the_least_to_that_with_the_most(
+    tmp_path: Path,
+) -> None:
+    times = {"iteration_s": 1.0, "num_tokens": 1}
+    for rank, idle in enumerate([(0.1, 0.2, 0.9), (0.4, None, 0.6), (None, None, None)]):
+        log = write_run(tmp_path, rank, [])
+        for iteration, idle_s in enumerate(idle, 1):
+            log.write("iteration", iteration, idle_s=idle_s, **times)
+    summary = summarize(tmp_path)
+    assert [rank.idle_s for rank in summary.ranks] == [0.2, 0.5, None]
+    assert "seconds idle, by rank (median)  0.200 to 0.500" in render(summary, tmp_path)
+
+
 def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0])
     assert "\nstarts                          1\n" in render(summarize(tmp_path), tmp_path)

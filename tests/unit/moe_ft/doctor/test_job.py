@@ -1,7 +1,12 @@
 """The room that a job needs follows from its plan, and bandwidth is measured to those who keep replicas."""
 
+from pathlib import Path
+
+import pytest
+
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
-from moe_ft.doctor.job import Job, peers_of_nodes
+from moe_ft.doctor.job import Job, place_on_nodes
+from moe_ft.doctor.rows import Result
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 
 PLANNED = Footprint(share=MemoryShare(region_bytes=10), checkpoint_bytes=100)
@@ -25,13 +30,37 @@ def test_job_that_is_not_planned_needs_an_unknown_room() -> None:
 
 def test_peers_are_the_nodes_that_replicas_go_to() -> None:
     nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
-    assert peers_of_nodes(Job(), nodes)["a"] == ["b", "c"]
-    assert peers_of_nodes(Job(num_stages=2), nodes)["a"] == ["b", "c"]
+    assert place_on_nodes(Job(), nodes).nodes()["a"] == ["b", "c"]
+    assert place_on_nodes(Job(num_stages=2), nodes).nodes()["a"] == ["b", "c"]
     config = MoeFtConfig(memory=MemoryConfig(replication_factor="1"))
     two_stages = Job(config=config, num_stages=2)
     expected = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
-    assert peers_of_nodes(two_stages, nodes) == expected
+    assert place_on_nodes(two_stages, nodes).nodes() == expected
 
 
 def test_node_that_is_alone_has_no_peers() -> None:
-    assert peers_of_nodes(Job(), ["a", "a"]) == {"a": []}
+    assert place_on_nodes(Job(), ["a", "a"]).nodes() == {"a": []}
+
+
+@pytest.mark.parametrize(
+    ("racks", "peers", "result", "found"),
+    [
+        ("", ["b"], Result.PASS, "any one node; failure domains are not known"),
+        ("a x\nb x\nc y\nd y\n", ["c"], Result.PASS, "any one node; any one failure domain"),
+        ("a x\nb x\nc x\nd x\n", ["b"], Result.WARN, "any one node; no failure domain"),
+        ("a x\nb x\nc\n", ["b"], Result.FAIL, "line 3 is 'c'"),
+        ("a x\nb x\nc y\n", ["b"], Result.FAIL, "does not know d (1 of 4)"),
+    ],
+)
+def test_row_says_which_failures_memory_survives(
+    racks: str, peers: list[str], result: Result, found: str, tmp_path: Path
+) -> None:
+    (tmp_path / "racks").write_text(racks)
+    given = str(tmp_path / "racks") if racks else None
+    memory = MemoryConfig(replication_factor="1", failure_domain=given)
+    placement = place_on_nodes(Job(config=MoeFtConfig(memory=memory)), ["a", "b", "c", "d"])
+    assert placement.nodes()["a"] == peers
+    row = placement.row()
+    assert row.result is result
+    assert found in row.found
+    assert bool(row.remedy) == (result is not Result.PASS)

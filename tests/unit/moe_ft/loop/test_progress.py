@@ -122,6 +122,7 @@ def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: 
         "iteration": 6,
         "iteration_s": 2.0,
         "stall_s": 0.5,
+        "idle_s": None,
         "loss": 1.5,
         "num_tokens": 8 * 32,
     }

@@ -1,7 +1,9 @@
 """Replicas are on other nodes, evenly."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from moe_ft.errors import PlanError
 from moe_ft.planning.placement import (
     default_replication_factor,
+    describe_domains,
+    find_survival,
     place_replicas,
     plan_node_memory,
     sources_of,
@@ -128,6 +132,103 @@ def test_placement_of_two_stages_on_three_nodes_is_that_worked_by_hand() -> None
 def test_replica_of_a_big_rank_goes_where_the_least_bytes_are() -> None:
     topology = make_topology(["a", "a", "a", "b", "b"], sizes=[500, 100, 100, 1, 1])
     assert place_replicas(topology, 1)[:3] == [(3,), (4,), (4,)]
+
+
+def with_domains(topology: Topology, domains: dict[str, str]) -> Topology:
+    ranks = tuple(replace(info, domain=domains[info.node]) for info in topology.ranks)
+    return Topology(ranks=ranks)
+
+
+def small_topologies() -> Iterator[tuple[Topology, int]]:
+    """Every way to put few ranks on nodes, nodes into domains and ranks into stages, with each factor."""
+    for num_ranks in range(1, 6):
+        for nodes in product("abcd"[:num_ranks], repeat=num_ranks):
+            names = [*dict.fromkeys(nodes)]
+            if names != sorted(names):
+                continue  # the same with other names
+            for domains in product("xyz", repeat=len(names)):
+                of_node = dict(zip(names, domains, strict=True))
+                stages = [rank % 2 * (num_ranks % 2) for rank in range(num_ranks)]
+                topology = with_domains(make_topology([*nodes], stages), of_node)
+                for factor in range(len(names)):
+                    yield topology, factor
+
+
+def survives(topology: Topology, peers: Sequence[tuple[int, ...]], lost: set[str]) -> bool:
+    """Return whether each rank's state is left when nodes or domains are lost, tried out."""
+    ranks = topology.ranks
+    left = {info.rank for info in ranks if not {info.node, info.domain} & lost}
+    return all({info.rank, *peers[info.rank]} & left for info in ranks)
+
+
+def test_replicas_of_every_small_job_are_in_as_many_domains_and_nodes_as_there_can_be() -> None:
+    for topology, factor in small_topologies():
+        for info, chosen in zip(topology.ranks, place_replicas(topology, factor), strict=True):
+            copies = [info, *(topology.ranks[peer] for peer in chosen)]
+            assert len({each.node for each in copies}) == factor + 1
+            num_domains = len({each.domain for each in copies})
+            assert num_domains == min(factor + 1, len(topology.domains)), (topology, factor)
+
+
+def test_survival_of_every_small_job_is_what_losses_leave() -> None:
+    for topology, factor in small_topologies():
+        peers = place_replicas(topology, factor)
+        found = find_survival(topology, peers)
+        assert found.domain == all(survives(topology, peers, {each}) for each in topology.domains)
+        losses = product(topology.nodes, repeat=found.num_nodes)
+        assert all(survives(topology, peers, {*lost}) for lost in losses)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_replicas_in_equal_domains_are_spread_over_all_ranks(factor: int) -> None:
+    nodes = [f"node{number}" for number in range(12) for _ in range(4)]
+    racks = {node: f"rack{number // 16}" for number, node in enumerate(nodes)}
+    for stage_of, most in (
+        (lambda rank: 0, factor),
+        (lambda rank: rank % 4, factor),
+        (lambda rank: rank // 16, factor),
+        (lambda rank: rank // 12, factor + 1),  # stages begin in the middle of a rack
+    ):
+        topology = with_domains(make_topology(nodes, [*map(stage_of, range(48))]), racks)
+        load = Counter(peer for peers in place_replicas(topology, factor) for peer in peers)
+        assert max(load.values()) <= most
+
+
+@pytest.mark.parametrize(
+    ("racks", "factor", "line"),
+    [
+        (
+            "abcd",
+            2,
+            "4 nodes in 4 failure domains: replicas go to other domains; memory survives the loss of any 2 "
+            "nodes at once; any one failure domain",
+        ),
+        (
+            "aabb",
+            2,
+            "4 nodes in 2 failure domains: replicas go 1 of 2 to other domains, then to other nodes; memory "
+            "survives the loss of any 2 nodes at once; any one failure domain",
+        ),
+        (
+            "aaaa",
+            1,
+            "4 nodes in 1 failure domain: replicas go to other nodes of it; memory survives the loss of any "
+            "one node; no failure domain",
+        ),
+        (
+            "aabb",
+            0,
+            "4 nodes in 2 failure domains: no replicas; memory survives the loss of no node; no failure "
+            "domain",
+        ),
+    ],
+)
+def test_line_says_where_replicas_go_and_what_that_covers(
+    racks: str, factor: int, line: str
+) -> None:
+    nodes = ["n0", "n1", "n2", "n3"]
+    topology = with_domains(make_topology(nodes), dict(zip(nodes, racks, strict=True)))
+    assert describe_domains(topology, place_replicas(topology, factor)) == line
 
 
 @given(topologies_and_factors())

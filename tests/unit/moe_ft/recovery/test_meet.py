@@ -53,6 +53,23 @@ def test_node_whose_name_cannot_be_a_directory_is_refused(
         meet_alone(config, opened)
 
 
+@pytest.mark.parametrize("node", ["gpu-1", "gpu-2"])
+def test_rank_knows_the_failure_domain_of_each_node_or_the_job_is_refused(
+    tmp_path: Path, opened: ExitStack, node: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "racks").write_text("gpu-1 rack-a\n")
+    config = config_of(tmp_path)
+    memory = replace(config.memory, node_id=node, failure_domain=str(tmp_path / "racks"))
+    config = replace(config, memory=memory)
+    if node == "gpu-2":
+        with pytest.raises(ConfigError, match=r"failure-domain=.*racks .* know gpu-2 \(1 of 1\)"):
+            meet_alone(config, opened)
+        return
+    assert meet_alone(config, opened).site.topology.domains == ("rack-a",)
+    said = capsys.readouterr().err
+    assert "moe_ft: 1 node in 1 failure domain: no replicas; memory survives the loss of" in said
+
+
 def test_cuts_of_the_state_are_a_setting_that_it_depends_on(
     tmp_path: Path, opened: ExitStack
 ) -> None:
