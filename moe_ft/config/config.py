@@ -60,6 +60,11 @@ class MemoryConfig(Part):
         "commas; default: the one towards MASTER_ADDR",
         metavar="NAME,...",
     )
+    streams: int = setting(
+        1,
+        "connections that share what two ranks exchange; more than 1 for networks that limit each",
+        bounds=Bounds(at_least=1, at_most=8),
+    )
     job_id: str | None = setting(
         None,
         "name of the job, the same after a restart; default: SLURM_JOB_ID, or torchrun's --rdzv-id",

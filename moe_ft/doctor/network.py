@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.pool import ThreadPool
@@ -17,15 +18,9 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
-from moe_ft.engine.links.messages import (
-    CHUNK_BYTES,
-    PROGRESS_TIMEOUT_S,
-    Deadline,
-    pass_over,
-    receive,
-    send_all,
-)
+from moe_ft.engine.links.messages import pass_over, receive
 from moe_ft.engine.links.peers import open_connection
+from moe_ft.engine.links.transport import CHUNK_BYTES, PROGRESS_TIMEOUT_S, Connection, Deadline
 from moe_ft.files.patience import SLOWEST_BYTES_PER_S
 
 _REACH, _RATE, _CLOCK, _GROUP = "reach", "bandwidth", "clocks", "groups"
@@ -49,7 +44,7 @@ class _Ask(IntEnum):
     DONE = 3  # answered when everything before it has arrived
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: Connection) -> None:
     """Answer the requests of a node until it closes the connection."""
     try:
         while True:
@@ -59,7 +54,7 @@ def serve(connection: socket.socket) -> None:
                 pass_over(connection, num_bytes, Deadline(PROGRESS_TIMEOUT_S))
             else:
                 answer = _TIME.pack(time.time_ns())
-                send_all(connection, answer, Deadline(PROGRESS_TIMEOUT_S))
+                connection.send(answer, Deadline(PROGRESS_TIMEOUT_S))
     except OSError:  # it has closed the connection, or the other side reports the failure
         return
 
@@ -74,14 +69,14 @@ class Trip:
 
 def ping(address: Address, token: str) -> Trip:
     """Connect to a node and ask for its time; raises OSError if it does not answer."""
-    with open_connection(address, token) as connection:
+    with closing(open_connection(address, token)) as connection:
         return min((_ask_time(connection) for _ in range(_NUM_TRIPS)), key=lambda t: t.round_trip_s)
 
 
-def _ask_time(connection: socket.socket) -> Trip:
+def _ask_time(connection: Connection) -> Trip:
     deadline = Deadline(PROGRESS_TIMEOUT_S)
     wall_ns, start_s = time.time_ns(), time.perf_counter()
-    send_all(connection, _REQUEST.pack(_Ask.TIME, 0), deadline)
+    connection.send(_REQUEST.pack(_Ask.TIME, 0), deadline)
     (theirs_ns,) = _TIME.unpack(receive(connection, _TIME.size, deadline))
     trip_s = time.perf_counter() - start_s
     return Trip(round_trip_s=trip_s, ahead_s=(theirs_ns - wall_ns) / 1e9 - trip_s / 2)
@@ -98,16 +93,16 @@ def transfer(address: Address, token: str, num_bytes: int, most_s: float) -> tup
     """
     content = memoryview(bytes(min(CHUNK_BYTES, num_bytes)))
     sent = 0
-    with open_connection(address, token) as connection:
+    with closing(open_connection(address, token)) as connection:
         start_s = time.perf_counter()
         while sent < num_bytes and time.perf_counter() - start_s < most_s:
             piece = content[: num_bytes - sent]
             deadline = Deadline(PROGRESS_TIMEOUT_S)
-            send_all(connection, _REQUEST.pack(_Ask.TAKE, len(piece)), deadline)
-            send_all(connection, piece, deadline)
+            connection.send(_REQUEST.pack(_Ask.TAKE, len(piece)), deadline)
+            connection.send(piece, deadline)
             sent += len(piece)
         deadline = Deadline(PROGRESS_TIMEOUT_S)
-        send_all(connection, _REQUEST.pack(_Ask.DONE, 0), deadline)
+        connection.send(_REQUEST.pack(_Ask.DONE, 0), deadline)
         receive(connection, _TIME.size, deadline)
         return sent, time.perf_counter() - start_s
 

@@ -53,7 +53,7 @@ def build_engine(
     reports = messages.reports
     if replicator is None and context.peers:
         replicator = PeerReplicator(
-            context.peers, context.token, reports, context.phase_hook, clock
+            context.peers, context.token, reports, context.phase_hook, clock, settings.num_streams
         )
     records = RecordLog(complete_record)
     writer = _build_writer(settings, context, records, replicator, reports, clock, make_worker)

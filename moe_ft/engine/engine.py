@@ -59,6 +59,7 @@ class EngineSettings:
         persist_interval: complete snapshots between those that go to storage, 0 for never.
         dense_interval: iterations between whole states that go to storage, 0 for none before the end.
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
+        num_streams: connections to each peer.
     """
 
     interval: int | None
@@ -67,6 +68,7 @@ class EngineSettings:
     raises: bool
     staging_bytes: int = 0
     dense_interval: int = 0
+    num_streams: int = 1
 
     @property
     def persists(self) -> bool:

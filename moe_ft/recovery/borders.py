@@ -217,7 +217,9 @@ class _Nodes:
         if node not in self._connections:
             address = self._met.site.topology.lowest_on_node(node).address
             assert address is not None
-            self._connections[node] = PeerConnection(address, self._met.token)
+            self._connections[node] = PeerConnection(
+                address, self._met.token, self._met.config.memory.streams
+            )
         return self._connections[node]
 
     def close(self) -> None:

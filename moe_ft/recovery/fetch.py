@@ -59,7 +59,8 @@ def open_readers(met: Met, claimed: Claimed) -> Readers:
         assert version.node is not None
         address = met.site.topology.lowest_on_node(version.node).address
         assert address is not None
-        return PeerReader(PeerConnection(address, met.token), version)
+        connection = PeerConnection(address, met.token, met.config.memory.streams)
+        return PeerReader(connection, version)
 
     return Readers(open_source)
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.memory.job_directory import index_paths, is_breakpoint
-from moe_ft.engine.persist.manifests import find_manifests, read_manifest
+from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint
+from moe_ft.engine.persist.manifests import checkpoints
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, read_private
-from moe_ft.files.storage import Storage
+from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import IndexHead
+from moe_ft.format.manifest import Manifest
 from moe_ft.planning.recovery import Version
 from moe_ft.planning.remains import FoundLog
 
@@ -108,17 +109,16 @@ class Inventory:
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
     """Return the state of any ranks of this job in a node's memory directory; that of others is not used."""
     inventory = Inventory()
-    paths, refused = index_paths(node_dir)
-    for problem in refused:
-        inventory.problems.append(Problem(text=f"memory of node {node}: {problem}", is_state=True))
-    for path in paths:
-        where = f"memory of node {node}: {path.parent.name}/{path.name}"
+    for path, index in find_indexes(node_dir, IndexHead):
+        where = f"memory of node {node}: {path.relative_to(node_dir)}"
         try:
-            index = decode(read_private(path), IndexHead, where)
+            if isinstance(index, OSError):
+                raise index
             open_private(path.parent / index.file).close()  # raises for a file that is not ours
             check_region(index, path)
         except OSError as error:
-            inventory.problems.append(Problem(text=_describe(error, where), is_state=True))
+            reason = str(error).removeprefix(str(path)).lstrip(": ")
+            inventory.problems.append(Problem(text=f"{where}: {reason}", is_state=True))
             continue
         if index.identity.job_id != job_id:
             reason = f"{where} is of another job, '{index.identity.job_id}'"
@@ -181,38 +181,33 @@ def look_at_storage(storage: Storage) -> Inventory:
     """Return the checkpoints of a persist directory, of any job: the user named the directory."""
     inventory = Inventory()
     try:
-        for iteration in storage.iterations():
-            _look_at_iteration(storage, iteration, inventory)
+        for iteration, path, found in checkpoints(storage):
+            directory = f"{storage.url}/{iteration_directory(iteration)}"
+            if isinstance(found, Manifest):
+                _add_checkpoint(inventory, directory, found)
+            elif found is None:
+                reason = f"{directory} has no manifest: it was never completed"
+                inventory.problems.append(Problem(text=reason, is_state=False))
+            else:
+                is_unread = not isinstance(found, CorruptStateError)
+                prefix = f"{storage.url}/{path} cannot be read: {type(found).__name__}: "
+                text = f"{prefix * is_unread}{found}"
+                inventory.problems.append(
+                    Problem(text=text, is_state=True, iteration=iteration, is_unread=is_unread)
+                )
     except Exception as error:  # back ends raise anything
         reason = f"{storage.url} cannot be read: {type(error).__name__}: {error}"
         inventory.problems.append(Problem(text=reason, is_state=True, is_unread=True))
     return inventory
 
 
-def _look_at_iteration(storage: Storage, iteration: int, inventory: Inventory) -> None:
-    directory = f"{storage.url}/iter_{iteration:07d}"
-    paths = find_manifests(storage, iteration)
-    if not paths:
-        reason = f"{directory} has no manifest: it was never completed"
-        inventory.problems.append(Problem(text=reason, is_state=False))
-    for path in paths:
-        try:
-            manifest = read_manifest(storage, path)
-        except CorruptStateError as error:
-            inventory.problems.append(Problem(text=str(error), is_state=True, iteration=iteration))
-            continue
-        except Exception as error:  # back ends raise anything
-            reason = f"{storage.url}/{path} cannot be read: {type(error).__name__}: {error}"
-            inventory.problems.append(
-                Problem(text=reason, is_state=True, iteration=iteration, is_unread=True)
-            )
-            continue
-        inventory.lineages.add(manifest.identity.lineage)
-        identity = inventory.add_identity(directory, manifest.identity)
-        first = _version(identity, 0, iteration, manifest.window, "")
-        inventory.versions += [
-            replace(first, rank=file.rank, path=file.index, file=file) for file in manifest.files
-        ]
+def _add_checkpoint(inventory: Inventory, directory: str, manifest: Manifest) -> None:
+    inventory.lineages.add(manifest.identity.lineage)
+    identity = inventory.add_identity(directory, manifest.identity)
+    first = _version(identity, 0, manifest.iteration, manifest.window, "")
+    inventory.versions += [
+        replace(first, rank=file.rank, path=file.index, file=file) for file in manifest.files
+    ]
 
 
 def _version(identity: Identity, rank: int, iteration: int, window: int, path: str) -> Version:
@@ -233,7 +228,3 @@ def _version(identity: Identity, rank: int, iteration: int, window: int, path: s
 def _shared_json(settings: Mapping[str, Any]) -> str:
     # They are long and the same for all ranks; one object is sent only once.
     return sys.intern(msgspec.json.encode(settings, order="sorted").decode())
-
-
-def _describe(error: OSError, where: str) -> str:
-    return str(error) if str(error).startswith(where) else f"{where}: {error}"

@@ -103,6 +103,7 @@ def _build(
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
+            num_streams=config.memory.streams,
         ),
         EngineContext(
             rank=met.site.rank,

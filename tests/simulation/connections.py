@@ -146,6 +146,7 @@ class End:
     def finish(self) -> None:
         if not self._has_sent_end:
             self._has_sent_end = True
+            self._network.kernel.wake(self.writable)
             self._transmit(None, 0)
 
     def stop_reading(self) -> None:

@@ -39,6 +39,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         recovery: as --moe-ft-recovery takes it.
         later: layouts of the starts after the first; those after these have the last one.
         fan_out: ranks of a group of the agreement.
+        streams: as --moe-ft-streams takes it.
     """
 
     nodes: int = 2
@@ -59,6 +60,7 @@ class Setup(Shape, frozen=True, kw_only=True):
     recovery: str = "auto"
     later: tuple[Shape, ...] = ()
     fan_out: int = FAN_OUT
+    streams: int = 1
 
     def shape_of(self, start: int) -> Shape:
         """Return the layout of a start."""
@@ -102,6 +104,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 replication_factor=self.replication,
                 breakpoints=self.breakpoints,
                 upstream_log=self.upstream_log,
+                streams=self.streams,
             ),
             storage=StorageConfig(
                 persist_dir=storage,

@@ -8,6 +8,7 @@ repairs in place are in repairs/mutations.py.
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
@@ -19,7 +20,9 @@ from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
+from moe_ft.engine.links import streams
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.links.streams import Streams
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
@@ -389,3 +392,32 @@ def end_of_the_replay_left_out(patches: Patches) -> None:
 def weights_changed_under_a_breakpoint(patches: Patches) -> None:
     """The optimizer steps while a breakpoint is written."""
     patches.set(Checkpoints, "begin_update", lambda self: None)
+
+
+@mutation
+def pieces_in_the_places_of_others(patches: Patches) -> None:
+    """Of a body that several streams carry, two pieces go where the other one belongs."""
+    original = streams._pieces
+
+    def pieces(contents: Any) -> Any:
+        found = list(original(contents))
+        (first, one), (second, other), *rest = found
+        if len(one) != len(other):
+            return iter(found)
+        return iter([(second, one), (first, other), *rest])
+
+    patches.set(streams, "_pieces", pieces)
+
+
+@mutation
+def streams_not_waited_for(patches: Patches) -> None:
+    """A body that several streams carry counts as over while they may still write."""
+
+    def together(self: Streams, act: Any) -> None:
+        threads = [threading.Thread(target=act, args=(each,)) for each in self._all]
+        for each in threads:
+            each.start()
+        threads[0].join()
+
+    patches.set(Streams, "_together", together)
+    patches.set(streams._Places, "check_are_full", lambda self: None)

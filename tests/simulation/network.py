@@ -51,6 +51,7 @@ class Network:
         has_outage: whether something may be unreachable.
         has_slowness: whether some nodes may be slow.
         has_corruption: whether bits are to be flipped.
+        resets_some: whether half of the connections between two nodes survive a reset.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -58,6 +59,7 @@ class Network:
         self.random = kernel.random.random
         self.on_cut: list[Callable[[list[str], list[str]], None]] = []
         self.has_outage = self.has_slowness = self.has_corruption = False
+        self.resets_some = False
         self._hosts: dict[str, Host] = {}  # by node
         self._ends: dict[End, None] = {}
         self._lost: dict[str, None] = {}
@@ -320,10 +322,16 @@ class Network:
         self._cut([node], [each for each in self._hosts if each != node])
 
     def _cut(self, a: list[str], b: list[str]) -> None:
+        spared: dict[End, bool] = {}
         for end in list(self._ends):
             own, other = end.host.node, end.peer.host.node
             if (own in a and other in b) or (own in b and other in a):
-                end.reset()
+                if end.peer in spared:
+                    spared[end] = spared[end.peer]
+                else:
+                    spared[end] = self.resets_some and self.random() < 0.5
+                if not spared[end]:
+                    end.reset()
         for act in self.on_cut:
             act(a, b)
 

@@ -192,6 +192,7 @@ def draw(
     if setup.breakpoints:
         faults = _add_strangers(faults, random.Random(f"strangers {seed}"))
     setup = variations.add_levels(setup, random.Random(f"levels {seed}"))
+    setup = variations.add_streams(setup, random.Random(f"connections {seed}"))
     many = random.Random(f"many ranks {seed}")
     if not setup.later and many.random() < variations.SHARE_OF_MANY:
         setup = variations.with_many_ranks(setup, many)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_ft.engine.links import streams
 from moe_ft.planning import levels
 from tests.simulation import (
     collectives,
@@ -27,6 +28,7 @@ from tests.simulation.oracle import Oracle, describe
 from tests.simulation.repairs import machine, store
 from tests.simulation.schedule import Schedule
 
+_PIECE_BYTES = 300
 _MORE_STARTS = 3  # after the last one with a fault; a state that fails twice is passed over
 _LONGEST_RESTART_S = 20.0
 
@@ -92,6 +94,8 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
     injection = Injection(job, oracle)
     patches = Patches()
     patches.set(levels, "FAN_OUT", schedule.setup.fan_out)
+    patches.set(streams, "PIECE_BYTES", _PIECE_BYTES)
+    world.network.resets_some = schedule.setup.streams > 1
     gc.disable()  # destructors at any time would make two runs of a seed different
     try:
         with active(world):

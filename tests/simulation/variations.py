@@ -107,6 +107,12 @@ def add_levels(setup: Setup, rng: random.Random) -> Setup:
     return changed
 
 
+def add_streams(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup in which some pairs of ranks have several streams."""
+    changed: Setup = msgspec.structs.replace(setup, streams=rng.choice((1, 1, 1, 2, 3)))
+    return changed
+
+
 def with_many_ranks(setup: Setup, rng: random.Random) -> Setup:
     """Return a job of more ranks than a group of the agreement has, as it is without changes."""
     dp = rng.choice((9, 10, 12))

@@ -3,48 +3,52 @@
 What is served is server.py; doctor serves its own conversation. No torch.
 """
 
-import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
-from moe_ft.engine.links.addresses import listen
-from moe_ft.engine.links.messages import Deadline, challenge_client
+from moe_ft.engine.links.messages import challenge_client
+from moe_ft.engine.links.tcp import TCP
+from moe_ft.engine.links.transport import Connection, Deadline, Listener, Transport
 
 # Strangers get little: so many connections at a time, for so long. A peer needs milliseconds, and tries again
 # for PROGRESS_TIMEOUT_S, in which those who hold all of them have lost them.
 MAX_STRANGERS = 64
 STRANGER_S = 3.0
 _PAUSE_S = 0.5  # after a failure that is not of one connection, such as a lack of descriptors
-_IDLE_S, _PROBE_S, _NUM_PROBES = 60, 10, 6  # until a peer that is silent is known to be gone
 
 
 class PeerListener:
     """Listens for the ranks of one start, until it is closed."""
 
     def __init__(
-        self, host: str, serve: Callable[[socket.socket], None], report: Callable[[str], None]
+        self,
+        host: str,
+        serve: Callable[[Connection], None],
+        report: Callable[[str], None],
+        transport: Transport = TCP,
     ) -> None:
         """Take what is called: `serve` with each peer that is let in, in a thread of its own.
 
         `report` is called by any thread with the reason when connections cannot be accepted.
         """
         self._host, self._serve_peer, self._report = host, serve, report
+        self._transport = transport
         self._token = ""
-        self._listeners: list[socket.socket] = []
+        self._listeners: Sequence[Listener] = ()
         self._is_closed = threading.Event()  # threads of an earlier start have their own
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def start(self) -> int:
         """Listen; return the port. Raises OSError if that cannot be done."""
         self._is_closed = threading.Event()
-        self._listeners = listen(self._host)
+        self._listeners = self._transport.listen(self._host)
         for listener in self._listeners:
             args = (listener, self._is_closed)
             threading.Thread(
                 target=self._accept, args=args, name="moe_ft-peers", daemon=True
             ).start()
-        return int(self._listeners[0].getsockname()[1])
+        return self._listeners[0].port
 
     def admit(self, token: str) -> None:
         """Let in whoever knows the token; before, nobody is."""
@@ -54,17 +58,15 @@ class PeerListener:
         """Stop listening."""
         self._is_closed.set()
         for listener in self._listeners:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-        self._listeners = []
+        self._listeners = ()
 
-    def _accept(self, listener: socket.socket, is_closed: threading.Event) -> None:
+    def _accept(self, listener: Listener, is_closed: threading.Event) -> None:
         """Accept until `close`, whatever fails; of failures in a row the first one is reported."""
         is_failing = False
         while not is_closed.is_set():
             try:
-                self._open(listener.accept()[0])
+                self._open(listener.accept())
                 is_failing = False
             except (OSError, RuntimeError) as error:  # RuntimeError: of a thread that cannot start
                 if is_closed.is_set():
@@ -77,7 +79,7 @@ class PeerListener:
                 is_failing = True
                 is_closed.wait(_PAUSE_S)
 
-    def _open(self, connection: socket.socket) -> None:
+    def _open(self, connection: Connection) -> None:
         if not self._strangers.acquire(blocking=False):
             connection.close()
             return
@@ -89,8 +91,8 @@ class PeerListener:
             connection.close()
             raise
 
-    def _run(self, connection: socket.socket) -> None:
-        with connection:
+    def _run(self, connection: Connection) -> None:
+        with closing(connection):
             try:
                 is_peer = self._is_peer(connection)
             finally:
@@ -98,16 +100,11 @@ class PeerListener:
             if is_peer:
                 self._serve_peer(connection)
 
-    def _is_peer(self, connection: socket.socket) -> bool:
+    def _is_peer(self, connection: Connection) -> bool:
         if not self._token:
             return False
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             challenge_client(connection, self._token, Deadline(STRANGER_S))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
         except OSError:  # no failure of this rank: a peer reports it itself
             return False
         return True

@@ -7,17 +7,13 @@ both (HMAC-SHA256, RFC 2104). It has a fixed size: nothing is allocated or parse
 
 import hmac
 import secrets
-import socket
 import struct
-import time
 from typing import Annotated
 
 import msgspec
 
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S
+from moe_ft.engine.links.transport import CHUNK_BYTES, Connection, Deadline
 
-CHUNK_BYTES = 8 << 20
-PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received
 _MAX_HEADER_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
 _GREETING = b"moe_ft/1"
@@ -70,6 +66,18 @@ class GetParts(msgspec.Struct, frozen=True, tag=True):
     ranges: tuple[tuple[int, int], ...]
 
 
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Take this connection for one stream of a pair: the last one of them carries everything else too.
+
+    Attributes:
+        pair: the same for its streams, and for no other.
+        num_before: streams that have joined it before, if this is the last one.
+    """
+
+    pair: str
+    num_before: int | None = None
+
+
 class Reply(msgspec.Struct, frozen=True, tag=True):
     """Answers all of them; an empty error means success. Followed by num_bytes raw bytes.
 
@@ -82,90 +90,32 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     checksum: str = ""
 
 
-REQUEST = msgspec.json.Decoder(Put | Get | GetParts)
+REQUEST = msgspec.json.Decoder(Put | Get | GetParts | Join)
 REPLY = msgspec.json.Decoder(Reply)
 
 
-class Deadline:
-    """The end of one message, or of several. Owned by one thread."""
-
-    def __init__(self, total_s: float, silence_s: float | None = None) -> None:
-        """Begin now.
-
-        Args:
-            total_s: seconds for everything.
-            silence_s: seconds for each step, which ends with the next bytes; None for all of them.
-        """
-        self._total_s, self._end_s = total_s, time.monotonic() + total_s
-        self._silence_s = total_s if silence_s is None else silence_s
-
-    @classmethod
-    def for_bytes(cls, num_bytes: int) -> "Deadline":
-        """Return the deadline of a message with so many bytes, which may never stop for long.
-
-        All ranks wait for the slowest peer before a window is complete: the rate is that at which the writer
-        is given up. Eight ranks of a node need 1.3 Gb/s for it, less than networks for training have.
-        """
-        return cls(PROGRESS_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S, PROGRESS_TIMEOUT_S)
-
-    @property
-    def is_over(self) -> bool:
-        """True if no time is left."""
-        return time.monotonic() >= self._end_s
-
-    @property
-    def rest_s(self) -> float:
-        """Seconds that are left; raises TimeoutError if none are."""
-        rest_s = self._end_s - time.monotonic()
-        if rest_s <= 0:
-            raise TimeoutError(f"not done within {self._total_s:.1f} s")
-        return rest_s
-
-    def limit(self, connection: socket.socket) -> None:
-        """Limit the next step of a connection."""
-        connection.settimeout(min(self._silence_s, self.rest_s))
-
-
 def send(
-    connection: socket.socket, header: Put | Get | GetParts | Reply, deadline: Deadline
+    connection: Connection, header: Put | Get | GetParts | Join | Reply, deadline: Deadline
 ) -> None:
     """Send a header."""
     encoded = msgspec.json.encode(header)
-    send_all(connection, _LENGTH.pack(len(encoded)) + encoded, deadline)
+    connection.send(_LENGTH.pack(len(encoded)) + encoded, deadline)
 
 
-def send_all(connection: socket.socket, content: bytes | memoryview, deadline: Deadline) -> None:
-    """Send everything, in steps that show whether the other side reads; raises OSError if it does not."""
-    rest = memoryview(content)
-    while rest:
-        deadline.limit(connection)
-        rest = rest[connection.send(rest[:CHUNK_BYTES]) :]
-
-
-def receive_into(connection: socket.socket, target: memoryview, deadline: Deadline) -> None:
-    """Fill a buffer; raises ConnectionError if the other side closes before that."""
-    while target:
-        deadline.limit(connection)
-        count = connection.recv_into(target, min(len(target), CHUNK_BYTES))
-        if count == 0:
-            raise ConnectionError("the other side closed the connection")
-        target = target[count:]
-
-
-def receive(connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+def receive(connection: Connection, num_bytes: int, deadline: Deadline) -> bytearray:
     """Return the next bytes."""
     content = bytearray(num_bytes)
-    receive_into(connection, memoryview(content), deadline)
+    connection.receive_into(memoryview(content), deadline)
     return content
 
 
-def pass_over(connection: socket.socket, num_bytes: int, deadline: Deadline) -> None:
+def pass_over(connection: Connection, num_bytes: int, deadline: Deadline) -> None:
     """Receive what nobody wants, so that the next message can follow."""
     while num_bytes > 0:
         num_bytes -= len(receive(connection, min(num_bytes, CHUNK_BYTES), deadline))
 
 
-def receive_header(connection: socket.socket, deadline: Deadline) -> bytearray:
+def receive_header(connection: Connection, deadline: Deadline) -> bytearray:
     """Return the next header; raises ConnectionError if it is none."""
     (num_bytes,) = _LENGTH.unpack(receive(connection, _LENGTH.size, deadline))
     if num_bytes > _MAX_HEADER_BYTES:
@@ -173,20 +123,20 @@ def receive_header(connection: socket.socket, deadline: Deadline) -> bytearray:
     return receive(connection, num_bytes, deadline)
 
 
-def receive_challenge(connection: socket.socket, deadline: Deadline) -> bytes:
+def receive_challenge(connection: Connection, deadline: Deadline) -> bytes:
     """Return the server's challenge; raises ConnectionError if it has too many strangers or no token yet."""
     return bytes(receive(connection, len(_GREETING) + _NONCE_BYTES, deadline))
 
 
 def answer_challenge(
-    connection: socket.socket, token: str, challenge: bytes, deadline: Deadline
+    connection: Connection, token: str, challenge: bytes, deadline: Deadline
 ) -> None:
     """Prove the token to the server; raises ConnectionError if that does not know it too."""
     greeting, theirs = challenge[: len(_GREETING)], challenge[len(_GREETING) :]
     if greeting != _GREETING:
         raise ConnectionError(f"what listens there is no server of {_GREETING.decode()}")
     own = secrets.token_bytes(_NONCE_BYTES)
-    send_all(connection, own + _proof(token, b"client", theirs, own), deadline)
+    connection.send(own + _proof(token, b"client", theirs, own), deadline)
     try:
         proof = bytes(receive(connection, _PROOF_BYTES, deadline))
     except ConnectionError:
@@ -195,15 +145,15 @@ def answer_challenge(
         raise ConnectionError("the token is wrong: another job or an older start")
 
 
-def challenge_client(connection: socket.socket, token: str, deadline: Deadline) -> None:
+def challenge_client(connection: Connection, token: str, deadline: Deadline) -> None:
     """Have a client prove the token, then prove it to the client; raises ConnectionError if it does not."""
     own = secrets.token_bytes(_NONCE_BYTES)
-    send_all(connection, _GREETING + own, deadline)
+    connection.send(_GREETING + own, deadline)
     answer = bytes(receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline))
     theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"client", own, theirs)):
         raise ConnectionError("the token is wrong: another job or an older start")
-    send_all(connection, _proof(token, b"server", own, theirs), deadline)
+    connection.send(_proof(token, b"server", own, theirs), deadline)
 
 
 def _proof(token: str, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:

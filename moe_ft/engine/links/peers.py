@@ -1,12 +1,12 @@
 """Host memory of other nodes: sending replicas to peers, reading theirs. The other side is server.py.
 
-Plain TCP connections between pairs of ranks: if one pair fails, only that pair stops. In a process group one
+Plain connections between pairs of ranks: if one pair fails, only that pair stops. In a process group one
 rank's timeout would stop all of them.
 """
 
-import socket
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,20 +14,20 @@ from functools import partial
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import (
-    PROGRESS_TIMEOUT_S,
     REPLY,
-    Deadline,
     Get,
     GetParts,
+    Join,
     Put,
     Reply,
     answer_challenge,
-    receive,
     receive_challenge,
     receive_header,
     send,
-    send_all,
 )
+from moe_ft.engine.links.streams import Streams
+from moe_ft.engine.links.tcp import TCP
+from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.job import ReplicationResult
@@ -71,13 +71,19 @@ class Replica:
 class PeerConnection:
     """A connection to one peer. Owned by one thread."""
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
-        self._address, self._token = address, token
-        self._connection: socket.socket | None = None
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        num_streams: int = 1,
+        transport: Transport = TCP,
+    ) -> None:
+        self._open = partial(open_streams, address, token, num_streams, transport)
+        self._connection: Streams | None = None
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Streams:
         if self._connection is None:
-            self._connection = open_connection(self._address, self._token)
+            self._connection = self._open()
         return self._connection
 
     def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
@@ -109,18 +115,9 @@ class PeerConnection:
         num_bytes = request.data_bytes + request.slot_bytes
         deadline = Deadline.for_bytes(len(content) + num_bytes)
         send(connection, request, deadline)
-        send_all(connection, content, deadline)
-        data = memoryview(replica.region.mapping)
-        half = (replica.start_byte + replica.end_byte) // 2
-        send_all(connection, data[replica.start_byte : half], deadline)
-        phase_hook(Phase.REPLICATE, index.iteration)
-        send_all(connection, data[half : replica.end_byte], deadline)
-        for name in slots:
-            assert replica.pool is not None
-            unit = index.units[name]
-            with memoryview(replica.pool.mapping) as pooled:
-                place = slice(unit.offset, unit.offset + unit.num_bytes)
-                send_all(connection, pooled[place], deadline)
+        connection.send(content, deadline)
+        hook = partial(phase_hook, Phase.REPLICATE, index.iteration)
+        connection.send_body(_contents(replica, slots, hook), num_bytes, deadline)
         check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error:
@@ -151,7 +148,8 @@ class PeerConnection:
                 reply = REPLY.decode(receive_header(connection, deadline))
             deadline = Deadline.for_bytes(reply.num_bytes)
             with waiting(deadline.rest_s):
-                content = receive(connection, reply.num_bytes, deadline)
+                content = bytearray(reply.num_bytes)
+                connection.receive_body([memoryview(content)], reply.num_bytes, deadline)
         except BaseException:
             self.close()  # in the middle of a message
             raise
@@ -166,10 +164,47 @@ class PeerConnection:
             self._connection = None
 
 
-def open_connection(address: tuple[str, int], token: str) -> socket.socket:
+def _contents(
+    replica: "Replica", slots: Sequence[str], hook: Callable[[], None]
+) -> Iterator[memoryview]:
+    """Yield what follows the index of a replica; call a hook in the middle of the stretch."""
+    data = memoryview(replica.region.mapping)
+    half = (replica.start_byte + replica.end_byte) // 2
+    yield data[replica.start_byte : half]
+    hook()
+    yield data[half : replica.end_byte]
+    for name in slots:
+        assert replica.pool is not None
+        unit = replica.index.units[name]
+        with memoryview(replica.pool.mapping) as pooled:
+            yield pooled[unit.offset : unit.offset + unit.num_bytes]
+
+
+def open_streams(
+    address: tuple[str, int], token: str, num_streams: int, transport: Transport
+) -> Streams:
+    """Return connections to a peer that carry large bodies together; raises OSError if that fails."""
+    pair = secrets.token_bytes(16).hex()
+    opened: list[Connection] = []
+    try:
+        while len(opened) < num_streams:
+            opened.append(open_connection(address, token, transport))
+            if num_streams > 1:
+                deadline, is_last = Deadline(PROGRESS_TIMEOUT_S), len(opened) == num_streams
+                send(opened[-1], Join(pair, num_streams - 1 if is_last else None), deadline)
+                reply = REPLY.decode(receive_header(opened[-1], deadline))
+                if reply.error:
+                    raise ConnectionError(reply.error)
+    except BaseException:
+        Streams(*opened).close()
+        raise
+    return Streams(*reversed(opened))
+
+
+def open_connection(address: tuple[str, int], token: str, transport: Transport = TCP) -> Connection:
     """Return a connection to a peer whose two sides know the token; raises OSError if that fails."""
     deadline = Deadline(PROGRESS_TIMEOUT_S)
-    while (connection := _connect(address, token, deadline)) is None:
+    while (connection := _connect(address, token, transport, deadline)) is None:
         time.sleep(_BUSY_PAUSE_S)
         if deadline.is_over:
             raise TimeoutError(
@@ -179,11 +214,12 @@ def open_connection(address: tuple[str, int], token: str) -> socket.socket:
     return connection
 
 
-def _connect(address: tuple[str, int], token: str, deadline: Deadline) -> socket.socket | None:
+def _connect(
+    address: tuple[str, int], token: str, transport: Transport, deadline: Deadline
+) -> Connection | None:
     """Return a connection; None while the server takes no strangers."""
-    connection = socket.create_connection(address, deadline.rest_s)
+    connection = transport.connect(address, deadline)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             challenge = receive_challenge(connection, deadline)
         except ConnectionError:
@@ -209,10 +245,11 @@ class PeerReplicator:
         reports: Reports,
         phase_hook: PhaseHook,
         clock: Clock,
+        num_streams: int = 1,
     ) -> None:
         self._reports, self._phase_hook, self._clock = reports, phase_hook, clock
         self._pairs = {
-            peer.rank: _Pair(PeerConnection(peer.address, token), clock)
+            peer.rank: _Pair(PeerConnection(peer.address, token, num_streams), clock)
             for peer in peers
             if peer.address
         }

@@ -5,7 +5,6 @@ listener.py lets connections in. The memory itself is memory/rank_memory.py.
 
 import mmap
 import os
-import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,22 +14,20 @@ from typing import BinaryIO
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.engine.links.messages import (
-    PROGRESS_TIMEOUT_S,
     REQUEST,
-    Deadline,
     Get,
     GetParts,
+    Join,
     Put,
     Reply,
-    pass_over,
     receive,
     receive_header,
-    receive_into,
     send,
-    send_all,
 )
 from moe_ft.engine.links.parts import VerifiedUnits
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.links.streams import Loans, Streams, Target
+from moe_ft.engine.links.tcp import TCP
+from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
@@ -57,7 +54,7 @@ class ReplicaKeeper:
             source: ReplicaStore(each.regions, each.pool) for source, each in replicas.items()
         }
 
-    def receive(self, connection: socket.socket, request: Put) -> Reply:
+    def receive(self, connection: Streams, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
 
         Raises OSError if it does not arrive in time, or cannot be meant for this rank: the connection ends.
@@ -73,7 +70,8 @@ class ReplicaKeeper:
                 f"expected {f'at most {region_bytes} bytes' if memory else 'none'}"
             )
         with self._alone(request.source):
-            deadline = Deadline.for_bytes(request.data_bytes + request.slot_bytes)
+            num_bytes = request.data_bytes + request.slot_bytes
+            deadline = Deadline.for_bytes(num_bytes)
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
                 self._check_is_expected(index, request, region_bytes)
@@ -82,9 +80,13 @@ class ReplicaKeeper:
                     index, sent, request.keep_iteration, continues=continues
                 )
             except (CorruptStateError, SnapshotError) as error:
-                pass_over(connection, request.data_bytes + request.slot_bytes, deadline)
+                connection.receive_body([num_bytes], num_bytes, deadline)
                 return Reply(error=str(error))
-            contents = _receive_contents(connection, request, index, memory.pool, region, deadline)
+            contents = {"": memoryview(region.mapping)}
+            if memory.pool is not None and request.slots:
+                contents[memory.pool.name] = memoryview(memory.pool.mapping)
+            targets = _targets(request, index, contents)
+            connection.receive_body(targets, num_bytes, deadline)
             return Reply(error=self._commit(request, index, memory, region, contents))
 
     @contextmanager
@@ -145,37 +147,24 @@ class ReplicaKeeper:
         return ""
 
 
-def _receive_contents(
-    connection: socket.socket,
-    request: Put,
-    index: Index,
-    pool: Pool | None,
-    region: Region,
-    deadline: Deadline,
-) -> dict[str, memoryview]:
-    """Receive a stretch and slots to their places; return region and pool, by the name that units use."""
-    contents = {"": memoryview(region.mapping)}
-    end_byte = request.start_byte + request.data_bytes
-    receive_into(connection, contents[""][request.start_byte : end_byte], deadline)
-    if pool is not None and request.slots:
-        contents[pool.name] = memoryview(pool.mapping)
+def _targets(request: Put, index: Index, contents: Mapping[str, memoryview]) -> Iterator[Target]:
+    """Yield the places of a stretch and of slots in region and pool, which are named as units name them."""
+    yield contents[""][request.start_byte : request.start_byte + request.data_bytes]
     for unit in map(index.units.__getitem__, request.slots):
         target = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
-        if checksum(target) == unit.checksum:  # it may be kept: nothing else may be written there
-            pass_over(connection, unit.num_bytes, deadline)
-        else:
-            receive_into(connection, target, deadline)
-    return contents
+        # If it is there it may be kept: nothing else may be written to it.
+        yield unit.num_bytes if checksum(target) == unit.checksum else target
 
 
 class PeerServer:
     """Keeps replicas for other ranks and serves this node's memory directory."""
 
-    def __init__(self, node_dir: Path, host: str) -> None:
+    def __init__(self, node_dir: Path, host: str, transport: Transport = TCP) -> None:
         self._node_dir, self._host = node_dir, host
         self._keeper = ReplicaKeeper()
         self._verified = VerifiedUnits(node_dir)
-        self._listener = PeerListener(host, self._serve, self._report)
+        self._loans = Loans()
+        self._listener = PeerListener(host, self._serve, self._report, transport)
         self._lock = threading.Lock()
         self._reports: Reports | None = None
         self._unreported: list[str] = []  # until there are reports
@@ -209,31 +198,50 @@ class PeerServer:
             else:
                 self._reports.degraded(BackgroundPart.PEER_SERVER, 0, reason)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Answer a peer's requests until it closes the connection or something is wrong with it."""
+        streams = Streams(connection)
         try:
-            while self._answer(connection):
+            while self._answer(streams):
                 pass
         except Exception as error:  # the other side learns why, and this connection ends
             reply = Reply(error=f"{type(error).__name__}: {error}")
             with suppress(OSError):
                 send(connection, reply, Deadline.for_bytes(0))
 
-    def _answer(self, connection: socket.socket) -> bool:
+    def _answer(self, connection: Streams) -> bool:
         """Answer one request; return whether there may be another."""
-        connection.settimeout(None)  # between requests a peer may be silent
-        if not connection.recv(1, socket.MSG_PEEK):
+        if not connection.wait():
             return False
         request = REQUEST.decode(receive_header(connection, Deadline.for_bytes(0)))
         if isinstance(request, Put):
             send(connection, self._keeper.receive(connection, request), Deadline.for_bytes(0))
+        elif isinstance(request, Join):
+            self._join(connection, request)
         elif isinstance(request, GetParts):
             self._get_parts(connection, request)
         else:
             self._get(connection, request)
         return True
 
-    def _get_parts(self, connection: socket.socket, request: GetParts) -> None:
+    def _join(self, connection: Streams, request: Join) -> None:
+        """Make a connection one stream of a pair, as long as that exists."""
+
+        def confirm() -> None:
+            send(connection, Reply(), Deadline.for_bytes(0))
+
+        if request.num_before is None:
+            self._loans.lend(request.pair, connection, confirm)
+            return
+        with self._loans.taken(request.pair) as others:
+            if len(others) != request.num_before:
+                raise ConnectionError(f"{len(others)} streams are there, not {request.num_before}")
+            connection.add(others)
+            confirm()
+            while self._answer(connection):
+                pass
+
+    def _get_parts(self, connection: Streams, request: GetParts) -> None:
         try:
             parts = self._verified.parts(request)
         except OSError as error:
@@ -241,9 +249,9 @@ class PeerServer:
             return
         deadline = Deadline.for_bytes(len(parts))
         send(connection, Reply(num_bytes=len(parts), checksum=checksum(parts)), deadline)
-        send_all(connection, parts, deadline)
+        connection.send_body([memoryview(parts)], len(parts), deadline)
 
-    def _get(self, connection: socket.socket, request: Get) -> None:
+    def _get(self, connection: Streams, request: Get) -> None:
         try:
             check_path(request.path, "a request")
             with open_private(self._node_dir / request.path) as file:
@@ -253,7 +261,7 @@ class PeerServer:
             return
         deadline = Deadline.for_bytes(len(content))
         send(connection, Reply(num_bytes=len(content)), deadline)
-        send_all(connection, content, deadline)
+        connection.send_body([content], len(content), deadline)
 
 
 def _range_of(file: BinaryIO, request: Get) -> memoryview:

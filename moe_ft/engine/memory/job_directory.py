@@ -22,6 +22,8 @@ import psutil
 
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.private_files import make_private, open_directory, read_private
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index, IndexHead
 
 MARKER_NAME = ".moe_ft_job"
 ALIVE_SUFFIX = ".alive"
@@ -72,25 +74,29 @@ def rank_and_holder(name: str) -> tuple[int | None, int | None]:
     return owner, int(match["holder"] or owner)
 
 
-def index_paths(node_dir: Path) -> tuple[list[Path], list[str]]:
-    """Return the indexes in a node's memory directory, sorted, and what cannot be looked at and why.
+def find_indexes[Kind: (Index, IndexHead)](
+    node_dir: Path, kind: type[Kind]
+) -> Iterator[tuple[Path, Kind | OSError]]:
+    """Yield the indexes in a node's memory directory, sorted; an index that cannot be read as its error.
 
-    Directories that are a link or not ours are never looked at: another user could have put them there.
+    Directories that are a link or not ours are never looked at, and yielded with that: another user could
+    have put them there.
     """
-    found: list[Path] = []
-    problems: list[str] = []
     names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
     for name in names:
         if rank_and_holder(name)[0] is None:
             continue
         try:
             with open_directory(node_dir / name) as descriptor:
-                indexes = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
+                names_in = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
         except OSError as error:
-            problems.append(f"{name}: {error}")
+            yield node_dir / name, error
             continue
-        found += [node_dir / name / index for index in indexes]
-    return found, problems
+        for path in (node_dir / name / index for index in names_in):
+            try:
+                yield path, decode(read_private(path), kind, str(path))
+            except OSError as error:
+                yield path, error
 
 
 def file_system_type(path: Path) -> str:

@@ -7,7 +7,7 @@ Files themselves are files/storage.py, what is deleted engine/persist/retention.
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_ft.engine.persist.soundness import check_manifest
 from moe_ft.errors import CorruptStateError
@@ -42,14 +42,30 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     return manifest
 
 
+def checkpoints(
+    storage: Storage, iterations: Iterable[int] | None = None
+) -> Iterator[tuple[int, str, Manifest | Exception | None]]:
+    """Yield iteration, path and manifest of all checkpoints, newest first; what cannot be read as its error.
+
+    A directory without a manifest has no path and no manifest. Raises OSError if storage cannot be listed.
+    """
+    for iteration in storage.iterations() if iterations is None else iterations:
+        for path in find_manifests(storage, iteration) or [""]:
+            try:
+                found = read_manifest(storage, path) if path else None
+            except Exception as error:  # back ends raise anything
+                yield iteration, path, error
+            else:
+                yield iteration, path, found
+
+
 def manifests(storage: Storage) -> Iterator[Found]:
     """Yield all manifests, newest first; raises OSError if storage fails: nobody knows what is there."""
-    for iteration in storage.iterations():
-        for path in find_manifests(storage, iteration):
-            try:
-                yield iteration, path, read_manifest(storage, path)
-            except CorruptStateError as error:
-                yield iteration, path, error
+    for iteration, path, found in checkpoints(storage):
+        if isinstance(found, Manifest | CorruptStateError):
+            yield iteration, path, found
+        elif found is not None:
+            raise found
 
 
 def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) -> Manifest:

@@ -11,13 +11,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory.job_directory import INDEX_NAME, is_breakpoint
-from moe_ft.engine.persist.manifests import find_manifests, read_manifest
+from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint, rank_and_holder
+from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.errors import ConfigError, UnsafePathError
 from moe_ft.files.patience import PATIENCE_S
-from moe_ft.files.private_files import read_private
 from moe_ft.files.storage import Storage, iteration_directory
-from moe_ft.format.encoding import decode
 from moe_ft.format.entries import lossy_packings
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
@@ -94,32 +92,23 @@ def _in_storage(directory: str, with_indexes: bool) -> Iterator[Holding]:
             iterations = [only] if is_there else []
     except NotADirectoryError:
         return
-    for iteration in iterations:
-        yield from _at_iteration(storage, iteration, with_indexes)
-
-
-def _at_iteration(storage: Storage, iteration: int, with_indexes: bool) -> Iterator[Holding]:
-    """Yield the checkpoints of an iteration."""
-    paths = find_manifests(storage, iteration)
-    if not paths:
-        yield Holding(
-            tier="storage",
-            place=f"{storage.url}/{iteration_directory(iteration)}",
-            iteration=iteration,
-            problem="incomplete: it has no manifest",
-        )
-    for path in paths:
-        manifest = None
+    for iteration, path, found in checkpoints(storage, iterations):
+        if found is None:
+            place = f"{storage.url}/{iteration_directory(iteration)}"
+            reason = "incomplete: it has no manifest"
+            yield Holding(tier="storage", place=place, iteration=iteration, problem=reason)
+            continue
         try:
-            manifest = read_manifest(storage, path)
-            yield _checkpoint(storage, path, manifest, with_indexes)
+            if isinstance(found, Exception):
+                raise found
+            yield _checkpoint(storage, path, found, with_indexes)
         except OSError as error:
             yield Holding(
                 tier="storage",
                 place=f"{storage.url}/{path}",
                 iteration=iteration,
                 problem=f"corrupt: {error}",
-                manifest=manifest,
+                manifest=found if isinstance(found, Manifest) else None,
                 storage=storage,
             )
 
@@ -150,19 +139,17 @@ def _checkpoint(storage: Storage, path: str, manifest: Manifest, with_indexes: b
 
 def _in_memory(directory: str) -> Iterator[Holding]:
     root = Path(directory)
-    if not root.is_dir():
-        return
-    for path in sorted(root.rglob("*.json")):
-        if not INDEX_NAME.fullmatch(path.name):
+    inside = [root, *root.rglob("r*_*")] if root.is_dir() else []
+    nodes = {each.parent for each in inside if rank_and_holder(each.name) != (None, None)}
+    for path, index in (each for node in sorted(nodes) for each in find_indexes(node, Index)):
+        if not path.is_relative_to(root):  # that of one rank
             continue
         tier = "replica" if path.parent.name.startswith("replica_") else "memory"
         tier = "breakpoint" if is_breakpoint(path) else tier
-        try:
-            index = decode(read_private(path), Index, str(path))
-        except OSError as error:
-            is_unsafe = isinstance(error, UnsafePathError)
+        if isinstance(index, OSError):
+            is_unsafe = isinstance(index, UnsafePathError)
             problem = "not trusted, as in a recovery" if is_unsafe else "corrupt"
-            yield Holding(tier=tier, place=str(path), iteration=0, problem=f"{problem}: {error}")
+            yield Holding(tier=tier, place=str(path), iteration=0, problem=f"{problem}: {index}")
             continue
         yield Holding(
             tier=tier,

@@ -14,7 +14,6 @@ import pytest
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.links.messages import (
-    Deadline,
     Reply,
     answer_challenge,
     challenge_client,
@@ -25,6 +24,8 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.links.peers import PeerConnection, Replica
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.links.tcp import TcpConnection
+from moe_ft.engine.links.transport import Deadline
 from moe_ft.engine.memory.job_directory import replica_directory
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
@@ -49,7 +50,8 @@ def authenticated(address: tuple[str, int], token: str = TOKEN) -> socket.socket
     """Return a connection to a server whose two sides know the token."""
     connection = socket.create_connection(address, DEADLINE_S)
     deadline = Deadline(DEADLINE_S)
-    answer_challenge(connection, token, receive_challenge(connection, deadline), deadline)
+    wire = TcpConnection(connection)
+    answer_challenge(wire, token, receive_challenge(wire, deadline), deadline)
     return connection
 
 
@@ -59,7 +61,7 @@ class LeapingClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._leapt_s = 0.0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self._leapt_s)
-        monkeypatch.setattr("moe_ft.engine.links.messages.time", clock)
+        monkeypatch.setattr("moe_ft.engine.links.transport.time", clock)
 
     def leap(self, seconds: float) -> None:
         """Let time pass at once."""
@@ -161,7 +163,7 @@ class FakePeer:
             for _ in range(self._num_closed):
                 self._listener.accept()[0].close()
             with self._listener.accept()[0] as connection:
-                challenge_client(connection, TOKEN, Deadline(DEADLINE_S))
+                challenge_client(TcpConnection(connection), TOKEN, Deadline(DEADLINE_S))
                 self._act(connection)
 
 
@@ -181,13 +183,13 @@ class SlowReceiver(FakePeer):
 
     def _take(self, connection: socket.socket) -> None:
         deadline = Deadline(10 * DEADLINE_S)
-        header = msgspec.json.decode(receive_header(connection, deadline))
-        receive(connection, header["index_bytes"], deadline)
+        header = msgspec.json.decode(receive_header(TcpConnection(connection), deadline))
+        receive(TcpConnection(connection), header["index_bytes"], deadline)
         for _ in range(12):
-            receive(connection, 1 << 20, deadline)
+            receive(TcpConnection(connection), 1 << 20, deadline)
             self._pause()
-        receive(connection, self._data_bytes - (12 << 20), deadline)
-        send(connection, Reply(), deadline)
+        receive(TcpConnection(connection), self._data_bytes - (12 << 20), deadline)
+        send(TcpConnection(connection), Reply(), deadline)
 
 
 def own_state(tmp_path: Path, iteration: int, number: int = 0) -> tuple[Region, Index]:

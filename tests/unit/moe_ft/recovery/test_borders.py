@@ -1,6 +1,5 @@
 """Borders of a local recovery: logs of neighbours here and on other nodes, and numbers of the job."""
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,6 +9,7 @@ import pytest
 
 from moe_ft.engine.links import peers
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.links.transport import Connection
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.local_recovery import LocalPlan
@@ -145,7 +145,7 @@ def test_node_that_cannot_be_reached_is_tried_once_and_all_of_its_logs_are_missi
 ) -> None:
     tried: list[object] = []
 
-    def refuse(address: object, token: str) -> socket.socket:
+    def refuse(address: object, *_: object) -> Connection:
         tried.append(address)
         raise ConnectionRefusedError("nobody listens")
 

@@ -8,6 +8,6 @@ PATIENCE_S = 60.0
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up later than training does; tests of deadlines set their own."""
-    for name in ("messages", "peers", "server"):
+    for name in ("transport", "peers", "server"):
         monkeypatch.setattr(f"moe_ft.engine.links.{name}.PROGRESS_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr("moe_ft.engine.links.listener.STRANGER_S", PATIENCE_S)

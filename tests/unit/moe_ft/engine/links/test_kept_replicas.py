@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from moe_ft.engine.background import PhaseHook, Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.messages import Deadline, Put, Reply, receive_header, send, send_all
+from moe_ft.engine.links.messages import Put, Reply, receive_header, send
 from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.links.tcp import TcpConnection
+from moe_ft.engine.links.transport import Deadline
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
@@ -49,8 +51,7 @@ from tests.unit.moe_ft.peer import (
 )
 from tests.waiting import wait_for
 
-DEADLINE_S = 120.0
-LENGTH = 3
+DEADLINE_S, LENGTH = 120.0, 3
 
 
 class Sender:
@@ -204,14 +205,14 @@ def test_request_that_is_served_late_does_not_replace_what_came_after_it(sender:
     # Its sender has given it up, and has sent newer snapshots over another connection since.
     late, deadline = sender.replica(window_at(2, 1), 0, keep=None), Deadline(DEADLINE_S)
     content = encode(late.index)
-    with sender.peer.connect_raw() as connection:
+    with closing(TcpConnection(sender.peer.connect_raw())) as connection:
         send(connection, Put(SOURCE, None, len(content), 0, late.end_byte), deadline)
-        send_all(connection, content[:100], deadline)
+        connection.send(content[:100], deadline)
         wait_for(served_connections, "the peer to serve the connection")
         sender.send_all(NEW)
         sender.send(window_at(8), 0, keep=7, region=1)
-        send_all(connection, content[100:], deadline)
-        send_all(connection, memoryview(late.region.mapping)[: late.end_byte], deadline)
+        connection.send(content[100:], deadline)
+        connection.send(memoryview(late.region.mapping)[: late.end_byte], deadline)
         with suppress(OSError):
             receive_header(connection, deadline)  # whether it was taken or not, it was answered
     assert sender.found() == {7: LENGTH, 8: 1}
@@ -225,11 +226,11 @@ def test_replica_with_the_index_of_another_rank_is_refused_and_the_connection_co
     own = encode(replica.index)
     data = memoryview(replica.region.mapping)[: replica.end_byte]
     errors = []
-    with sender.peer.connect_raw() as connection:
+    with closing(TcpConnection(sender.peer.connect_raw())) as connection:
         for index in (content, own):
             send(connection, Put(SOURCE, None, len(index), 0, replica.end_byte), deadline)
-            send_all(connection, index, deadline)
-            send_all(connection, data, deadline)
+            connection.send(index, deadline)
+            connection.send(data, deadline)
             reply = receive_header(connection, deadline)
             errors.append(msgspec.json.decode(reply, type=Reply).error)
     assert errors == [f"an index of rank {SOURCE + 1} in a replica of rank {SOURCE}", ""]
@@ -239,21 +240,21 @@ def test_replica_with_the_index_of_another_rank_is_refused_and_the_connection_co
 @pytest.mark.parametrize("field", ["index_bytes", "start_byte", "data_bytes", "slot_bytes"])
 def test_replica_of_a_negative_size_is_refused(sender: Sender, field: str) -> None:
     request = msgspec.structs.replace(Put(SOURCE, None, 0, 0, 0), **{field: -1})
-    with sender.peer.connect_raw() as connection:
+    with closing(TcpConnection(sender.peer.connect_raw())) as connection:
         send(connection, request, Deadline(DEADLINE_S))
         reply = receive_header(connection, Deadline(DEADLINE_S))
     assert f"`$.{field}`" in msgspec.json.decode(reply, type=Reply).error
 
 
 def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.2)
     replica = sender.replica(NEW, 0, keep=None)
     content = encode(replica.index)
     with sender.peer.connect_raw() as connection:
         request = Put(SOURCE, None, len(content), 0, replica.end_byte)
         with suppress(ConnectionError):  # it has given up already, if this machine is busy
-            send(connection, request, Deadline(DEADLINE_S))
-            send_all(connection, content, Deadline(DEADLINE_S))
+            send(TcpConnection(connection), request, Deadline(DEADLINE_S))
+            TcpConnection(connection).send(content, Deadline(DEADLINE_S))
         connection.settimeout(0.05)  # this is how slow the sender is
         end_s = time.monotonic() + DEADLINE_S
         reply = b""

@@ -5,12 +5,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from moe_ft.engine.links.messages import (
     REPLY,
-    Deadline,
     Reply,
     answer_challenge,
     challenge_client,
@@ -19,17 +19,19 @@ from moe_ft.engine.links.messages import (
     receive_challenge,
     receive_header,
     send,
-    send_all,
 )
+from moe_ft.engine.links.tcp import TcpConnection
+from moe_ft.engine.links.transport import Deadline
 
-Pair = tuple[socket.socket, socket.socket]
+Pair = tuple[TcpConnection, TcpConnection]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    left, right = socket.socketpair()
-    with left, right:
-        yield left, right
+    left, right = map(TcpConnection, socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
 
 
 def far() -> Deadline:
@@ -37,21 +39,21 @@ def far() -> Deadline:
 
 
 def test_content_that_nobody_wants_is_passed_over(pair: Pair) -> None:
-    send_all(pair[0], b"unwanted", far())
+    pair[0].send(b"unwanted", far())
     send(pair[0], Reply(), far())
     pass_over(pair[1], len(b"unwanted"), far())
     assert REPLY.decode(receive_header(pair[1], far())) == Reply()
 
 
 def test_connection_that_is_closed_in_the_middle_is_an_error(pair: Pair) -> None:
-    send_all(pair[0], b"abc", far())
+    pair[0].send(b"abc", far())
     pair[0].close()
     with pytest.raises(ConnectionError, match="closed"):
         receive(pair[1], 4, far())
 
 
 def test_header_that_is_too_long_is_refused(pair: Pair) -> None:
-    send_all(pair[0], struct.pack(">I", 1 << 30), far())
+    pair[0].send(struct.pack(">I", 1 << 30), far())
     with pytest.raises(ConnectionError, match="1073741824 bytes"):
         receive_header(pair[1], far())
 
@@ -78,8 +80,9 @@ class Sides:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        self.server, self._server_end = socket.socketpair()
-        self.client, self._client_end = socket.socketpair()
+        server, self._server_end = socket.socketpair()
+        client, self._client_end = socket.socketpair()
+        self.server, self.client = TcpConnection(server), TcpConnection(client)
         self.said: list[bytes] = []
         ends = (self._server_end, self._client_end)
         for one, other in (ends, ends[::-1]):
@@ -91,14 +94,14 @@ class Sides:
             other.sendall(content)
         other.shutdown(socket.SHUT_WR)
 
-    def run(self, side: socket.socket, act: Callable[[socket.socket], None]) -> Future[None]:
+    def run(self, side: TcpConnection, act: Callable[[TcpConnection], None]) -> Future[None]:
         """Have one side act in a thread, and then close its connection."""
 
-        def closing() -> None:
-            with side:
+        def act_and_close() -> None:
+            with closing(side):
                 act(side)
 
-        return self._pool.submit(closing)
+        return self._pool.submit(act_and_close)
 
     def serve(self, token: str = TOKEN) -> Future[None]:
         """Have the server let in whoever knows a token."""
@@ -109,7 +112,7 @@ class Sides:
     def enter(self, token: str = TOKEN) -> Future[None]:
         """Have the client prove a token."""
 
-        def act(side: socket.socket) -> None:
+        def act(side: TcpConnection) -> None:
             deadline = Deadline(DEADLINE_S)
             answer_challenge(side, token, receive_challenge(side, deadline), deadline)
 
@@ -146,10 +149,10 @@ def test_client_with_a_wrong_token_is_refused_and_learns_it(sides: Sides, token:
 
 
 def test_server_that_does_not_know_the_token_is_refused(sides: Sides) -> None:
-    def pretend(side: socket.socket) -> None:
-        send_all(side, b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
+    def pretend(side: TcpConnection) -> None:
+        side.send(b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
         receive(side, ANSWER_BYTES, Deadline(DEADLINE_S))
-        send_all(side, bytes(PROOF_BYTES), Deadline(DEADLINE_S))
+        side.send(bytes(PROOF_BYTES), Deadline(DEADLINE_S))
 
     sides.run(sides.server, pretend)
     with pytest.raises(ConnectionError, match="the token is wrong"):
@@ -157,10 +160,10 @@ def test_server_that_does_not_know_the_token_is_refused(sides: Sides) -> None:
 
 
 def test_server_that_sends_the_clients_own_proof_back_is_refused(sides: Sides) -> None:
-    def reflect(side: socket.socket) -> None:
-        send_all(side, b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
+    def reflect(side: TcpConnection) -> None:
+        side.send(b"moe_ft/1" + bytes(32), Deadline(DEADLINE_S))
         answer = receive(side, ANSWER_BYTES, Deadline(DEADLINE_S))
-        send_all(side, bytes(answer[-PROOF_BYTES:]), Deadline(DEADLINE_S))
+        side.send(bytes(answer[-PROOF_BYTES:]), Deadline(DEADLINE_S))
 
     sides.run(sides.server, reflect)
     with pytest.raises(ConnectionError, match="the token is wrong"):
@@ -174,9 +177,9 @@ def test_answer_to_another_challenge_is_refused(sides: Sides) -> None:
     first.close()
     (heard,) = [each for each in first.said if len(each) == ANSWER_BYTES]
 
-    def repeat(side: socket.socket) -> None:
+    def repeat(side: TcpConnection) -> None:
         receive(side, CHALLENGE_BYTES, Deadline(DEADLINE_S))
-        send_all(side, heard, Deadline(DEADLINE_S))
+        side.send(heard, Deadline(DEADLINE_S))
 
     sides.run(sides.client, repeat)
     with pytest.raises(ConnectionError, match="the token is wrong"):
@@ -184,7 +187,7 @@ def test_answer_to_another_challenge_is_refused(sides: Sides) -> None:
 
 
 def test_server_of_something_else_is_named_as_such(sides: Sides) -> None:
-    sides.run(sides.server, lambda side: side.sendall(b"SSH-2.0-OpenSSH_9.6".ljust(40)))
+    sides.run(sides.server, lambda side: side.send(b"SSH-2.0-OpenSSH_9.6".ljust(40), far()))
     with pytest.raises(ConnectionError, match="what listens there is no server of moe_ft/1"):
         sides.enter().result()
 
@@ -192,9 +195,9 @@ def test_server_of_something_else_is_named_as_such(sides: Sides) -> None:
 def test_client_that_sends_a_byte_now_and_then_is_given_up_in_total(sides: Sides) -> None:
     has_ended = threading.Event()
 
-    def trickle(side: socket.socket) -> None:
+    def trickle(side: TcpConnection) -> None:
         while not has_ended.wait(0.02):
-            side.send(b"x")
+            side.send(b"x", far())
 
     sides.run(sides.client, trickle)
     try:

@@ -11,14 +11,10 @@ import pytest
 
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.messages import (
-    Deadline,
-    Reply,
-    receive_header,
-    send,
-    send_all,
-)
+from moe_ft.engine.links.messages import Reply, receive_header, send
 from moe_ft.engine.links.peers import PeerConnection, PeerReplicator, Replica
+from moe_ft.engine.links.tcp import TcpConnection
+from moe_ft.engine.links.transport import Deadline
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.index import Index
@@ -110,7 +106,7 @@ def test_replica_that_arrives_slowly_but_steadily_is_not_given_up(
     # More than the buffers of a connection hold, over a link that takes longer than the time without
     # progress that is allowed, but is never silent for as long, and faster than the slowest rate.
     clock = LeapingClock(monkeypatch)
-    monkeypatch.setattr("moe_ft.engine.links.messages.SLOWEST_BYTES_PER_S", 1e5)
+    monkeypatch.setattr("moe_ft.engine.links.transport.SLOWEST_BYTES_PER_S", 1e5)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     with (
         SlowReceiver(index.file_bytes, lambda: clock.leap(PATIENCE_S / 10)) as receiver,
@@ -123,8 +119,8 @@ def test_peer_that_reads_a_trickle_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is never silent for long, and slower than the slowest rate.
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("moe_ft.engine.links.messages.SLOWEST_BYTES_PER_S", 1e9)
+    monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("moe_ft.engine.links.transport.SLOWEST_BYTES_PER_S", 1e9)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     with (
         SlowReceiver(index.file_bytes) as receiver,
@@ -170,7 +166,7 @@ def test_peer_that_does_not_say_a_word_is_given_up(
 def test_peer_that_lets_in_and_does_not_read_is_given_up_after_a_time_without_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.2)
     region, index = fill_region(tmp_path / "own", rank=SOURCE, num_elements=1_000_000)
     is_over = threading.Event()
 
@@ -188,9 +184,9 @@ def test_peer_that_lets_in_and_does_not_read_is_given_up_after_a_time_without_pr
 
 def test_peer_that_takes_no_more_strangers_is_tried_until_it_does() -> None:
     def serve(connection: socket.socket) -> None:
-        receive_header(connection, Deadline(DEADLINE_S))
-        send(connection, Reply(num_bytes=2), Deadline(DEADLINE_S))
-        send_all(connection, b"ok", Deadline(DEADLINE_S))
+        receive_header(TcpConnection(connection), Deadline(DEADLINE_S))
+        send(TcpConnection(connection), Reply(num_bytes=2), Deadline(DEADLINE_S))
+        TcpConnection(connection).send(b"ok", Deadline(DEADLINE_S))
 
     with (
         FakePeer(serve, num_closed=2) as busy,
@@ -200,12 +196,12 @@ def test_peer_that_takes_no_more_strangers_is_tried_until_it_does() -> None:
 
 
 def test_peer_that_sends_a_trickle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.2)
     is_over = threading.Event()
 
     def trickle(connection: socket.socket) -> None:
-        receive_header(connection, Deadline(DEADLINE_S))
-        send(connection, Reply(num_bytes=1 << 20), Deadline(DEADLINE_S))
+        receive_header(TcpConnection(connection), Deadline(DEADLINE_S))
+        send(TcpConnection(connection), Reply(num_bytes=1 << 20), Deadline(DEADLINE_S))
         while not is_over.wait(0.02):
             connection.send(b"x")
 

@@ -14,9 +14,11 @@ import pytest
 
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.links.listener import PeerListener
-from moe_ft.engine.links.messages import Deadline, Get, send
+from moe_ft.engine.links.messages import Get, send
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
+from moe_ft.engine.links.tcp import TcpConnection
+from moe_ft.engine.links.transport import Connection, Deadline
 from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,
@@ -94,16 +96,16 @@ def test_symbolic_link_is_not_followed(tmp_path: Path, peer: Peer, path: str) ->
 
 
 def test_peer_that_reads_a_trickle_is_given_up(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.messages.PROGRESS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.2)
     num_bytes = 64 << 20  # more than the buffers of a connection hold
     with (peer.node_dir / "file").open("wb") as file:
         file.truncate(num_bytes)
-    monkeypatch.setattr("moe_ft.engine.links.messages.SLOWEST_BYTES_PER_S", 10 * num_bytes)
+    monkeypatch.setattr("moe_ft.engine.links.transport.SLOWEST_BYTES_PER_S", 10 * num_bytes)
     num_read, is_over = 0, threading.Event()
     wait_for(lambda: not served_connections(), "those of other tests to end")
     with peer.connect_raw() as connection:
         (server,) = served_connections()
-        send(connection, Get("file", 0, -1), Deadline(DEADLINE_S))
+        send(TcpConnection(connection), Get("file", 0, -1), Deadline(DEADLINE_S))
         while server.is_alive():
             num_read += len(connection.recv(1 << 12))
             is_over.wait(0.02)  # this is how slow the peer is
@@ -155,8 +157,11 @@ class Listening:
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
-        self.listener = PeerListener(HOST, lambda peer: peer.sendall(b"hi"), self.reasons.append)
+        self.listener = PeerListener(HOST, self._serve, self.reasons.append)
         self.address = (HOST, 0)
+
+    def _serve(self, peer: Connection) -> None:
+        peer.send(b"hi", Deadline(DEADLINE_S))
 
     def start(self) -> None:
         """Listen, and let in those with the token."""
@@ -208,7 +213,7 @@ def test_peers_are_no_strangers_once_they_are_let_in(monkeypatch: pytest.MonkeyP
         served = threading.Event()
         stack.callback(served.set)
 
-        def serve(_: socket.socket) -> None:
+        def serve(_: Connection) -> None:
             served.wait(DEADLINE_S)
 
         listener = PeerListener(HOST, serve, lambda _: None)
@@ -290,7 +295,7 @@ def test_listener_continues_after_connections_could_not_be_accepted_and_reports_
         listener.failures = [OSError(number, "it fails") for _ in range(3)]
         return [listener]
 
-    monkeypatch.setattr("moe_ft.engine.links.listener.listen", listen)
+    monkeypatch.setattr("moe_ft.engine.links.tcp.listen", listen)
     listening.start()
     assert listening.answers()
     (reason,) = listening.reasons

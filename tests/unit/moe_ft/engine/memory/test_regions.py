@@ -14,13 +14,14 @@ import torch
 
 from moe_ft.engine.memory.job_directory import (
     file_system_type,
-    index_paths,
+    find_indexes,
     node_directory,
     own_directory,
     replica_directory,
 )
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import UnsafePathError
+from moe_ft.format.index import Index
 
 NUM_BYTES = 3 * 4096 + 17
 TMPFS_BYTES = 1 << 20
@@ -189,16 +190,16 @@ def test_indexes_of_a_node_are_found_in_order_and_nothing_else(tmp_path: Path) -
     (tmp_path / "persist").mkdir()
     (tmp_path / "persist" / "request_00000.json").touch()
     (tmp_path / "a file").touch()
-    assert index_paths(tmp_path) == (wanted, [])
+    assert [path for path, _ in find_indexes(tmp_path, Index)] == wanted
 
 
 def test_directory_that_is_a_link_has_no_indexes_and_is_said_to_be_one(tmp_path: Path) -> None:
     opened(own_directory(tmp_path, 2)).commit(b"an index", 1)
     (tmp_path / "rank_00003").symlink_to(tmp_path / "rank_00002")
-    found, problems = index_paths(tmp_path)
-    assert [path.parent.name for path in found] == ["rank_00002"]
-    assert [problem.split(":")[0] for problem in problems] == ["rank_00003"]
-    assert "is a symbolic link" in problems[0]
+    (found, _), (refused, refusal) = find_indexes(tmp_path, Index)
+    assert found.parent.name == "rank_00002"
+    assert refused == tmp_path / "rank_00003"
+    assert "is a symbolic link" in str(refusal)
 
 
 def test_directories_of_jobs_nodes_ranks_and_replicas_are_those_of_the_documentation() -> None:
