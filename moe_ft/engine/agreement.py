@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.errors import SnapshotError
-from moe_ft.planning.levels import plan_levels
+from moe_ft.planning.levels import divide, plan_levels
 
 # The norm of the gradients has just brought the ranks together: the slowest one answers soon.
 _ANSWER_S = 120.0
@@ -39,13 +39,18 @@ class _Level:
     """A group that this rank is in. It leads all but its last one.
 
     Attributes:
-        leader: the first rank of the group.
+        members: ranks of the group; the first one leads it.
         is_top: whether what the group knows is the result.
     """
 
     group: Any
-    leader: int
+    members: tuple[int, ...]
     is_top: bool
+
+    @property
+    def leader(self) -> int:
+        """The first rank of the group."""
+        return self.members[0]
 
 
 class _Parts:
@@ -105,7 +110,7 @@ class _Reduction:
                 group = dist.new_group(members, backend="gloo", timeout=self._timeout)
                 if own in members:
                     self._levels.append(
-                        _Level(group=group, leader=members[0], is_top=level is levels[-1])
+                        _Level(group=group, members=members, is_top=level is levels[-1])
                     )
         if len(self._levels) > 1:
             self._worker = ThreadWorker("agreement")
@@ -244,6 +249,34 @@ class Agreement(_Reduction):
         for level in reversed(self._levels):
             value = _broadcast(level, value)
         return value
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, ascending, and None on others; see `broadcast`.
+
+        At many ranks values should be bytes, since each leader passes on what its group has.
+        """
+        assert not self._has_left
+        own = dist.get_rank() if self._levels else 0
+        collected = {own: value}
+        for level in self._levels:
+            parts: list[Any] | None = [None] * len(level.members) if level.leader == own else None
+            dist.gather_object(collected, parts, dst=level.leader, group=level.group)
+            if parts is None:
+                return None
+            collected = {rank: each for part in parts for rank, each in part.items()}
+        return [collected[rank] for rank in sorted(collected)]
+
+    def hand_out(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's value of those that rank 0 gives, ``[rank]``; see `collect`."""
+        assert not self._has_left
+        own = dist.get_rank() if self._levels else 0
+        parts = dict(enumerate(values or ()))
+        for level in reversed(self._levels):
+            received: list[Any] = [None]
+            given = divide(parts, level.members) if level.leader == own else None
+            dist.scatter_object_list(received, given, src=level.leader, group=level.group)
+            (parts,) = received
+        return parts[own]
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""

@@ -3,7 +3,8 @@
 The groups themselves, and what goes through them, are engine/agreement.py.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 # Ranks of a group: those of a node, where nodes have as many, so that most messages stay on it.
 FAN_OUT = 8
@@ -27,6 +28,18 @@ def plan_levels(ranks: Sequence[int]) -> list[list[tuple[int, ...]]]:
         levels.append([group for group in groups if len(group) > 1])
         members = tuple(group[0] for group in groups)
     return levels
+
+
+def divide[Value](values: Mapping[int, Value], members: Sequence[int]) -> list[dict[int, Value]]:
+    """Divide values by rank among the members of a group: each gets its own, and those of who is below it.
+
+    Args:
+        members: ascending. The ranks below one are those from it to the next.
+    """
+    parts: list[dict[int, Value]] = [{} for _ in members]
+    for rank, value in values.items():
+        parts[bisect_right(members, rank) - 1][rank] = value
+    return parts
 
 
 def most_connections(num_ranks: int) -> int:

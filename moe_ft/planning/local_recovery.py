@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from moe_ft.format.identity import History
 from moe_ft.planning.branches import is_alive
-from moe_ft.planning.recovery import Plan, Version, left_of, order_histories
+from moe_ft.planning.recovery import Plan, Version, left_of, order_histories, versions_of
 from moe_ft.planning.remains import FoundLog, KeptRecord, Pipelines, Place, Remains, SentLog
 from moe_ft.planning.scope import Scope, ScopePlan, plan_scope
 
@@ -76,14 +76,18 @@ def plan_local(
         reason = f"iteration {newest}: no stage has the state of all its ranks"
     if found is None or (plans and _worth(plans[0]) >= (found.target, -found.num_replays)):
         return None, reason if _loses_something(plans, newest) else ""
-    sources = [each for stage in found.stages.values() for each in stage.sources.values()]
-    writer = max(source.version.start for each in sources for source in each)
+    versions_used = [
+        version
+        for stage in found.stages.values()
+        for rank in stage.sources
+        for version in versions_of(stage.sources, rank)
+    ]
     return (
         LocalPlan(
             iteration=found.target,
-            lineage=plans[0].lineage if plans else sources[0][0].version.lineage,
+            lineage=plans[0].lineage if plans else versions_used[0].lineage,
             history=run,
-            start=writer,
+            start=max(each.start for each in versions_used),
             stages=found.stages,
             elsewhere=plans[0].elsewhere if plans else left_of(run, versions, pipelines.node_of),
             scope=found,

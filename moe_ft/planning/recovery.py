@@ -1,6 +1,6 @@
 """Plans of a recovery: the newest state that every rank can read, and where each reads it.
 
-Pure: the same inventory gives the same plans on all ranks. planning/branches.py orders the starts,
+Pure: the same inventory gives the same plans. planning/branches.py orders the starts,
 recovery/inventory.py finds the versions, recovery/fetch.py reads them.
 """
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import override
 
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import History, Start
@@ -88,6 +89,46 @@ class Source:
     version: Version
 
 
+class Ordered(Mapping[int, tuple[Source, ...]]):
+    """Sources by rank, best first, put in order when they are asked for: rank 0 asks for few of them.
+
+    Attributes:
+        versions: by rank, in any order. Of another layout all ranks have one list.
+        breakpoints_first: whether these come first, or last; None for neither.
+    """
+
+    def __init__(
+        self,
+        versions: Mapping[int, Sequence[Version]],
+        node_of: Mapping[int, str] | Sequence[str],
+        breakpoints_first: bool | None = None,
+    ) -> None:
+        self.versions, self._node_of = versions, node_of
+        self.breakpoints_first = breakpoints_first
+
+    @override
+    def __getitem__(self, rank: int) -> tuple[Source, ...]:
+        found = order_sources(self.versions[rank], self._node_of[rank])
+        if (first := self.breakpoints_first) is None:
+            return found
+        return tuple(sorted(found, key=lambda each: each.version.is_breakpoint is not first))
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.versions)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.versions)
+
+
+def versions_of(sources: Mapping[int, tuple[Source, ...]], rank: int) -> Sequence[Version]:
+    """Return the versions among the sources of a rank, in any order."""
+    if isinstance(sources, Ordered):
+        return sources.versions[rank]
+    return [each.version for each in sources[rank]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
     """The way of one pipeline stage from stored state to the iteration at which training continues.
@@ -111,6 +152,23 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Basis:
+    """State that a plan rests on, over all ranks.
+
+    Attributes:
+        version: rank 0's version. Unless the recovery is local, all ranks' are of the same family.
+        states: writers and iterations.
+        is_on_storage: whether some rank's state can be read on storage alone.
+        is_on_breakpoints: whether all that some rank has of it is its breakpoint.
+    """
+
+    version: Version
+    states: frozenset[tuple[Start, int]]
+    is_on_storage: bool
+    is_on_breakpoints: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """One way to recover a job.
 
@@ -119,6 +177,7 @@ class Plan:
         stages: the way of each pipeline stage. All have the same target.
         elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
             that the snapshots of this iteration lack may be there.
+        noted: of a plan that has the sources of one rank alone, see planning/shares.py.
     """
 
     iteration: int
@@ -127,19 +186,34 @@ class Plan:
     start: Start
     stages: Mapping[int, StagePlan]
     elsewhere: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+    noted: Basis | None = None
 
     def sources_of(self, rank: int) -> tuple[Source, ...]:
         """Return the places where a rank can read its state, best first."""
         return next(stage.sources[rank] for stage in self.stages.values() if rank in stage.sources)
 
-    def _copies(self) -> Iterator[list[Source]]:
-        """Yield for each reader the sources of one writer's state: copies of the same."""
-        for stage in self.stages.values():
-            for sources in stage.sources.values():
-                by_writer: dict[int, list[Source]] = defaultdict(list)
-                for source in sources:
-                    by_writer[source.version.rank].append(source)
-                yield from by_writer.values()
+    @property
+    def basis(self) -> Basis:
+        """State that it rests on."""
+        if self.noted is not None:
+            return self.noted
+        found = {
+            id(versions): versions
+            for stage in self.stages.values()
+            for versions in (versions_of(stage.sources, rank) for rank in stage.sources)
+        }  # a list that all ranks read once
+        copies: list[list[Version]] = []
+        for versions in found.values():
+            by_writer: dict[int, list[Version]] = defaultdict(list)
+            for version in versions:
+                by_writer[version.rank].append(version)
+            copies += by_writer.values()
+        return Basis(
+            version=self.version,
+            states=frozenset((each.start, each.iteration) for same in copies for each in same),
+            is_on_storage=any(all(each.node is None for each in same) for same in copies),
+            is_on_breakpoints=any(all(each.is_breakpoint for each in same) for same in copies),
+        )
 
     @property
     def is_other_layout(self) -> bool:
@@ -152,39 +226,14 @@ class Plan:
         return False
 
     @property
-    def states(self) -> frozenset[tuple[Start, int]]:
-        """Writer and iteration of the states that it rests on."""
-        versions = (
-            source.version
-            for stage in self.stages.values()
-            for sources in stage.sources.values()
-            for source in sources
-        )
-        return frozenset((version.start, version.iteration) for version in versions)
-
-    @property
-    def rests_on_storage(self) -> bool:
-        """True if some rank's state can be read on storage alone."""
-        return any(
-            all(source.tier is Tier.STORAGE for source in copies) for copies in self._copies()
-        )
-
-    @property
     def replay_from(self) -> int:
         """The first iteration that a stage runs again; that of the state if none does."""
         return min(stage.replay_from for stage in self.stages.values())
 
     @property
-    def rests_on_breakpoints(self) -> bool:
-        """True if all that some rank has of this state is its breakpoint."""
-        return any(
-            all(source.version.is_breakpoint for source in copies) for copies in self._copies()
-        )
-
-    @property
     def version(self) -> Version:
-        """Rank 0's version of the state. Unless the recovery is local, all ranks' are of the same family."""
-        return self.sources_of(0)[0].version
+        """Rank 0's version of the state."""
+        return self.sources_of(0)[0].version if self.noted is None else self.noted.version
 
     @property
     def began_with(self) -> str:
@@ -244,7 +293,7 @@ def plan_recovery(
     known = _known_names(versions)
     progress = {start: max(found)[0] for start, found in complete.items()}
     histories = order_histories(versions)
-    left: dict[tuple[History, str], dict[int, tuple[Source, ...]]] = {}
+    left: dict[tuple[History, str], Mapping[int, tuple[Source, ...]]] = {}
     plans = []
     for start in order_starts(progress, known):
         for family in complete[start]:
@@ -269,7 +318,7 @@ def plan_recovery(
 
 def _plan_stages(
     version: Version,
-    by_rank: Mapping[int, list[Version]],
+    by_rank: Mapping[int, Sequence[Version]],
     node_of: Sequence[str],
     stage_of: Sequence[int],
 ) -> dict[int, StagePlan]:
@@ -282,25 +331,19 @@ def _plan_stages(
     if version.layout:
         everything = [each for found in by_rank.values() for each in found]
         by_rank = dict.fromkeys(range(len(node_of)), everything)
-    kinds = [{each.is_breakpoint for each in found} for found in by_rank.values()]
+    lists = {id(found): found for found in by_rank.values()}  # a list that all ranks read once
+    kinds = [{each.is_breakpoint for each in found} for found in lists.values()]
     comes_first = all(True in each for each in kinds) and any(False not in each for each in kinds)
-
-    def order(rank: int, node: str) -> tuple[Source, ...]:
-        sources = order_sources(by_rank[rank], node)
-        first = [each for each in sources if each.version.is_breakpoint is comes_first]
-        return (*first, *(each for each in sources if each not in first))
-
+    ranks: dict[int, dict[int, Sequence[Version]]] = defaultdict(dict)
+    for rank, stage in enumerate(stage_of):
+        ranks[stage][rank] = by_rank[rank]
     return {
         stage: StagePlan(
             target=version.iteration,
             replay_from=version.iteration - version.window + 1,
-            sources={
-                rank: order(rank, node)
-                for rank, node in enumerate(node_of)
-                if stage_of[rank] == stage
-            },
+            sources=Ordered(ranks[stage], node_of, comes_first),
         )
-        for stage in sorted(set(stage_of))
+        for stage in sorted(ranks)
     }
 
 
@@ -317,7 +360,7 @@ def order_histories(versions: Sequence[Version]) -> list[History]:
 
 def left_of(
     run: History, versions: Sequence[Version], node_of: Sequence[str], layout: str = ""
-) -> dict[int, tuple[Source, ...]]:
+) -> Mapping[int, tuple[Source, ...]]:
     """Return for every rank everything that a run has left in a layout, best first.
 
     Of the layout of this start that is what a rank of the same number has left, of another that of all ranks.
@@ -330,10 +373,7 @@ def left_of(
             is_left[key] = is_alive(version.iteration, version.history, run)
         if is_left[key] and version.layout == layout:
             alive[-1 if layout else version.rank].append(version)
-    return {
-        rank: order_sources(alive[-1 if layout else rank], node)
-        for rank, node in enumerate(node_of)
-    }
+    return Ordered({rank: alive[-1 if layout else rank] for rank in range(len(node_of))}, node_of)
 
 
 def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
@@ -343,57 +383,17 @@ def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
     recovery needs the newest state of snapshots before them, which peers may have. After a local recovery the
     ranks have restored states of several iterations, and keep one that all of them have.
     """
-    if not plan.rests_on_breakpoints and not plan.is_local:
+    if not plan.basis.is_on_breakpoints and not plan.is_local:
         return plan
     older = (
         each
         for each in plans
-        if not each.rests_on_breakpoints
+        if not each.basis.is_on_breakpoints
         and not each.is_local
         and each.lineage == plan.lineage
         and is_alive(each.iteration, each.version.history, plan.history)
     )
     return next(older, None)
-
-
-def passed_over(plan: Plan, plans: Sequence[Plan]) -> list[Rejection]:
-    """Return the newest state of each start that could have been used instead of a plan, with the reasons.
-
-    Args:
-        plans: all plans, best first.
-    """
-    version = plan.version
-    known = known_names(version.history, version.superseded)
-    found: dict[Start, Rejection] = {}
-    for each in plans[plans.index(plan) + 1 :]:
-        is_older = each.start.name in known and each.iteration <= plan.iteration
-        if each.start == plan.start or each.start in found or is_older:
-            continue
-        reason = (
-            f"start {plan.start.number} came after it and left it"
-            if each.start.name in known
-            else f"start {each.start.number} is of another branch, which got less far"
-        )
-        found[each.start] = Rejection(
-            iteration=each.iteration,
-            start=each.start,
-            reason=f"iteration {each.iteration}: {reason}",
-        )
-    return list(found.values())
-
-
-def newer_than(plan: Plan, others: Sequence[Rejection]) -> list[Rejection]:
-    """Return the rejected states that may be newer than a plan.
-
-    They are of a later iteration, or of a start that the writer of the plan's state did not know of.
-    """
-    version = plan.version
-    known = known_names(version.history, version.superseded) | {plan.start.name}
-    return [
-        each
-        for each in others
-        if each.iteration > plan.iteration or (each.start.name and each.start.name not in known)
-    ]
 
 
 def order_sources(versions: Sequence[Version], node: str) -> tuple[Source, ...]:

@@ -1,6 +1,6 @@
 """Remains of a failure: the state, boundary logs and records of one run that can still be read.
 
-Plain values, the same on every rank. planning/scope.py plans a recovery from them. Whoever collects them
+Plain values, on rank 0. planning/scope.py plans a recovery from them. Whoever collects them
 leaves out everything that the run has left behind (planning/branches.py), torn breakpoints, and the snapshots
 of a strategy that does not save every unit in them.
 """

@@ -17,13 +17,13 @@ completely. One is passed over if a stage has no state that is old enough, or if
 iterations again. That is a global recovery, which planning/recovery.py plans and which needs no log. A target
 before the newest global recovery's is never better.
 
-Pure: the same remains in any order give the same plan on all ranks. planning/remains.py has the input.
+Pure: the same remains in any order give the same plan. planning/remains.py has the input.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_ft.planning.recovery import StagePlan, order_sources
+from moe_ft.planning.recovery import Ordered, StagePlan
 from moe_ft.planning.remains import KeptRecord, Pipelines, Remains, SentLog
 from moe_ft.planning.restorable import Restorable, StageState
 
@@ -177,10 +177,7 @@ class _Search:
             stage: StagePlan(
                 target=target,
                 replay_from=state.replay_from,
-                sources={
-                    rank: order_sources(versions, nodes[rank])
-                    for rank, versions in state.versions.items()
-                },
+                sources=Ordered(state.versions, nodes),
             )
             for stage, state in enumerate(chosen)
         }

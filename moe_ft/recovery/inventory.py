@@ -1,10 +1,13 @@
-"""State of a job that exists, in the memory of a node and on storage. Reads; changes nothing."""
+"""State of a job that exists, in the memory of a node and on storage. Reads; changes nothing.
+
+What the nodes have found travels to rank 0 in tables, without what many versions have in common.
+"""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,13 +17,17 @@ from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.files.storage import Storage, iteration_directory
-from moe_ft.format.boundary import BoundaryIndex
+from moe_ft.format.boundary import BoundaryIndex, Direction
 from moe_ft.format.encoding import decode
-from moe_ft.format.identity import Identity, Start
+from moe_ft.format.identity import History, Identity, Start
 from moe_ft.format.index import IndexHead
 from moe_ft.format.manifest import Manifest
+from moe_ft.format.records import JobNumbers
 from moe_ft.planning.recovery import Version
 from moe_ft.planning.remains import FoundLog
+from moe_ft.planning.shares import Packer, Table, Unpacker
+
+_MOST_PROBLEMS = 64  # that ranks know which do not plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +87,17 @@ class Inventory:
         for where, identity in other.identities:
             self.add_identity(where, identity)
 
+    def summary(self) -> "Inventory":
+        """Return what ranks know that do not plan: starts, and the problems that matter most."""
+        problems = sorted(self.problems, key=lambda each: (not each.is_unread, not each.is_state))
+        return replace(
+            self,
+            versions=[],
+            logs=[],
+            identities=[],
+            problems=problems[:_MOST_PROBLEMS],
+        )
+
     @property
     def is_unreadable(self) -> bool:
         """True if a place could not be looked at, so that nobody knows what is there."""
@@ -104,6 +122,95 @@ class Inventory:
         """Names of all starts that have left something, the later ones last."""
         own = [start.name for start in sorted(self.starts)]
         return list(dict.fromkeys([*self.superseded, *own]))
+
+
+class _LogWriter(NamedTuple):
+    """Fields of a log that many have in common."""
+
+    history: History
+    replay_settings: str
+    record_settings: str
+
+
+class _LogRow(msgspec.Struct, frozen=True, array_like=True):
+    writer: int
+    rank: int
+    iteration: int
+    node: str
+    path: str
+    receivers: tuple[tuple[int, Direction], ...]
+    numbers: JobNumbers | None
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    """An inventory as it travels. Starts and names that are superseded follow from the identities."""
+
+    versions: Table
+    log_writers: list[_LogWriter]
+    logs: list[_LogRow]
+    problems: list[Problem]
+    identities: list[tuple[str, Identity]]
+    lineages: list[str]
+
+
+_PACKED = msgspec.msgpack.Decoder(_Packed)
+
+
+def pack(inventory: Inventory) -> bytes:
+    """Return an inventory as it travels to rank 0."""
+    writers: dict[_LogWriter, int] = {}
+    logs = []
+    for each in inventory.logs:
+        writer = _LogWriter(each.history, each.replay_settings, each.record_settings)
+        number = writers.setdefault(writer, len(writers))
+        logs.append(
+            _LogRow(
+                number,
+                each.rank,
+                each.iteration,
+                each.node,
+                each.path,
+                each.receivers,
+                each.numbers,
+            )
+        )
+    return msgspec.msgpack.encode(
+        _Packed(
+            Packer().table(inventory.versions),
+            [*writers],
+            logs,
+            inventory.problems,
+            inventory.identities,
+            [*inventory.lineages],
+        )
+    )
+
+
+def merge_packed(found: Iterable[bytes]) -> Inventory:
+    """Return what several looks have found, which has travelled."""
+    merged, unpacker = Inventory(), Unpacker()
+    writers: dict[_LogWriter, _LogWriter] = {}
+    for content in found:
+        packed = _PACKED.decode(content)
+        merged.versions += unpacker.versions(packed.versions)
+        shared = [writers.setdefault(each, each) for each in packed.log_writers]
+        for row in packed.logs:
+            merged.logs.append(
+                FoundLog(
+                    rank=row.rank,
+                    iteration=row.iteration,
+                    node=row.node,
+                    path=row.path,
+                    receivers=row.receivers,
+                    numbers=row.numbers,
+                    **shared[row.writer]._asdict(),
+                )
+            )
+        merged.problems += packed.problems
+        merged.lineages.update(packed.lineages)
+        for where, identity in packed.identities:
+            merged.add_identity(where, identity)
+    return merged
 
 
 def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:

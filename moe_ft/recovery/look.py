@@ -1,5 +1,7 @@
 """Third phase of a start: all ranks look for state, in the memory of their nodes and on storage.
 
+One rank of each node looks at its memory, and sends what it finds to rank 0, which plans for all of them.
+
 Flags that say where to begin hold for the first start of a launcher only. torchrun counts its restarts after
 failures, but not those after nodes have come or gone; so each node remembers which launcher started it last,
 which starts there were before that, and which start was the last. If that was the one before, the memory of
@@ -7,7 +9,7 @@ the nodes is the newest state of the run, also while storage cannot be read.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,14 +24,21 @@ from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
-from moe_ft.recovery.failures import failed_locally, failed_too_often, read_attempts
-from moe_ft.recovery.inventory import Inventory, look_at_logs, look_at_memory, look_at_storage
-from moe_ft.recovery.meet import Met
+from moe_ft.recovery.failures import Attempt, failed_locally, failed_too_often, read_attempts
+from moe_ft.recovery.inventory import (
+    Inventory,
+    look_at_logs,
+    look_at_memory,
+    look_at_storage,
+    merge_packed,
+    pack,
+)
+from moe_ft.recovery.meet import Failure, Met, attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Findings of a start, the same on all ranks.
+    """Findings of a start. Rank 0 has them; other ranks know the wish, and the inventory's summary.
 
     Attributes:
         failed: failures that two starts had in the same way when they continued from a state, by the name of
@@ -71,27 +80,93 @@ class Found:
         return self.wish.only_iteration is not None and not self.wish.is_restart
 
 
+_NAME = "launcher"
+
+
+class Launcher(msgspec.Struct, frozen=True):
+    """Note of a node on what started its ranks.
+
+    Attributes:
+        process: name of torchrun's agent; empty for anything else.
+        known: names of the starts that had left something when it first started the job.
+        number: of the last start on the node: SLURM's job, its requeues, and restarts by the launcher.
+        has_begun: whether that start, or one before it in the same chain, has got as far as training.
+    """
+
+    process: str
+    known: tuple[str, ...]
+    number: tuple[str, int, int] = ("", 0, 0)
+    has_begun: bool = False
+
+
+_LAUNCHER = msgspec.json.Decoder(Launcher)
+
+
+class _Sight(msgspec.Struct, frozen=True, array_like=True):
+    """Findings of one rank; all but the first field are of the node, and empty on its other ranks.
+
+    Attributes:
+        has_last: see `has_last_start`.
+        inventory: of its memory, as it travels.
+    """
+
+    is_counted: bool
+    has_last: bool = False
+    launcher: Launcher | None = None
+    attempts: list[Attempt] = []
+    inventory: bytes = b""
+
+
+_SIGHT = msgspec.msgpack.Decoder(_Sight)
+
+
 def look(met: Met, claimed: Claimed) -> Found:
-    """Look for state. Called by all ranks."""
-    site, everyone = met.site, met.ranks.everyone
-    wish = _read_wish(met)
-    own, stored = Inventory(), Inventory()
-    if site.is_lowest_on_node:
-        own = look_at_memory(site.node_dir, site.node, site.job_id)
-        if met.pipelines is not None:
-            own.logs = look_at_logs(site.node_dir, site.node, site.job_id)
-    if site.rank == 0 and claimed.storage is not None:
-        stored = look_at_storage(claimed.storage)
-    inventory = Inventory()
-    # Storage is broadcast: the gather pads what every rank sends to the longest.
-    for found in (*everyone.gather(own), everyone.broadcast(stored)):
-        inventory.merge(found)
+    """Look for state. Called by all ranks; if one cannot, all raise its error."""
+    site, ranks = met.site, met.ranks
+    where = f"rank {site.rank} on node {site.node} cannot look for state: "
+    sights = ranks.everyone.collect(attempt(lambda: _look_here(met), where))
+    found: list[Found] = []
+
+    def join() -> Found | Failure:
+        assert sights is not None
+        for each in sights:
+            if isinstance(each, Failure):
+                return each
+        found.append(_join([_SIGHT.decode(each) for each in sights], met, claimed))
+        return replace(found[0], inventory=found[0].inventory.summary())
+
+    summary = ranks.on_first(join)
+    return found[0] if found else summary
+
+
+def _look_here(met: Met) -> bytes:
+    """Return what this rank has found, as it travels."""
+    site, is_counted = met.site, is_counted_restart(os.environ)
+    if not site.is_lowest_on_node:
+        return msgspec.msgpack.encode(_Sight(is_counted=is_counted))
+    inventory = look_at_memory(site.node_dir, site.node, site.job_id)
+    if met.pipelines is not None:
+        inventory.logs = look_at_logs(site.node_dir, site.node, site.job_id)
+    sight = _Sight(
+        is_counted=is_counted,
+        has_last=has_last_start(site.node_dir, os.environ),
+        launcher=recall_launcher(site.node_dir, os.environ),
+        attempts=read_attempts(site.node_dir),
+        inventory=pack(inventory),
+    )
+    return msgspec.msgpack.encode(sight)
+
+
+def _join(sights: Sequence[_Sight], met: Met, claimed: Claimed) -> Found:
+    """Return what all ranks have found, and what is on storage. Called by rank 0."""
+    inventory = merge_packed(each.inventory for each in sights if each.inventory)
+    if claimed.storage is not None:
+        inventory.merge(look_at_storage(claimed.storage))
     mark_other_layouts(inventory, met.fingerprint, met.facts.world_size)
-    attempts = everyone.gather(read_attempts(site.node_dir) if site.is_lowest_on_node else [])
-    noted = [each for found in attempts for each in found]
+    noted = [attempt for each in sights for attempt in each.attempts]
     return Found(
         inventory=inventory,
-        wish=wish,
+        wish=_wish_of(sights, met),
         failed=failed_too_often(noted),
         failed_locally=failed_locally(noted),
     )
@@ -130,46 +205,19 @@ def note_start(met: Met, found: Found, *, has_begun: bool) -> None:
         note_launcher(met.site.node_dir, os.environ, known, has_begun=has_begun)
 
 
-def _read_wish(met: Met) -> Wish:
-    """Return what the flags ask for. Called by all ranks."""
-    site, recovery = met.site, met.config.recovery
-    own, has_last = None, False
-    if site.is_lowest_on_node:
-        own = recall_launcher(site.node_dir, os.environ)
-        has_last = has_last_start(site.node_dir, os.environ)
-    everyone = met.ranks.everyone.gather((own, is_counted_restart(os.environ), has_last))
-    launchers = [launcher for launcher, _, _ in everyone if launcher is not None]
+def _wish_of(sights: Sequence[_Sight], met: Met) -> Wish:
+    """Return what the flags ask for."""
+    recovery = met.config.recovery
+    launchers = [each.launcher for each in sights if each.launcher is not None]
     return Wish(
         recover_from=recovery.recover_from,
         only_iteration=recovery.only_iteration,
-        is_restart=bool(launchers) or any(is_counted for _, is_counted, _ in everyone),
+        is_restart=bool(launchers) or any(each.is_counted for each in sights),
         loaded_iteration=met.facts.iteration,
         began_with=met.facts.began_with,
         known_before=frozenset(name for each in launchers for name in each.known),
-        has_last_memory=any(has_last for _, _, has_last in everyone),
+        has_last_memory=any(each.has_last for each in sights),
     )
-
-
-_NAME = "launcher"
-
-
-class Launcher(msgspec.Struct, frozen=True):
-    """Note of a node on what started its ranks.
-
-    Attributes:
-        process: name of torchrun's agent; empty for anything else.
-        known: names of the starts that had left something when it first started the job.
-        number: of the last start on the node: SLURM's job, its requeues, and restarts by the launcher.
-        has_begun: whether that start, or one before it in the same chain, has got as far as training.
-    """
-
-    process: str
-    known: tuple[str, ...]
-    number: tuple[str, int, int] = ("", 0, 0)
-    has_begun: bool = False
-
-
-_LAUNCHER = msgspec.json.Decoder(Launcher)
 
 
 def is_counted_restart(environment: Mapping[str, str]) -> bool:

@@ -3,11 +3,12 @@
 import os
 import secrets
 import socket
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.errors import ConfigError, PlanError, StorageAwayError
+from moe_ft.errors import ConfigError, MoeFtError, PlanError, StorageAwayError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
@@ -61,6 +62,7 @@ class Ranks:
 
     everyone: Agreement
     stage: StageSum
+    rank: int = 0
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError or StorageAwayError on all."""
@@ -75,10 +77,49 @@ class Ranks:
                 raise kind(text)
         return answer
 
+    def on_first[Answer](self, find: Callable[[], "Answer | Failure"]) -> Answer:
+        """Return on all ranks what rank 0 finds; if that fails, raise its error on all."""
+        found = self.everyone.broadcast(attempt(find) if self.rank == 0 else None)
+        if isinstance(found, Failure):
+            raise found.kind(found.text)
+        return cast(Answer, found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Error of one rank, as all ranks raise it.
+
+    Attributes:
+        kind: one that can be made of a text; others become a RuntimeError that names them.
+    """
+
+    kind: type[Exception]
+    text: str
+
+
+def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Failure:
+    """Return what a rank finds, or its error, where others would wait for it in vain. Not collective.
+
+    Args:
+        where: begins the text of the error.
+    """
+    try:
+        return find()
+    except (MoeFtError, OSError, MemoryError) as error:
+        # Of a library's own kind the nearest one that a text is enough for.
+        ours = ("builtins", MoeFtError.__module__)
+        kind = next(each for each in type(error).__mro__ if each.__module__ in ours)
+        return Failure(kind=kind, text=f"{where}{error}")
+    except Exception as error:  # a mistake of ours: the place is what helps
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return Failure(kind=RuntimeError, text=f"{where}{text}")
+
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     """Create the groups. Called by all ranks."""
-    ranks = Ranks(everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s))
+    ranks = Ranks(
+        everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s), rank=facts.rank
+    )
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
     opened.callback(ranks.stage.close)

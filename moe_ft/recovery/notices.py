@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from moe_ft.errors import UnrecoverableError
 from moe_ft.files.storage import hide_password
-from moe_ft.planning.recovery import Plan, Rejection, newer_than
+from moe_ft.planning.comparison import newer_than
+from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.site import Site

@@ -1,6 +1,7 @@
 """Fourth phase of a start: plan the ways to recover, choose those that the flags allow, compare settings.
 
-planning/recovery.py makes the plans, recovery/choice.py chooses among them.
+Only rank 0 does; recovery/planner.py gives the others what they need of it. planning/recovery.py makes the
+plans, recovery/choice.py chooses among them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +36,7 @@ _DRAWING = ("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
-    """Plans of a start, the same on all ranks.
+    """Plans of a start, on rank 0.
 
     Attributes:
         choice: the plans that may be used, best first.
@@ -151,21 +152,21 @@ def plan_without(
     candidates: Candidates,
     met: Met,
 ) -> tuple[Found, Candidates]:
-    """Return the ways to recover that are left after a plan was rejected. Called by all ranks.
+    """Return the ways to recover that are left after a plan was rejected.
 
     If stages can recover alone, everything is planned again without what could not be read: with more stages,
     or from other states, some of them may still do so.
 
     Args:
         rejected: the best of the candidates.
-        unreadable: places of that plan that this rank could not read.
+        unreadable: places of that plan that ranks could not read.
 
     Returns:
         The same findings if there is nothing new to leave out, and then the other candidates.
     """
     known = found.unreadable
     if met.pipelines is not None:
-        known = known.union(*met.ranks.everyone.gather(frozenset(unreadable)))
+        known = known.union(unreadable)
     if known != found.unreadable:
         found = replace(found, unreadable=known)
         candidates = plan(found, met)
@@ -209,7 +210,7 @@ def unread(candidate: Plan | None, found: Found) -> str:
         return ""
     problems = [each for each in found.inventory.problems if each.is_unread]
     if candidate is not None:
-        is_newest = wish.has_last_memory and not candidate.rests_on_storage
+        is_newest = wish.has_last_memory and not candidate.basis.is_on_storage
         problems = [
             each
             for each in problems

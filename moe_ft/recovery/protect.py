@@ -187,7 +187,9 @@ def hand_over(
             if name in rotating and (version := _pool_version(each, restored.pooled)) is not None
         },
         # Of a local recovery's target the ranks keep no snapshots, even if these were what was read.
-        needs_breakpoint=plan.rests_on_breakpoints or plan.is_local or restored.pooled is not None,
+        needs_breakpoint=plan.basis.is_on_breakpoints
+        or plan.is_local
+        or restored.pooled is not None,
         persisted_index=restored.persisted_index,
         family=family,
         replay_from=min(each.replay_from for each in (plan, restored.kept) if each is not None),
@@ -270,7 +272,7 @@ def _peers_without(sources: Sequence[Source], peers: Sequence[RankInfo]) -> froz
 def _needed(restored: Restored | None) -> list[tuple[Start, int]]:
     """Return writer and iteration of the states that a recovery rests on: the state, and what is kept."""
     plans = [] if restored is None else [restored.plan, restored.kept]
-    return [state for plan in plans if plan is not None for state in plan.states]
+    return [state for plan in plans if plan is not None for state in plan.basis.states]
 
 
 def make_room(

@@ -5,7 +5,7 @@ owns the training loop runs that iteration, after the start. A window of W snaps
 single snapshot none. Source: MoEvement, section 3.3 (sparse-to-dense), which replays one iteration more.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -14,7 +14,7 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.lost_tokens import UnitVersion
-from moe_ft.planning.recovery import Plan, Tier, plan_to_keep
+from moe_ft.planning.recovery import Plan, Tier
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import versions_in
 from moe_ft.recovery.fetched import Fetched
@@ -103,11 +103,8 @@ class Restored:
         return self.conversion.records[-1]
 
 
-def restore(
-    plan: Plan, agreed: Agreed, met: Met, readers: Readers, plans: Sequence[Plan]
-) -> Restored:
-    """Put the first snapshot of a window back. Called by all ranks; all plans come best first."""
-    kept = plan_to_keep(plan, plans)
+def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers, kept: Plan | None) -> Restored:
+    """Put the first snapshot of a window back. Called by all ranks; `plan_to_keep` says what is kept."""
     conversion = Conversion(agreed, met.live)
     conversion.load(0)
     path, index = find_persisted(plan, met, readers)

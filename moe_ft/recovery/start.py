@@ -5,7 +5,7 @@ The phases are functions from frozen values to a frozen value, one file each, in
     meet     the ranks join groups and learn who is where           -> Met
     claim    each takes its directories, locks and memory           -> Claimed
     look     find the state that exists, in memory and on storage   -> Found
-    plan     choose the states that can be recovered, best first    -> Candidates, each a Plan
+    plan     rank 0 chooses what can be recovered, best first       -> Offer, with this rank's part of a Plan
     fetch    read and verify one rank's part of a plan              -> Fetched
     agree    make sure that together the ranks have all of it       -> Agreed
     restore  make it the live state                                 -> Restored
@@ -16,7 +16,7 @@ Everything that a phase opens is closed in reverse order: when the run ends, and
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from moe_ft.engine.background import PhaseHook
 from moe_ft.errors import ConfigError
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
-from moe_ft.planning.recovery import Plan, passed_over
+from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.agree import fetch_together
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
@@ -35,18 +35,10 @@ from moe_ft.recovery.claim import Claimed, claim, take_over_lock
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.fetch import Fetching, open_readers
 from moe_ft.recovery.inventory import Inventory
-from moe_ft.recovery.look import Found, look, note_start
+from moe_ft.recovery.look import look, note_start
 from moe_ft.recovery.meet import Built, Met, meet
 from moe_ft.recovery.notices import Notices
-from moe_ft.recovery.plan import (
-    Candidates,
-    check_all_is_read,
-    check_plan,
-    check_settings,
-    plan,
-    plan_without,
-    unread,
-)
+from moe_ft.recovery.planner import Offer, Planner
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
@@ -90,8 +82,9 @@ def start(
         claimed = claim(met, opened)
         strategy = met.strategy  # checksums only of weights that are not always saved
         origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
-        found, candidates = _find(met, claimed, most_iteration, phases_s)
-        recovery = _recover(met, claimed, found, candidates, origins, phases_s)
+        planner, offer = _find(met, claimed, most_iteration, phases_s)
+        found = planner.found
+        recovery = _recover(met, claimed, planner, offer, origins, phases_s)
         restored, problems, blocked_by = recovery.restored, recovery.problems, recovery.blocked_by
         continued = None if restored is None else restored.plan
         with noting_failures(met, continued):
@@ -119,7 +112,7 @@ def start(
 
 def _find(
     met: Met, claimed: Claimed, most_iteration: int | None, phases_s: dict[str, float]
-) -> tuple[Found, Candidates]:
+) -> tuple[Planner, Offer]:
     """Look for state, and plan; look again while storage, which does not answer, may hold what is needed.
 
     Called by all ranks.
@@ -135,17 +128,16 @@ def _find(
         trouble = claimed.trouble
         if trouble is not None and trouble.is_of_flags and not found.wish.has_last_memory:
             raise ConfigError(trouble.text)
+        planner = Planner(met, found)
         with _timed(phases_s, "plan"):
-            candidates = plan(found, met)
-        best = next(iter(candidates.choice.plans), None)
-        if not (reasons := unread(best, found)):
+            offer = planner.plan()
+        if not offer.unread:
             note_start(met, found, has_begun=found.wish.has_last_memory)
-            return found, candidates
-        if met.ranks.everyone.broadcast(time.monotonic() > deadline_s):  # of rank 0
-            check_all_is_read(best, found)
-        if met.site.rank == 0 and reasons != said:
-            say(f"waiting for storage, at most {_WAIT_S:.0f} s: {reasons}")
-            said = reasons
+            return planner, offer
+        planner.check_all_is_read(deadline_s)
+        if met.site.rank == 0 and offer.unread != said:
+            say(f"waiting for storage, at most {_WAIT_S:.0f} s: {offer.unread}")
+            said = offer.unread
         time.sleep(_PAUSE_S)
 
 
@@ -166,73 +158,53 @@ class _Recovery:
 def _recover(
     met: Met,
     claimed: Claimed,
-    found: Found,
-    candidates: Candidates,
+    planner: Planner,
+    offer: Offer,
     origins: Mapping[str, str],
     phases_s: dict[str, float],
 ) -> _Recovery:
     """Restore the first candidate that all ranks have intact. Called by all ranks."""
-    inventory = found.inventory
+    wish, inventory = planner.found.wish, planner.found.inventory
     url = None if claimed.storage is None else claimed.storage.url
-    notices = Notices(met.site, found.wish, url)
-    if found.wish.ignores_all:
+    notices = Notices(met.site, wish, url)
+    if wish.ignores_all:
         notices.say_others(inventory, "")
-        return _Recovery(restored=None, is_chosen=found.wish.is_choice)
-    rejected, unread = list(candidates.rejected), list[str]()
+        return _Recovery(restored=None, is_chosen=wish.is_choice)
+    rejected, unread = list(offer.rejected), list[str]()
 
     def problems() -> tuple[str, ...]:
         texts = [each.text for each in inventory.problems]
         return (*unread, *texts, *(each.reason for each in rejected))
 
-    while candidates.choice.plans:
-        candidate = candidates.choice.plans[0]
-        check_plan(candidate, found, met, notices)
+    while (candidate := offer.plan) is not None:
+        planner.check(notices)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
-            fetching = Fetching(candidate, met, readers, origins, candidates.most_iteration)
+            fetching = Fetching(candidate, met, readers, origins, offer.most_iteration)
             fetched, agreed, lacking = fetch_together(candidate, fetching, met)
             rejected += lacking
             unread += readers.problems
             if agreed is None:
                 fetched.close()
-                before = found
-                found, candidates = plan_without(
-                    candidate, lacking, fetched.unreadable, found, candidates, met
-                )
-                if found is not before:
-                    notices.say_unreadable(lacking)
+                offer = planner.plan_without(lacking, fetched.unreadable, notices)
                 continue
-            rejected += passed_over(candidate, candidates.plans)
+            rejected += offer.passed_over
             notices.say_rejected(candidate, inventory, rejected)
             notices.say_others(inventory, candidate.lineage)
             notices.say_divided(candidate)
-            notices.say_blocked_by(candidate, candidates.blocked_by)
+            notices.say_blocked_by(candidate, offer.blocked_by)
             with noting_failures(met, candidate):
-                restored = restore(candidate, agreed, met, readers, candidates.plans)
+                restored = restore(candidate, agreed, met, readers, offer.kept)
             if inventory.is_unreadable:
                 restored = replace(restored, persisted_index=None)
-        is_chosen = found.wish.is_choice and not candidates.choice.follows
         _warn_of_lossy(met, restored)
         return _Recovery(
             restored=restored,
-            is_chosen=is_chosen,
+            is_chosen=wish.is_choice and not offer.follows,
             problems=problems(),
-            blocked_by=candidates.blocked_by,
+            blocked_by=offer.blocked_by,
         )
-    _check_may_begin(met, found, candidates, notices, problems())
-    return _Recovery(restored=None, is_chosen=found.wish.is_choice, problems=problems())
-
-
-def _check_may_begin(
-    met: Met, found: Found, candidates: Candidates, notices: Notices, problems: Sequence[str]
-) -> None:
-    """Refuse to begin without state, unless there is none or the flags say so."""
-    choice, inventory = candidates.choice, found.inventory
-    if choice.prefers_load:
-        notices.say_load(candidates.plans, problems)
-    elif not choice.ignores_others:
-        for _, identity in inventory.identities:
-            check_settings(identity, inventory, met, notices)
-        notices.check_is_empty(inventory, candidates.plans, problems)
+    planner.check_may_begin(notices, problems())
+    return _Recovery(restored=None, is_chosen=wish.is_choice, problems=problems())
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:

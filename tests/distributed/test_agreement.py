@@ -5,18 +5,26 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine import agreement as agreement_file
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.snapshots.job import SnapshotState
+from moe_ft.errors import ConfigError, CorruptStateError, StorageAwayError
 from moe_ft.planning import levels
+from moe_ft.recovery import look as phase
+from moe_ft.recovery import planner
+from moe_ft.recovery.meet import Ranks
 from tests.harness import run_ranks
 
 GROUP_TIMEOUT_S = 600.0  # the test fails long before
@@ -66,6 +74,9 @@ def decide(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     stage.start([0] * case.num_ranks, dist.get_rank())
     assert agreement.gather(dist.get_rank()) == list(range(case.num_ranks))
     assert agreement.broadcast(dist.get_rank()) == 0
+    collected = agreement.collect(f"of {dist.get_rank()}")
+    assert (collected is not None) == (dist.get_rank() == 0)
+    assert agreement.hand_out(collected) == f"of {dist.get_rank()}"
     agreement.barrier()
     decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
@@ -160,6 +171,75 @@ def test_result_that_one_rank_does_not_act_on_is_the_last_one(tmp_path: Path, ca
 def test_rank_that_leaves_does_not_wait_for_what_is_under_way(tmp_path: Path, case: Case) -> None:
     target = leave_while_others_owe_an_answer
     run_ranks(decide, case.num_ranks, case, target, log_dir=tmp_path).check()
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Error of one rank while it looks for state, or of rank 0 while it plans."""
+
+    rank: int
+    is_planning: bool
+    error: Exception
+    kind: type[Exception]
+
+
+TROUBLES = [
+    pytest.param(Trouble(4, False, OSError(5, "Input/output error"), OSError), id="look, OSError"),
+    pytest.param(Trouble(0, False, MemoryError("full"), MemoryError), id="look, MemoryError"),
+    pytest.param(Trouble(3, False, KeyError("full"), RuntimeError), id="look, a mistake of ours"),
+    pytest.param(Trouble(0, True, ConfigError("full"), ConfigError), id="plan, ConfigError"),
+    pytest.param(Trouble(0, True, StorageAwayError("full"), StorageAwayError), id="plan, storage"),
+    pytest.param(
+        Trouble(0, True, CorruptStateError("full"), CorruptStateError), id="plan, corrupt"
+    ),
+    pytest.param(
+        Trouble(0, True, PermissionError(13, "full"), PermissionError), id="plan, OSError"
+    ),
+]
+
+
+def look_and_plan(trouble: Trouble, folder: Path) -> None:
+    """Look for state and plan, with an error on one rank. Runs on every rank."""
+    levels.FAN_OUT = 2
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ranks = Ranks(everyone=Agreement(GROUP_TIMEOUT_S), stage=StageSum(1.0), rank=rank)
+    ranks.everyone.start()
+    node_dir = folder / f"node-{rank}"
+    node_dir.mkdir()
+    site = SimpleNamespace(
+        rank=rank, node=f"node-{rank}", node_dir=node_dir, job_id="job", is_lowest_on_node=True
+    )
+    met: Any = SimpleNamespace(
+        site=site,
+        ranks=ranks,
+        pipelines=None,
+        config=MoeFtConfig(),
+        facts=SimpleNamespace(iteration=0, began_with="", world_size=dist.get_world_size()),
+        fingerprint={},
+    )
+
+    def fail(*given: Any) -> Any:
+        raise trouble.error
+
+    claimed: Any = SimpleNamespace(storage=None)
+    is_odd = rank == trouble.rank
+    module, name = (planner, "plan") if trouble.is_planning else (phase, "look_at_memory")
+    found = fail if is_odd else getattr(module, name)
+    with patch.object(module, name, found), pytest.raises(trouble.kind) as raised:
+        planner.Planner(met, phase.look(met, claimed)).plan()
+    assert type(raised.value) is trouble.kind
+    assert len(set(ranks.everyone.gather(str(raised.value)))) == 1
+    if not trouble.is_planning:
+        assert f"rank {trouble.rank} on node node-{trouble.rank}" in str(raised.value)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_error_of_one_rank_that_looks_or_plans_is_raised_by_all(
+    tmp_path: Path, trouble: Trouble
+) -> None:
+    run_ranks(look_and_plan, 5, trouble, tmp_path, log_dir=tmp_path).check()
 
 
 LEAVE = """

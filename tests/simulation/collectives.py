@@ -203,6 +203,32 @@ def broadcast_object_list(
         values[:] = unpack(work.values[source])
 
 
+def gather_object(
+    value: Any, values: list[Any] | None = None, dst: int = 0, group: Group | None = None
+) -> None:
+    """Gather values on one member; all wait for all, since torch gathers their lengths on all of them."""
+    found = _group_of(group)
+    work = found.begin("gather_object", pack(value))
+    work.wait()
+    assert (values is None) == (found.members.index(dst) != found.own)
+    if values is not None:
+        values[:] = [unpack(each) for each in work.values]
+
+
+def scatter_object_list(
+    received: list[Any], values: list[Any] | None, src: int = 0, group: Group | None = None
+) -> None:
+    found = _group_of(group)
+    source = found.members.index(src)
+    packed = None
+    if source == found.own:
+        assert values is not None and len(values) == found.size()
+        packed = tuple(pack(each) for each in values)
+    work = found.begin("scatter_object_list", packed, source=source)
+    work.wait()
+    received[0] = unpack(work.values[source][found.own])
+
+
 def monitored_barrier(
     group: Group | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
@@ -244,6 +270,8 @@ _SIMULATED: dict[str, Any] = {
         get_process_group_ranks,
         all_gather_object,
         broadcast_object_list,
+        gather_object,
+        scatter_object_list,
         monitored_barrier,
         barrier,
         broadcast,

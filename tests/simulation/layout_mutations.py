@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from moe_ft.planning.recovery import Plan, plan_recovery
-from moe_ft.recovery import fetch, look, new_record, protect, restore
+from moe_ft.planning.shares import take_share
+from moe_ft.recovery import fetch, look, new_record, planner, protect, restore
 from moe_ft.recovery import plan as planning
 from moe_ft.recovery.fetch import ORIGIN, Fetching
 from moe_ft.recovery.transfer import Transfer
@@ -49,17 +50,12 @@ def complete_by_the_ranks_of_now(patches: Patches) -> None:
 def everything_of_a_run_by_rank(patches: Patches) -> None:
     """Of what another layout has left, a rank sees what a rank of its number had."""
 
-    def own(found: Any) -> Any:
-        return {
-            rank: tuple(each for each in sources if each.version.rank == rank)
-            for rank, sources in found.items()
-        }
+    def take(*given: Any, rank: int, **place: Any) -> Any:
+        found, kept = take_share(*given, rank=rank, **place)
+        own = tuple(each for each in found.elsewhere.get(rank, ()) if each.version.rank == rank)
+        return replace(found, elsewhere={**found.elsewhere, rank: own}), kept
 
-    def plan(*given: Any) -> Any:
-        plans, rejected = plan_recovery(*given)
-        return [replace(each, elsewhere=own(each.elsewhere)) for each in plans], rejected
-
-    patches.set(planning, "plan_recovery", plan)
+    patches.set(planner, "take_share", take)
 
 
 @_of_ages

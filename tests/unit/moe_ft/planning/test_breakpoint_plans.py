@@ -42,7 +42,7 @@ WINDOWS = [snapshot(rank, 6, window=3) for rank in range(2)]
 def test_breakpoints_of_all_ranks_are_a_state_that_replays_nothing() -> None:
     plans, _ = plan_recovery([*WINDOWS, left(0, 8), left(1, 8)], NODES)
     assert [(plan.iteration, plan.num_replays) for plan in plans] == [(8, 0), (6, 2)]
-    assert [plan.rests_on_breakpoints for plan in plans] == [True, False]
+    assert [plan.basis.is_on_breakpoints for plan in plans] == [True, False]
 
 
 def test_breakpoints_of_two_iterations_make_no_state() -> None:
@@ -54,13 +54,13 @@ def test_breakpoints_of_two_iterations_make_no_state() -> None:
 def test_dead_ranks_snapshot_and_the_survivors_breakpoint_make_a_state() -> None:
     found = [snapshot(0, 7), snapshot(1, 7), left(0, 8), snapshot(1, 8)]
     plan = plan_recovery(found, NODES)[0][0]
-    assert plan.iteration == 8 and plan.rests_on_breakpoints
+    assert plan.iteration == 8 and plan.basis.is_on_breakpoints
 
 
 def test_snapshots_come_first_where_all_ranks_have_one() -> None:
     found = [each for rank in range(2) for each in (left(rank, 8), snapshot(rank, 8))]
     assert paths(found, 0) == ["region_8.json", "breakpoint.json"]
-    assert not plan_recovery(found, NODES)[0][0].rests_on_breakpoints
+    assert not plan_recovery(found, NODES)[0][0].basis.is_on_breakpoints
 
 
 def test_snapshots_come_first_where_a_rank_has_no_breakpoint() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.levels import FAN_OUT, most_connections, plan_levels
+from moe_ft.planning.levels import FAN_OUT, divide, most_connections, plan_levels
 
 ranks_of_jobs = st.lists(st.integers(0, 9999), min_size=1, max_size=700, unique=True).map(sorted)
 
@@ -36,3 +36,12 @@ def test_ranks_of_nine_are_a_block_and_one_that_meets_its_leader() -> None:
 
 def test_connections_of_a_rank_grow_with_the_levels_alone() -> None:
     assert [most_connections(size) for size in (1, 8, 64, 512, 4096)] == [0, 7, 14, 21, 28]
+
+
+@given(st.integers(1, 700))
+def test_values_that_are_divided_level_by_level_come_to_their_ranks(num_ranks: int) -> None:
+    parts = {0: {rank: str(rank) for rank in range(num_ranks)}}
+    for level in reversed(plan_levels(range(num_ranks))):
+        for members in level:
+            parts.update(zip(members, divide(parts[members[0]], members), strict=True))
+    assert parts == {rank: {rank: str(rank)} for rank in range(num_ranks)}

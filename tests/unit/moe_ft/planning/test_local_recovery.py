@@ -82,7 +82,7 @@ def test_states_that_a_local_recovery_rests_on_are_those_of_all_stages() -> None
     remains = failure({1})
     found, _, plans = plan_of(remains.versions, found_logs(remains))
     assert found is not None
-    assert found.states == {(STARTS[0], END), (STARTS[0], NEWEST)}
+    assert found.basis.states == {(STARTS[0], END), (STARTS[0], NEWEST)}
     assert plan_to_keep(found, [found, *plans]) is plans[0]
 
 

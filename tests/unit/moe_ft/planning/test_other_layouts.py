@@ -55,13 +55,13 @@ def test_ranks_of_the_same_numbers_that_were_are_nothing_that_a_run_has_left_to_
 
 def test_state_rests_on_storage_or_breakpoints_if_that_of_one_rank_that_was_does() -> None:
     plan = only([other(0), other(1), other(2, node=None)])
-    assert plan.rests_on_storage
-    assert not plan.rests_on_breakpoints
+    assert plan.basis.is_on_storage
+    assert not plan.basis.is_on_breakpoints
     copies = [other(0), other(1), other(2), other(2, node=None), other(2, is_breakpoint=True)]
-    assert not only(copies).rests_on_storage
-    assert not only(copies).rests_on_breakpoints
+    assert not only(copies).basis.is_on_storage
+    assert not only(copies).basis.is_on_breakpoints
     left = [other(0), other(1), other(2, is_breakpoint=True)]
-    assert only(left).rests_on_breakpoints
+    assert only(left).basis.is_on_breakpoints
 
 
 def test_snapshots_before_breakpoints_of_another_layout_are_kept() -> None:

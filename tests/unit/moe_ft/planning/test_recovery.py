@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.format.identity import History, Start
+from moe_ft.planning.comparison import newer_than
 from moe_ft.planning.recovery import (
     Plan,
     Rejection,
     Source,
     Tier,
     Version,
-    newer_than,
     plan_recovery,
 )
 from tests.unit.moe_ft.builders import make_history

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,14 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
-from moe_ft.recovery.inventory import Inventory, Problem, look_at_memory, look_at_storage
+from moe_ft.recovery.inventory import (
+    Inventory,
+    Problem,
+    look_at_memory,
+    look_at_storage,
+    merge_packed,
+    pack,
+)
 from moe_ft.recovery.readers import MemoryReader
 from tests.unit.moe_ft.builders import (
     fill_region,
@@ -26,6 +34,8 @@ from tests.unit.moe_ft.builders import (
     persist_window,
 )
 from tests.unit.moe_ft.faulty_storage import faulty_urls, install
+from tests.unit.moe_ft.planning.test_local_recovery import failure, found_logs
+from tests.unit.moe_ft.planning.test_recovery import make_version
 
 
 def look(node_dir: Path, job_id: str = "job") -> Inventory:
@@ -212,6 +222,38 @@ def test_run_with_other_settings_is_listed_again() -> None:
     other = msgspec.structs.replace(make_identity(), fingerprint={"--seed": 2})
     inventory.add_identity("elsewhere", other)
     assert [where for where, _ in inventory.identities] == ["here", "there", "elsewhere"]
+
+
+def test_what_nodes_have_found_is_the_same_after_it_has_travelled() -> None:
+    found = []
+    for node, world_size in (("a", 1), ("b", 8)):
+        each = Inventory(
+            versions=[
+                make_version(0, 5, node=node),
+                make_version(1, 6, node=node, is_replica=True),
+            ],
+            logs=[replace(log, node=node) for log in found_logs(failure({1}))],
+            problems=[Problem(text=f"memory of node {node}", is_state=True, iteration=7)],
+            lineages={f"run-{node}"},
+        )
+        each.add_identity(node, make_identity(world_size=world_size))
+        each.add_identity(node, msgspec.structs.replace(make_identity(), superseded=("old",)))
+        found.append(each)
+    expected = Inventory()
+    for each in found:
+        expected.merge(each)
+    assert merge_packed(map(pack, found)) == expected
+
+
+def test_ranks_that_do_not_plan_know_starts_and_above_all_what_could_not_be_read() -> None:
+    inventory = Inventory(versions=[make_version(0, 5)], lineages={"run-a"})
+    inventory.add_identity("here", make_identity())
+    inventory.problems = [Problem(text=str(each), is_state=True) for each in range(1000)]
+    inventory.problems.append(Problem(text="away", is_state=True, is_unread=True))
+    summary = inventory.summary()
+    assert summary.is_unreadable and summary.names == inventory.names
+    assert summary.starts == inventory.starts and not summary.versions
+    assert len(summary.problems) < 100
 
 
 STRANGER = 65534

@@ -1,0 +1,307 @@
+"""Shares of plans: rank 0 plans for all ranks, and each rank gets what it may read, as small as it can be.
+
+What all ranks need goes to all of them once (`Common`). To each rank goes a share with the copies that it may
+read. State of another layout is that of all ranks, so that its copies are common. Tables of versions name the
+writer and the node of each by number; inventories of nodes travel in them too (recovery/inventory.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from moe_ft.format.entries import FileEntry
+from moe_ft.format.identity import History
+from moe_ft.planning.local_recovery import LocalPlan
+from moe_ft.planning.recovery import Ordered, Plan, Source, Version, order_sources, versions_of
+from moe_ft.planning.remains import SentLog
+
+_REPLICA, _BREAKPOINT = 1, 2
+
+
+class Writer(NamedTuple):
+    """Fields of a version that many have in common."""
+
+    lineage: str
+    history: History
+    replay_settings: str
+    superseded: tuple[str, ...]
+    began_with: str
+    layout: str
+    world_size: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A version; its writer and its node by number, its marks as bits."""
+
+    writer: int
+    node: int
+    rank: int
+    iteration: int
+    window: int
+    marks: int
+    path: str
+    file: FileEntry | None = None
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True):
+    """Versions, and what their rows refer to by number."""
+
+    writers: list[Writer]
+    nodes: list[str | None]
+    rows: list[Row]
+
+
+class Packer:
+    """Makes rows of versions. The versions must live at least as long."""
+
+    def __init__(self) -> None:
+        self._writers: dict[Writer, int] = {}
+        self._nodes: dict[str | None, int] = {}
+        # By the identities of what is long: the versions of one writer share it.
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def row(self, version: Version) -> Row:
+        """Return the row of a version."""
+        key = (
+            version.lineage,
+            id(version.history),
+            id(version.replay_settings),
+            id(version.superseded),
+            version.began_with,
+            version.layout,
+            version.world_size,
+        )
+        writer = self._known.get(key)
+        if writer is None:
+            fields = Writer(*(getattr(version, name) for name in Writer._fields))
+            writer = self._known[key] = self._writers.setdefault(fields, len(self._writers))
+        return Row(
+            writer,
+            self._nodes.setdefault(version.node, len(self._nodes)),
+            version.rank,
+            version.iteration,
+            version.window,
+            version.is_replica * _REPLICA + version.is_breakpoint * _BREAKPOINT,
+            "" if version.file is not None else version.path,
+            version.file,
+        )
+
+    def table(self, versions: Iterable[Version] = ()) -> Table:
+        """Return versions, with all writers and nodes that were seen so far."""
+        rows = [self.row(each) for each in versions]
+        return Table([*self._writers], [*self._nodes], rows)
+
+
+class Unpacker:
+    """Makes versions of rows. Those of one writer share what is long, also those of several tables."""
+
+    def __init__(self) -> None:
+        self._writers: dict[Writer, Writer] = {}
+
+    def versions(self, table: Table, rows: Iterable[Row] | None = None) -> list[Version]:
+        """Return the versions of a table, or of rows that refer to it."""
+        writers = [self._writers.setdefault(each, each)._asdict() for each in table.writers]
+        return [
+            Version(
+                rank=row.rank,
+                iteration=row.iteration,
+                node=table.nodes[row.node],
+                path=row.path if row.file is None else row.file.index,
+                is_replica=bool(row.marks & _REPLICA),
+                is_breakpoint=bool(row.marks & _BREAKPOINT),
+                window=row.window,
+                file=row.file,
+                **writers[row.writer],
+            )
+            for row in (table.rows if rows is None else rows)
+        ]
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """Share of one rank.
+
+    Attributes:
+        rows: the versions that it may read, each once.
+        own, elsewhere, kept: numbers of the rows of the plan, of everything that the run has left, and of the
+            plan that is kept.
+        logs: those that it reads, with the number of their scope.
+    """
+
+    rows: list[Row]
+    own: list[int]
+    elsewhere: list[int]
+    kept: list[int]
+    logs: list[tuple[int, SentLog]]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_SHARE = msgspec.msgpack.Decoder(Share)
+_TABLE = msgspec.msgpack.Decoder(Table)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stripped:
+    """Plan without sources.
+
+    Attributes:
+        breakpoints_first: see `Ordered`.
+        own, elsewhere: tables of another layout, whose versions all ranks may read; None if they are in the
+            shares.
+    """
+
+    plan: Plan
+    breakpoints_first: bool | None
+    own: bytes | None
+    elsewhere: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Common:
+    """Part of a plan, and of the one that is kept, that all ranks get.
+
+    Attributes:
+        kept: the same object if it is the same plan.
+        table: what the rows of the shares refer to; it has none itself.
+    """
+
+    plan: Stripped
+    kept: Stripped | None
+    table: bytes
+
+
+class _Rows:
+    """Rows of one rank."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._packer, self.rows = packer, list[Row]()
+        self._numbers: dict[int, int] = {}
+
+    def add(self, versions: Iterable[Version]) -> list[int]:
+        """Return the numbers of versions among the rows."""
+        found = []
+        for each in versions:
+            number = self._numbers.setdefault(id(each), len(self.rows))
+            if number == len(self.rows):
+                self.rows.append(self._packer.row(each))
+            found.append(number)
+        return found
+
+
+def share_out(
+    plan: Plan, kept: Plan | None, num_ranks: int, *, needs_elsewhere: bool
+) -> tuple[Common, list[bytes]]:
+    """Return what all ranks get of a plan, and ``[rank]`` the shares, encoded.
+
+    Args:
+        kept: state that must stay in memory; None if there is none.
+        needs_elsewhere: whether a rank may use what the run has left besides the state itself.
+    """
+    packer = Packer()
+    common_plan = _strip(plan, needs_elsewhere=needs_elsewhere)
+    common_kept = common_plan if kept is plan else None
+    if kept is not None and kept is not plan:
+        common_kept = _strip(kept, needs_elsewhere=False)
+    logs: dict[int, list[tuple[int, SentLog]]] = defaultdict(list)
+    for number, scope in enumerate(plan.scope.scopes if isinstance(plan, LocalPlan) else ()):
+        for log in scope.logs:
+            logs[log.receiver].append((number, log))
+    sources, kept_sources = _sources_of(plan), {} if kept is None else _sources_of(kept)
+    has_own, has_kept = common_plan.own is None, kept is not plan and common_kept is not None
+    shares = []
+    for rank in range(num_ranks):
+        rows = _Rows(packer)
+        own = rows.add(versions_of(sources[rank], rank)) if has_own else []
+        elsewhere, of_kept = list[int](), list[int]()
+        if has_own and needs_elsewhere and rank in plan.elsewhere:
+            elsewhere = rows.add(versions_of(plan.elsewhere, rank))
+        if has_kept and common_kept is not None and common_kept.own is None:
+            of_kept = rows.add(versions_of(kept_sources[rank], rank))
+        share = Share(rows.rows, own, elsewhere, of_kept, logs.get(rank, []))
+        shares.append(_ENCODER.encode(share))
+    table = _ENCODER.encode(packer.table())
+    return Common(plan=common_plan, kept=common_kept, table=table), shares
+
+
+def take_share(
+    common: Common, share: bytes, *, rank: int, stage: int, node: str
+) -> tuple[Plan, Plan | None]:
+    """Return a plan, and the one that is kept, with the sources of one rank alone."""
+    found, unpacker = _SHARE.decode(share), Unpacker()
+    versions = unpacker.versions(_TABLE.decode(common.table), found.rows)
+
+    def complete(stripped: Stripped, own: list[int], elsewhere: list[int] | None) -> Plan:
+        read = [versions[each] for each in own]
+        if stripped.own is not None:
+            read = unpacker.versions(_TABLE.decode(stripped.own))
+        left = None if elsewhere is None else [versions[each] for each in elsewhere]
+        if stripped.elsewhere is not None:
+            left = unpacker.versions(_TABLE.decode(stripped.elsewhere))
+        plan, first = stripped.plan, stripped.breakpoints_first
+        way = replace(
+            plan.stages[stage], sources={rank: Ordered({rank: read}, {rank: node}, first)[rank]}
+        )
+        others = {} if left is None else {rank: order_sources(left, node)}
+        stages = {**plan.stages, stage: way}
+        plan = replace(plan, stages=stages, elsewhere={**plan.elsewhere, **others})
+        return _with_logs(plan, found.logs) if isinstance(plan, LocalPlan) else plan
+
+    is_same = common.kept is common.plan
+    plan = complete(common.plan, found.own, found.elsewhere or None)
+    if common.kept is None or is_same:
+        return plan, plan if is_same else None
+    return plan, complete(common.kept, found.kept, None)
+
+
+def _with_logs(plan: LocalPlan, logs: Sequence[tuple[int, SentLog]]) -> LocalPlan:
+    scopes = [
+        replace(scope, logs=tuple(log for of, log in logs if of == number))
+        for number, scope in enumerate(plan.scope.scopes)
+    ]
+    return replace(plan, scope=replace(plan.scope, stages=plan.stages, scopes=tuple(scopes)))
+
+
+def _sources_of(plan: Plan) -> dict[int, Mapping[int, tuple[Source, ...]]]:
+    """Return by rank the sources of its stage."""
+    return {rank: stage.sources for stage in plan.stages.values() for rank in stage.sources}
+
+
+def _strip(plan: Plan, *, needs_elsewhere: bool) -> Stripped:
+    """Return a plan without the sources of ranks."""
+    basis = plan.basis
+    some = next(iter(plan.stages.values())).sources
+    stages = {number: replace(stage, sources={}) for number, stage in plan.stages.items()}
+    bare = replace(plan, stages=stages, elsewhere={}, noted=basis)
+    own = elsewhere = None
+    if plan.is_other_layout:
+        rank = next(iter(some))
+        own = _ENCODER.encode(Packer().table(versions_of(some, rank)))
+        if needs_elsewhere:
+            elsewhere = _ENCODER.encode(Packer().table(versions_of(plan.elsewhere, rank)))
+    if isinstance(bare, LocalPlan):
+        bare = replace(_with_logs(bare, ()), elsewhere=dict(_answers(plan)))
+    return Stripped(
+        plan=bare,
+        breakpoints_first=some.breakpoints_first if isinstance(some, Ordered) else None,
+        own=own,
+        elsewhere=elsewhere,
+    )
+
+
+def _answers(plan: Plan) -> Iterator[tuple[int, tuple[Source, ...]]]:
+    """Yield by their owners the states whose records answer in a local recovery, for any reader."""
+    assert isinstance(plan, LocalPlan)
+    places: dict[int, set[tuple[str | None, str]]] = defaultdict(set)
+    for scope in plan.scope.scopes:
+        for record in (each for records in scope.records.values() for each in records):
+            if record.numbers is None:
+                places[record.rank].add((record.node, record.path))
+    for rank, found in places.items():
+        if rank in plan.elsewhere:
+            sources = plan.elsewhere[rank]
+            yield (
+                rank,
+                tuple(each for each in sources if (each.version.node, each.version.path) in found),
+            )
