@@ -62,12 +62,12 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     """
     launcher, flags = _split(words)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = refuse  # type: ignore[method-assign]
     option_types = registry.option_types()
     add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
     args, others = parser.parse_known_args(flags)
     if unknown := [word for word in others if word.startswith("--moe-ft-")]:
-        _refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if {"-h", "--help"} & {*others}:
         raise ConfigError(
             "--help starts no training. For help, leave out the command line of training."
@@ -101,7 +101,7 @@ def plan_job(
     return found
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     """Raise ConfigError instead of printing argparse's usage, which has hundreds of lines."""
     raise ConfigError(f"{message}. Correct it, or look at --help of the program.")
 

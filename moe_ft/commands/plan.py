@@ -4,12 +4,13 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
 
-from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command
-from moe_ft.commands.plan_advice import Advisor
+from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command, refuse
+from moe_ft.commands.pages import check_page, write_page
+from moe_ft.commands.plan_advice import Advice, Advisor
 from moe_ft.commands.plan_inputs import (
     Cluster,
     Model,
@@ -43,9 +44,12 @@ _SECONDS = {
     "update_s": "of it the optimizer step, which hides no snapshot (default 0)",
     "mtbf_s": "mean time between failures",
     "restart_s": "from a failure until processes run again (default 0)",
+    "keep_s": "from a failure until ranks run again that `python -m moe_ft keep` starts",
     "repair_s": "from a failure until dead processes are replaced, with --moe-ft-repair auto",
 }
 _BANDWIDTHS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
+# Options that a file may have too, with _ for -: `python -m moe_ft simulate`.
+OPTIONS = ("model", "cluster", "from_run", "world_size", "ranks_per_node", *_BANDWIDTHS, *_SECONDS)
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -113,12 +117,59 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, list(words[len(own) + 1 :])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """A job, and what its plan rests on; no kind where all strategies are compared."""
+
+    job: PlannedJob
+    kind: StrategyKind | None
+    command: TrainingCommand
+    values: "_Values"
+    notes: list[str]
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the plan of the job that a command line starts, or advice on how to checkpoint it."""
-    if options.html is not None and not options.html.parent.is_dir():
-        raise ConfigError(
-            f"--html={options.html} must be in a folder that exists. Make it, or name another file."
-        )
+    check_page(options.html)
+    planned = _plan(options)
+    if planned.kind is None or options.json or options.html is not None:
+        told = _advise(planned)
+        if options.html is not None:
+            write_page(options.html, as_html(told))
+        if planned.kind is None or options.json:
+            print(as_json(told) if options.json else as_text(told))
+            return 0
+    job, kind, notes = planned.job, registry.chosen(planned.job.config), planned.notes
+    registry.check(
+        job.config,
+        ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
+    )
+    log = boundary_line(job, kind.longest_window(job.config))
+    notes += planned.command.config.warnings(job.train_iterations)
+    lines = "\n".join(f"note: {line}" for line in notes)
+    survival = f"memory survives the loss of {_survival(job)}"
+    parts = [kind.report(job), survival, *log, *planned.values.text(), lines]
+    print("\n\n".join(filter(None, parts)))
+    return 0
+
+
+def compare(words: Sequence[str]) -> Told:
+    """Return what `plan` compares with a command line of its own, without what the best hangs on.
+
+    Raises:
+        ConfigError: as the command refuses what cannot be.
+    """
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    add_plan_command(commands)
+    commands.choices["plan"].error = refuse  # type: ignore[method-assign]
+    own, of_training = split_command_line(["plan", *words])
+    options = parser.parse_args(own)
+    options.of_training = of_training
+    return _advise(_plan(options), varies=False)
+
+
+def _plan(options: argparse.Namespace) -> _Planned:
     model = None if options.model is None else read_model(options.model)
     cluster = None if options.cluster is None else read_cluster(options.cluster)
     command = _command(options, model)
@@ -134,23 +185,7 @@ def run(options: argparse.Namespace) -> int:
         _check_fits(job, cluster)
     values.estimate_iteration(job)
     job = replace(job, measured=values.measured())
-    if kind is None or options.json or options.html is not None:
-        told = _advise(job, kind, command, values, notes)
-        if options.html is not None:
-            _write(options.html, as_html(told))
-        if kind is None or options.json:
-            print(as_json(told) if options.json else as_text(told))
-            return 0
-    registry.check(
-        job.config,
-        ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
-    )
-    log = boundary_line(job, kind.longest_window(job.config))
-    notes += command.config.warnings(job.train_iterations)
-    lines = "\n".join(f"note: {line}" for line in notes)
-    survival = f"memory survives the loss of {_survival(job)}"
-    print("\n\n".join(filter(None, [kind.report(job), survival, *log, *values.text(), lines])))
-    return 0
+    return _Planned(job=job, kind=kind, command=command, values=values, notes=notes)
 
 
 def _survival(job: PlannedJob) -> str:
@@ -168,14 +203,9 @@ def _survival(job: PlannedJob) -> str:
     return found
 
 
-def _advise(
-    job: PlannedJob,
-    kind: StrategyKind | None,
-    command: TrainingCommand,
-    values: "_Values",
-    notes: Sequence[str],
-) -> Told:
+def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     """Compare all strategies, or look at the one that was chosen."""
+    job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
     limit = command.config.memory.host_memory_limit_bytes
     if limit is None and values.cluster is not None:
@@ -184,17 +214,9 @@ def _advise(
             "host memory for checkpoints", f"{limit / 2**30:,.0f} GiB", "half of a node's"
         )
     advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, limit)
-    advice = advisor.advise() if kind is None else advisor.examine(kind)
-    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=notes)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--html={path} cannot be written: {error.strerror}. Name another file."
-        ) from error
+    found = advisor.compare() if kind is None else advisor.examine(kind)
+    advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
+    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=planned.notes)
 
 
 def _command(options: argparse.Namespace, model: Model | None) -> TrainingCommand:

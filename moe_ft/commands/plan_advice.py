@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
-from moe_ft.planning.costs import Costs, RecoveryKind, ettr
+from moe_ft.planning.costs import Costs, RecoveryKind
 from moe_ft.planning.planned_job import PlannedJob, flag_of
+from moe_ft.planning.time_shares import TimeShares, calculate_shares
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
@@ -20,23 +21,6 @@ _VARIED = ("mtbf_s", "iteration_s", "bandwidth", "network_bandwidth", "storage_b
 _VARIED_FLAGS = re.compile(
     r"--moe-ft-(?:window|interval|replication-factor|persist-interval|k-snapshot)=(\d+)"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeShares:
-    """Shares of the time of a job, 1 in all.
-
-    Attributes:
-        training: in which it gets ahead: ETTR.
-        blocked: in which it waits for checkpoints.
-        recovering: from failures until iterations run again.
-        repeated: in which iterations run again.
-    """
-
-    training: float
-    blocked: float
-    recovering: float
-    repeated: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +48,12 @@ class Alternative:
     def shares(self) -> TimeShares:
         """Shares of the time, with the fastest recovery."""
         assert self.costs is not None
-        costs, kind = self.costs, self.costs.fastest
-        training = ettr(costs.overhead, costs.failure_s(kind), self.mtbf_s)
-        running = training * (1 + costs.overhead)
-        return TimeShares(
-            training=training,
-            blocked=running - training,
-            recovering=running * costs.recoveries[kind].fixed_s / self.mtbf_s,
-            repeated=running * costs.redo_s(kind) / self.mtbf_s,
-        )
+        return calculate_shares(self.costs, self.costs.fastest, self.mtbf_s)
 
     @property
     def ettr(self) -> float:
         """The share of the time in which training gets ahead; 0 where it cannot run so."""
-        return 0.0 if self.costs is None or self.problem else self.shares.training
+        return 0.0 if self.costs is None or self.problem else self.shares.productive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +77,7 @@ class Advice:
     """Alternatives, best first, and what the best one hangs on, most important first."""
 
     alternatives: tuple[Alternative, ...]
-    sensitivities: tuple[Sensitivity, ...]
+    sensitivities: tuple[Sensitivity, ...] = ()
 
     @property
     def best(self) -> Alternative | None:
@@ -125,20 +101,20 @@ class Advisor:
         """
         self._job, self._configure, self._limit = job, configure, node_limit_bytes
 
-    def advise(self) -> Advice:
-        """Compare all strategies."""
-        found = [each for kind in registry.kinds() for each in self._of_kind(kind)]
-        return self._with_sensitivities(found)
+    def compare(self) -> list[Alternative]:
+        """Return what all strategies cost."""
+        return [each for kind in registry.kinds() for each in self._of_kind(kind)]
 
-    def examine(self, kind: StrategyKind) -> Advice:
+    def examine(self, kind: StrategyKind) -> list[Alternative]:
         """Return the same of the job's own settings alone."""
-        return self._with_sensitivities([self.evaluate(kind.name, kind, (), self._job)])
+        return [self.evaluate(kind.name, kind, (), self._job)]
 
-    def _with_sensitivities(self, found: Sequence[Alternative]) -> Advice:
+    def advise(self, found: Sequence[Alternative]) -> Advice:
+        """Return the best of these, and what it hangs on."""
         alternatives = sorted(
             found, key=lambda each: (-each.ettr, bool(each.problem), each.node_bytes)
         )
-        advice = Advice(alternatives=tuple(alternatives), sensitivities=())
+        advice = Advice(alternatives=tuple(alternatives))
         if (best := advice.best) is None:
             return advice
         varied = sorted(self._vary(best), key=lambda each: -each.swing(best.ettr))
@@ -206,8 +182,8 @@ class Advisor:
         """Yield what becomes of the best alternative with each input halved and doubled."""
         assert best.costs is not None
         kind = registry.chosen(self._configure(best.flags))
-        is_repaired = best.costs.fastest is not RecoveryKind.RESTART
-        for name in (*_VARIED, "repair_s" if is_repaired else "restart_s"):
+        starts = {RecoveryKind.RESTART: "restart_s", RecoveryKind.KEEP: "keep_s"}
+        for name in (*_VARIED, starts.get(best.costs.fastest, "repair_s")):
             if value := getattr(self._job.measured, name):
                 ratios = [self._with(best, kind, name, value * factor) for factor in (0.5, 2)]
                 yield Sensitivity(
@@ -225,7 +201,7 @@ class Advisor:
             return None
         found = self.evaluate(best.name, kind, best.flags, replace(self._job, measured=changed))
         found = replace(found, mtbf_s=changed.mtbf_s or best.mtbf_s)
-        return None if found.costs is None else found.shares.training
+        return None if found.costs is None else found.shares.productive
 
     def _vary_flag(
         self, best: Alternative, kind: StrategyKind, flag: str, value: int
@@ -243,4 +219,4 @@ class Advisor:
         if not value:
             return None
         found = self.evaluate(best.name, kind, (*best.flags, f"{flag}={value}"), self._job)
-        return None if found.costs is None else found.shares.training
+        return None if found.costs is None else found.shares.productive

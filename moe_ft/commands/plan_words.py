@@ -7,28 +7,37 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from string import Template
 from typing import Any
 
-from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity, TimeShares
+from moe_ft.commands.pages import (
+    LEFT,
+    WIDTH,
+    bar,
+    fill_page,
+    html_table,
+    key_of_colours,
+    label,
+    shares_table,
+    svg,
+)
+from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_layout, describe_model, table
+from moe_ft.planning.time_shares import Spent, TimeShares
 
-_PAGE = Path(__file__).parent / "presets" / "plan.html"
 _HEADERS = (
     *("alternative", "ETTR", "every", "stall", "recovery", "again", "tokens lost"),
     *("host memory of a node", "to storage", "on storage"),
 )
 # The remedy of each share of the time that is not training.
 _LIMITS = {
-    "blocked": "training waits for checkpoints: a longer interval or window, or more bandwidth to the host",
-    "recovering": "recoveries take long before iterations run again: faster starts, or --moe-ft-repair auto "
-    "under `python -m moe_ft keep`",
-    "repeated": "iterations run again after failures: a shorter interval or window, or more bandwidth to "
+    Spent.BLOCKED: "training waits for checkpoints: a longer interval or window, or more bandwidth to the "
+    "host",
+    Spent.RECOVERING: "recoveries take long before iterations run again: faster starts, or "
+    "--moe-ft-repair auto under `python -m moe_ft keep`",
+    Spent.REDONE: "iterations run again after failures: a shorter interval or window, or more bandwidth to "
     "peers and storage",
 }
-_WIDTH, _ROW, _LEFT = 760, 24, 230  # of drawings, in pixels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +69,7 @@ class Told:
         best = self.advice.best
         if best is None:
             return "fewer replicas, other formats (--moe-ft-state-dtype) or more nodes need less of a node"
-        lost = {name: getattr(best.shares, name) for name in _LIMITS}
+        lost = {name: best.shares[name] for name in _LIMITS}
         most = max(lost, key=lambda name: lost[name])
         return f"{lost[most]:.2%} of the time: {_LIMITS[most]}"
 
@@ -75,8 +84,7 @@ def as_text(told: Told) -> str:
     problems = [f"{each.name}: {each.problem}" for each in told.advice.alternatives if each.problem]
     parts.append("\n".join(problems))
     if best is not None:
-        rows = [(name, f"{share:.2%}") for name, share in asdict(best.shares).items()]
-        parts.append(table(rows, (f"time of {best.name}", "share")))
+        parts.append(shares_table({best.name: best.shares}))
     parts.append(f"what limits it: {told.limit}")
     if best is not None:
         parts.append(
@@ -97,8 +105,8 @@ def _cells(found: Alternative) -> tuple[str, ...]:
         "does not fit" if found.problem else f"{found.ettr:.2%}",
         f"{costs.interval:g} iterations",
         f"{costs.blocked_s:.3f} s",
-        f"{costs.recoveries[kind].fixed_s:.1f} s ({kind})",
-        f"{costs.redo_s(kind):.1f} s",
+        f"{costs.recoveries[kind].ready_s:.1f} s ({kind})",
+        f"{costs.recoveries[kind].replay_s + costs.redo_s(kind):.1f} s",
         f"{costs.lost_iterations:.1f} iterations" if costs.lost_iterations else "none",
         f"{found.node_bytes / 2**30:,.0f} GiB",
         f"{costs.storage_bytes / costs.iteration_s / 1e6:,.1f} MB/s a rank",
@@ -141,6 +149,7 @@ def _as_object(found: Alternative) -> Mapping[str, Any]:
     value = {**asdict(found), "ettr": found.ettr}
     if found.costs is not None:
         value["time"] = asdict(found.shares)
+        value["badput"] = found.shares.badput
         value["failure_s"] = found.costs.failure_s(found.costs.fastest)
     return value
 
@@ -149,70 +158,51 @@ def as_html(told: Told) -> str:
     """Return the advice as one page without scripts and without anything from elsewhere."""
     best = told.advice.best
     fitting = [each for each in told.advice.alternatives if each.ettr]
-    return Template(_PAGE.read_text("utf-8")).substitute(
+    return fill_page(
+        "plan.html",
         model=html.escape(describe_model(told.job.model)),
         layout=html.escape(describe_layout(told.job)),
         headline=html.escape(told.headline),
         flags="\n".join(map(html.escape, () if best is None else best.flags)),
         limit=html.escape(told.limit),
+        keys=key_of_colours([*_LIMITS]),
         shares=_draw_shares([(each.name, each.shares) for each in fitting]),
-        alternatives=_html_table(_HEADERS, [_cells(each) for each in told.advice.alternatives]),
+        alternatives=html_table(_HEADERS, [_cells(each) for each in told.advice.alternatives]),
         problems="".join(
             f"<p>{html.escape(f'{each.name}: {each.problem}')}</p>"
             for each in told.advice.alternatives
             if each.problem
         ),
         tornado="" if best is None else _draw_tornado(told.advice.sensitivities, best.ettr),
-        assumptions=_html_table(("assumption", "value", "from"), told.assumptions),
+        assumptions=html_table(("assumption", "value", "from"), told.assumptions),
         notes="".join(f"<li>{html.escape(line)}</li>" for line in told.notes),
     )
 
 
-def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    return f"<table>{line(headers, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
-
-
-def _svg(rows: int, content: str) -> str:
-    height = _ROW * rows + 6
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{content}</svg>'
-
-
-def _text(x: float, row: int, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{_ROW * row + 16}">{html.escape(text)}</text>'
-
-
-def _bar(x: float, width: float, row: int, kind: str) -> str:
-    place = f'x="{x:.1f}" y="{_ROW * row + 4}" width="{max(0.0, width):.1f}" height="{_ROW - 8}"'
-    return f'<rect class="{kind}" {place}/>'
-
-
 def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> str:
     """Return bars of the time that is not training, to the scale of the longest."""
-    longest = max((1 - shares.training for _, shares in rows), default=0.0) or 1.0
-    scale, parts = (_WIDTH - _LEFT - 80) / longest, []
+    longest = max((1 - shares.productive for _, shares in rows), default=0.0) or 1.0
+    scale, parts = (WIDTH - LEFT - 80) / longest, []
     for row, (name, shares) in enumerate(rows):
-        parts.append(_text(0, row, name))
-        x = float(_LEFT)
+        parts.append(label(0, row, name))
+        x = float(LEFT)
         for kind in _LIMITS:
-            width = scale * getattr(shares, kind)
-            parts.append(_bar(x, width, row, kind))
+            width = scale * shares[kind]
+            parts.append(bar(x, width, row, kind))
             x += width
-        parts.append(_text(x + 6, row, f"{1 - shares.training:.2%}"))
-    return _svg(len(rows), "".join(parts))
+        parts.append(label(x + 6, row, f"{1 - shares.productive:.2%}"))
+    return svg(len(rows), "".join(parts))
 
 
 def _draw_tornado(rows: Sequence[Sensitivity], ettr: float) -> str:
     """Return for each input a bar from the ETTR at half of its value to that at twice."""
     reach = max((each.swing(ettr) for each in rows), default=0.0) or 1.0
-    middle = (_LEFT + _WIDTH) / 2
-    scale, parts = (_WIDTH - _LEFT) / 2 / reach, []
+    middle = (LEFT + WIDTH) / 2
+    scale, parts = (WIDTH - LEFT) / 2 / reach, []
     for row, each in enumerate(rows):
-        parts.append(_text(0, row, f"{each.name} {each.value:g}"))
+        parts.append(label(0, row, f"{each.name} {each.value:g}"))
         for kind, ratio in (("halved", each.halved), ("doubled", each.doubled)):
             if ratio is not None:
                 width = scale * (ratio - ettr)
-                parts.append(_bar(middle + min(0.0, width), abs(width), row, kind))
-    return _svg(len(rows), "".join(parts))
+                parts.append(bar(middle + min(0.0, width), abs(width), row, kind))
+    return svg(len(rows), "".join(parts))

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from tabulate import tabulate
 
+from moe_ft.commands.pages import shares_table
 from moe_ft.errors import ConfigError
 from moe_ft.events import (
     Event,
@@ -23,6 +24,7 @@ from moe_ft.events import (
     read_lines_backwards,
     read_progress,
 )
+from moe_ft.planning.time_shares import Spent, TimeShares
 
 _NUM_AROUND_RECOVERY = 5
 _NUM_RECENT = 20  # iterations of a rank, for a median
@@ -32,6 +34,7 @@ _MAX_FILES_NAMED = 8
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
     """Any event; the fields of each kind are in docs/events.md."""
 
+    time: float
     incarnation: int
     iteration: int
 
@@ -44,6 +47,7 @@ class _Iteration(_Line, frozen=True, kw_only=True):
     iteration_s: float
     num_tokens: float
     idle_s: float | None = None
+    stall_s: float = 0.0
     loss: float | Literal["nan", "inf", "-inf"] | None = None
 
 
@@ -55,6 +59,7 @@ class _Recovery(_Line, frozen=True, kw_only=True):
     plt: float
     total_plt: float = 0.0
     lossy: dict[str, str] = {}
+    phases_s: dict[str, float] = {}
 
 
 class _Repair(_Line, frozen=True, kw_only=True):
@@ -145,6 +150,7 @@ class RunSummary:
     Attributes:
         recoveries: rows of a table for people.
         repairs: rows of another one; each has a recovery of the same start.
+        shares: of the time from the first iteration to the last.
         left_out: a line on each part of the log that could not be read.
     """
 
@@ -157,6 +163,7 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     recoveries: tuple[dict[str, object], ...]
     repairs: tuple[dict[str, object], ...]
+    shares: TimeShares
     left_out: tuple[str, ...]
 
 
@@ -200,6 +207,7 @@ def summarize(directory: Path) -> RunSummary:
         ranks=summaries,
         recoveries=tuple(_summarize_recoveries(events)),
         repairs=tuple(_summarize_repair(event) for event in events if isinstance(event, _Repair)),
+        shares=_share_time(events),
         left_out=left_out.describe(),
     )
 
@@ -239,6 +247,37 @@ def _loss(event: _Line) -> float | None:
     if not isinstance(event, _Iteration) or event.loss is None:
         return None
     return float(event.loss)
+
+
+def _share_time(events: Sequence[_Line]) -> TimeShares:
+    """Return what the time of a run went into.
+
+    Evaluation and logging between iterations count as productive. A log cannot tell recoveries from waits
+    for machines: the time between the iterations of two starts is that of recoveries, but for their replays.
+    """
+    seconds = dict.fromkeys(Spent, 0.0)
+    now_s, reached, replay_s, is_first = None, 0, 0.0, True
+    for event in events:
+        if isinstance(event, _Start):
+            is_first = True
+        elif isinstance(event, _Recovery):
+            replay_s += event.phases_s.get("replay", 0.0)
+        elif isinstance(event, _Iteration):
+            elapsed_s = event.iteration_s if now_s is None else max(0.0, event.time - now_s)
+            if is_first:
+                gap_s = max(0.0, elapsed_s - event.iteration_s)
+                seconds[Spent.REDONE] += min(gap_s, replay_s)
+                seconds[Spent.RECOVERING] += gap_s - min(gap_s, replay_s)
+                elapsed_s -= gap_s
+            if event.iteration > reached:
+                stall_s = min(event.stall_s, elapsed_s)
+                seconds[Spent.BLOCKED] += stall_s
+                seconds[Spent.PRODUCTIVE] += elapsed_s - stall_s
+            else:
+                seconds[Spent.REDONE] += elapsed_s
+            now_s, reached = event.time, max(reached, event.iteration)
+            replay_s, is_first = 0.0, False
+    return TimeShares.of(seconds)
 
 
 def show(value: float | None, form: str = ".3f") -> str:
@@ -351,6 +390,7 @@ def render(summary: RunSummary, directory: Path) -> str:
         ("events", str(directory)),
     ]
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
+    text += "\n\n" + shares_table({"share": summary.shares})
     if summary.recoveries:
         text += "\n\n" + tabulate(summary.recoveries, headers="keys", disable_numparse=True)
     if summary.repairs:

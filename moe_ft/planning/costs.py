@@ -39,9 +39,29 @@ class RecoveryCosts:
     redo_share: float = 1.0
 
     @property
+    def ready_s(self) -> float:
+        """Seconds until state is back, and iterations run again."""
+        return self.notice_s + self.processes_s + self.groups_s + self.state_s
+
+    @property
     def fixed_s(self) -> float:
-        """Seconds that a recovery takes before lost iterations run again."""
-        return self.notice_s + self.processes_s + self.groups_s + self.state_s + self.replay_s
+        """Seconds that a recovery takes whenever the failure was: with the replays of a window."""
+        return self.ready_s + self.replay_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStates:
+    """States on storage, which a recovery takes where all copies in memory are lost.
+
+    Attributes:
+        interval: iterations from one to the next.
+        lag: iterations from a state's last snapshot until it is written.
+        state_s: until it is read and put back.
+    """
+
+    interval: float
+    lag: float
+    state_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +81,9 @@ class Costs:
         lost_token_share: tokens of which a recovery loses the training, as a share of those of an iteration
             and for each iteration of `mean_redone`; 0 where recoveries are exact.
         recoveries: those that the job can have; a restart always.
+        nodes_lost: nodes next to each other on the ring of replicas that may be lost at once; None for any,
+            as states are on storage.
+        stored: states on storage, where memory has the newer ones; None without.
     """
 
     strategy: str
@@ -75,6 +98,8 @@ class Costs:
     host_bytes: float
     lost_token_share: float
     recoveries: Mapping[RecoveryKind, RecoveryCosts]
+    nodes_lost: int | None = None
+    stored: StoredStates | None = None
 
     @property
     def overhead(self) -> float:

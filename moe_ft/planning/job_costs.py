@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind
+from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind, StoredStates
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.interval import CheckpointCost, best_interval, smallest_interval
 from moe_ft.planning.machine import Machine
@@ -103,9 +103,16 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
         period = max(period, machine.lag_iterations(saved.snapshots) + 1)
     every, write_s = _writes(job, saved, period * iteration_s)
     interval, lag = float(period), 1.0 + machine.lag_iterations(saved.snapshots)
-    rounds = saved.rounds[0]
+    rounds, stored = saved.rounds[0], None
     if job.reads_storage:
         interval, lag, rounds = period * every, 1.0 + write_s / iteration_s, saved.rounds[1]
+    elif math.isfinite(every):
+        stored = StoredStates(
+            interval=period * every,
+            lag=1.0 + write_s / iteration_s,
+            state_s=saved.read_bytes
+            / min(machine.bandwidth, job.measured.storage_bandwidth or math.inf),
+        )
     whole = job.config.storage.persist_dense_interval or math.inf
     stall_s = sum(machine.stalls_s(saved.snapshots)) / period
     copied = sum(saved.snapshots) / period
@@ -126,6 +133,8 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
         host_bytes=share + job.boundary_bytes(saved.longest_window),
         lost_token_share=lost / (interval / 2 + window - 1 + lag),
         recoveries=_recoveries(job, machine, saved),
+        nodes_lost=None if job.reads_storage else job.replication_factor,
+        stored=stored,
     )
 
 
@@ -153,6 +162,8 @@ def _recoveries(
         "replay_s": (window - 1) * machine.iteration_s,
     }
     found = {RecoveryKind.RESTART: RecoveryCosts(processes_s=measured.restart_s, **rest)}
+    if measured.keep_s is not None:
+        found[RecoveryKind.KEEP] = RecoveryCosts(processes_s=measured.keep_s, **rest)
     if job.config.recovery.repair == "auto" and measured.repair_s is not None:
         repair = RecoveryCosts(processes_s=measured.repair_s, **rest)
         found[RecoveryKind.REPAIR] = repair

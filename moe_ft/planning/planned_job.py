@@ -25,6 +25,7 @@ class Measured:
         update_s: its optimizer step, during which no state can be copied.
         bandwidth: from device to host, bytes per second and rank.
         restart_s: from a failure until all processes run again.
+        keep_s: from a failure until a kept process has forked all ranks again.
         repair_s: from a failure until a replacement of the dead processes is one of the group.
     """
 
@@ -35,12 +36,14 @@ class Measured:
     storage_bandwidth: float | None = None
     mtbf_s: float | None = None
     restart_s: float = 0.0
+    keep_s: float | None = None
     repair_s: float | None = None
 
     def __post_init__(self) -> None:
         self._check("iteration_s", self.iteration_s, "more than 0 seconds", above=0)
         self._check("mtbf_s", self.mtbf_s, "more than 0 seconds", above=0)
         self._check("restart_s", self.restart_s, "at least 0 seconds")
+        self._check("keep_s", self.keep_s, "at least 0 seconds")
         self._check("repair_s", self.repair_s, "at least 0 seconds")
         self._check("update_s", self.update_s, "at least 0 seconds")
         if self.iteration_s is not None and self.update_s >= self.iteration_s:

@@ -47,7 +47,7 @@ LAYERS = {
     "moe_ft.loop": 52,
     "moe_ft.recovery": 50,
     "moe_ft.elastic": 50,
-    "moe_ft.simulator": 40,
+    "moe_ft.simulate": 40,
     "moe_ft.engine": 40,
     "moe_ft.files": 25,
     "moe_ft.store": 25,
@@ -60,7 +60,7 @@ LAYERS = {
 PURE = (
     "moe_ft.planning",
     "moe_ft.strategies",
-    "moe_ft.simulator",
+    "moe_ft.simulate",
     *(f"moe_ft.{name}" for name in BASE),
 )
 NO_MEGATRON_TRAINING = ("moe_ft", "kernels")

@@ -74,7 +74,7 @@ def paths_in(text: str) -> set[str]:
 @cache
 def existing() -> frozenset[str]:
     """Return the paths of all files and folders of the repository, each with a leading slash."""
-    pictures = [path.relative_to(ROOT) for path in (ROOT / "docs" / "pictures").iterdir()]
+    pictures = [str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "pictures").iterdir()]
     files = [Path("/", path) for path in (*text_files(), *pictures)]
     return frozenset(each.as_posix() for path in files for each in (path, *path.parents))
 

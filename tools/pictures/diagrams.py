@@ -190,6 +190,7 @@ _LAYERS: list[tuple[list[tuple[str, str]], str]] = [
             ("moe_ft/commands", "plan, report, doctor, ..."),
             ("moe_ft/convert", ""),
             ("moe_ft/doctor", ""),
+            ("moe_ft/simulate", ""),
         ],
         "sand",
     ),

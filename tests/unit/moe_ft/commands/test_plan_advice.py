@@ -10,6 +10,7 @@ from moe_ft.commands.command_line import read_command
 from moe_ft.commands.plan_advice import Advice, Advisor, Alternative, Sensitivity
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.planning.costs import RecoveryKind
+from moe_ft.planning.time_shares import Spent
 from moe_ft.strategies import registry
 from tests.unit.moe_ft.planning.described import SMALL, WITHOUT_EXPERTS, planned_job
 
@@ -35,9 +36,13 @@ def advisor(limit: float | None = None, **changes: Any) -> Advisor:
     return Advisor(job, configure, limit)
 
 
+def advised(found: Advisor) -> Advice:
+    return found.advise(found.compare())
+
+
 @pytest.fixture(scope="module")
 def advice() -> Advice:
-    return advisor().advise()
+    return advised(advisor())
 
 
 def named(advice: Advice, name: str) -> Alternative:
@@ -63,9 +68,7 @@ def test_alternatives_come_best_first_and_the_best_exact_one_is_recommended(advi
 
 def test_time_of_an_alternative_is_divided_without_a_rest(advice: Advice) -> None:
     for each in advice.alternatives:
-        shares = each.shares
-        whole = shares.training + shares.blocked + shares.recovering + shares.repeated
-        assert whole == pytest.approx(1)
+        assert sum(each.shares[use] for use in Spent) == pytest.approx(1)
         assert each.costs is not None
         assert each.costs.fastest is not RecoveryKind.RESTART
 
@@ -118,18 +121,18 @@ def test_swing_is_that_of_the_value_that_can_be() -> None:
 def test_what_does_not_fit_is_an_answer_with_the_memory_that_it_needs(advice: Advice) -> None:
     assert advice.best is not None
     limit = advice.best.node_bytes - 1
-    small = advisor(limit).advise()
+    small = advised(advisor(limit))
     found = named(small, "sparse at peers")
     assert found.ettr == 0
     assert found.problem.startswith("does not fit: needs 0 GiB of host memory per node, and")
     assert small.best is not None and small.best.name != "sparse at peers"
-    nothing = advisor(1.0).advise()
+    nothing = advised(advisor(1.0))
     assert nothing.best is None and nothing.sensitivities == ()
 
 
 def test_strategy_that_a_model_cannot_have_is_an_answer() -> None:
     job = planned_job(*WITHOUT_EXPERTS, world_size=4, ranks_per_node=2, **FACTS)
-    found = Advisor(job, lambda flags: read_command([*WITHOUT_EXPERTS, *flags]).config).advise()
+    found = advised(Advisor(job, lambda flags: read_command([*WITHOUT_EXPERTS, *flags]).config))
     partial = named(found, "partial")
     assert partial.costs is None
     assert "needs a model with experts" in partial.problem

@@ -1,5 +1,7 @@
 """Summaries of runs from their event logs."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,47 @@ def test_directory_without_events_is_refused(
 ) -> None:
     assert main(["report", str(tmp_path / name)]) == 2
     assert "holds no event log" in capsys.readouterr().err
+
+
+def test_time_of_a_run_is_divided_without_a_rest(tmp_path: Path) -> None:
+    lines = [
+        *("start 0 0", "iteration 0 1 5", "iteration 0 2 7", "iteration 0 3 9 stall_s=0.5"),
+        # Killed after 9 s. Of the 11 s until iteration 3 runs again, 4 s replay a window.
+        *("recovery 1 2", "start 1 2", "iteration 1 3 22", "iteration 1 4 24"),
+    ]
+    write_lines(tmp_path, lines)
+    shares = summarize(tmp_path).shares
+    # From the beginning of the first iteration, at 3 s: 21 s.
+    assert shares.productive == pytest.approx((2 + 2 + 1.5 + 2) / 21)
+    assert shares.blocked == pytest.approx(0.5 / 21)
+    assert shares.redone == pytest.approx((4 + 2) / 21)
+    assert shares.recovering == pytest.approx(7 / 21)
+    assert re.search(r"recovering +\| 33.33%", render(summarize(tmp_path), tmp_path))
+
+
+def write_lines(directory: Path, lines: list[str]) -> None:
+    """Write iterations of 2 s as ``KIND INCARNATION ITERATION [TIME [stall_s=S]]``."""
+    recovery = {
+        "target_iteration": 2,
+        "replayed_iterations": 2,
+        "sources": {},
+        "phases_s": {"replay": 4},
+    }
+    recovery |= {"lost_tokens": 0, "plt": 0.0}
+    written = []
+    for line in lines:
+        kind, incarnation, iteration, *rest = line.split()
+        value = {"time": 0.0, "rank": 0, "event": kind}
+        value |= {"incarnation": int(incarnation), "iteration": int(iteration)}
+        if kind == "recovery":
+            value |= recovery
+        if kind == "iteration":
+            stall_s = float(rest[1].partition("=")[2]) if rest[1:] else 0.0
+            value |= {
+                "time": float(rest[0]),
+                "iteration_s": 2.0,
+                "num_tokens": 1,
+                "stall_s": stall_s,
+            }
+        written.append(json.dumps(value))
+    event_path(directory, 0).write_text("\n".join(written) + "\n")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.costs import Costs, RecoveryKind
+from moe_ft.planning.costs import Costs, RecoveryKind, StoredStates
 from moe_ft.planning.job_costs import places
 from moe_ft.strategies import registry
 from tests.unit.moe_ft.planning.described import SMALL, planned_job
@@ -31,6 +31,10 @@ def test_dense_snapshots_at_peers_are_there_an_iteration_after_their_copy() -> N
     assert found.mean_redone == 3
     assert found.recoveries[RecoveryKind.RESTART].state_s == FULL / 20e6
     assert found.lost_token_share == found.storage_bytes == 0
+    assert (found.nodes_lost, found.stored) == (1, None)
+    stored = costs("dense", *STORAGE, storage_bandwidth=2e6, **LINKS).stored
+    # Written in 5.2 s: every third one of the states at peers, which come every 2 iterations.
+    assert stored == StoredStates(interval=6, lag=1 + FULL / 2e6, state_s=FULL / 2e6)
 
 
 def test_copy_that_is_not_hidden_blocks_its_share_of_each_iteration() -> None:
@@ -46,6 +50,7 @@ def test_state_of_a_lost_node_comes_from_storage_without_replicas() -> None:
     assert found.interval == 6
     assert found.lag == pytest.approx(1 + FULL / 2e6)
     assert found.storage_bytes == FULL / 6
+    assert (found.nodes_lost, found.stored) == (None, None)
     assert found.recoveries[RecoveryKind.RESTART].state_s == FULL / 2e6
     with pytest.raises(ConfigError, match="--moe-ft-replication-factor=0 needs --storage-bandw"):
         costs("dense", *flags, **LINKS)
@@ -68,7 +73,8 @@ def test_partial_experts_lose_tokens_of_half_a_round() -> None:
 def test_repair_is_a_recovery_where_it_is_on_and_its_time_known() -> None:
     assert [*costs("dense", repair_s=2.0, **LINKS).recoveries] == [RecoveryKind.RESTART]
     flags = ("--moe-ft-repair", "auto")
-    found = costs("dense", *flags, repair_s=2.0, restart_s=9.0, **LINKS)
+    found = costs("dense", *flags, repair_s=2.0, restart_s=9.0, keep_s=4.0, **LINKS)
+    assert found.recoveries[RecoveryKind.KEEP].ready_s == pytest.approx(4 + FULL / 20e6)
     assert found.fastest is RecoveryKind.REPAIR
     assert found.recoveries[RecoveryKind.REPAIR].fixed_s == pytest.approx(2 + FULL / 20e6)
     log = ("--moe-ft-upstream-log", "--seq-length", "16", "--micro-batch-size", "1")

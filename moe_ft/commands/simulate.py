@@ -1,0 +1,246 @@
+"""`python -m moe_ft simulate CONFIG.toml`: simulate a long run of a job under failures.
+
+The job is what `plan` makes of the same options. moe_ft/simulate has the simulation, and
+simulate_words.py prints.
+"""
+
+import argparse
+import math
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from moe_ft.commands.pages import check_page, write_page
+from moe_ft.commands.plan import OPTIONS, compare
+from moe_ft.commands.plan_advice import Alternative
+from moe_ft.commands.simulate_words import Outcome, Simulation, as_html, as_json, as_text
+from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import RecoveryKind
+from moe_ft.simulate.course import Pool
+from moe_ft.simulate.failures import Change, Failures, mean_time_between, read_trace
+from moe_ft.simulate.repetitions import MOST, Setting, simulate
+
+FASTEST = "fastest"
+_MOST_FAILURES = 100_000  # of a run, which then takes seconds
+_RECOVERIES = (FASTEST, *RecoveryKind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    """Values that a key may have, in words, and what tells them."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_TEXT = _Rule(words="a text", fits=lambda value: isinstance(value, str))
+_ANY = _Rule(
+    words="a text or a number", fits=lambda value: isinstance(value, str) or _number(value)
+)
+_SHARE = _Rule(words="from 0 to 1", fits=lambda value: _number(value) and 0 <= value <= 1)
+_ABOVE = _Rule(words="a number above 0", fits=lambda value: _number(value) and 0 < value < math.inf)
+_COUNT = _Rule(
+    words="a whole number, at least 0", fits=lambda value: _integer(value) and value >= 0
+)
+_TABLES: Mapping[str, Mapping[str, _Rule]] = {
+    "job": {"flags": _TEXT, **dict.fromkeys(OPTIONS, _ANY)},
+    "failures": {
+        "trace": _TEXT,
+        "weibull_shape": _Rule(
+            words="from 0.2 to 10", fits=lambda value: _number(value) and 0.2 <= value <= 10
+        ),
+        "crash_share": _SHARE,
+        "rack_nodes": _Rule(
+            words="a whole number, at least 1", fits=lambda value: _integer(value) and value >= 1
+        ),
+        "rack_share": _SHARE,
+    },
+    "machines": {
+        "spares": _COUNT,
+        "replace_s": _Rule(
+            words="seconds, at least 0", fits=lambda value: _number(value) and 0 <= value < math.inf
+        ),
+        "return_h": _ABOVE,
+    },
+    "run": {
+        "hours": _ABOVE,
+        "recovery": _Rule(words=" or ".join(_RECOVERIES), fits=lambda value: value in _RECOVERIES),
+        "seed": _COUNT,
+        "tolerance": _Rule(
+            words="from 0.0001 to 0.5", fits=lambda value: _number(value) and 1e-4 <= value <= 0.5
+        ),
+    },
+}
+
+
+def add_simulate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "simulate", help="simulate a long run under failures, with every strategy"
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.toml", help="see docs/simulate.md")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate the run that a file describes, and print how it went."""
+    check_page(options.html)
+    result = simulate_file(options.config)
+    if options.html is not None:
+        write_page(options.html, as_html(result))
+    print(as_json(result) if options.json else as_text(result))
+    return 0
+
+
+def simulate_file(path: Path) -> Simulation:
+    """Simulate the run that a file describes with every strategy that its job may have.
+
+    Raises:
+        ConfigError: if the file says what cannot be.
+    """
+    config = _read(path)
+    trace = _read_trace(path, config)
+    horizon_s = 3600 * config["run"].get("hours", 12.0)
+    if trace is not None and "hours" not in config["run"]:
+        horizon_s = trace[-1].time_s or horizon_s
+    job = dict(config["job"])
+    if trace is not None:
+        mean_s = mean_time_between(trace, horizon_s)
+        if "mtbf_s" not in job and math.isfinite(mean_s):
+            job["mtbf_s"] = mean_s
+    flags = shlex.split(job.pop("flags", ""))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in job.items()]
+    told = compare([*words, "--", *flags])
+    setting = _setting(config, told.job.num_nodes, horizon_s, trace, told.job.measured.mtbf_s)
+    outcomes = [
+        _simulate(each, config["run"].get("recovery", FASTEST), setting)
+        for each in told.advice.alternatives
+    ]
+    outcomes.sort(key=lambda each: 0.0 if each.result is None else -each.result.ettr)
+    return Simulation(
+        job=told.job, setting=setting, outcomes=outcomes, assumptions=told.assumptions
+    )
+
+
+def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
+    """Simulate one alternative, or say why it cannot be."""
+    if found.costs is None or found.problem:
+        return Outcome(name=found.name, flags=found.flags, problem=found.problem)
+    kind = found.costs.fastest if recovery == FASTEST else RecoveryKind(recovery)
+    if kind not in found.costs.recoveries:
+        problem = f"recovery={kind} cannot be: its costs are known for {', '.join(found.costs.recoveries)}"
+        return Outcome(name=found.name, flags=found.flags, problem=problem)
+    with tqdm(total=MOST, desc=found.name, unit="runs", leave=False, disable=None) as bar:
+
+        def note(half_width: float) -> None:
+            bar.update()
+            bar.set_postfix_str(f"ETTR +- {half_width:.4f}")
+
+        result = simulate(found.costs, kind, setting, note)
+    return Outcome(name=found.name, flags=found.flags, result=result)
+
+
+def _setting(
+    config: Mapping[str, Mapping[str, Any]],
+    num_nodes: int,
+    horizon_s: float,
+    trace: list[Change] | None,
+    mtbf_s: float | None,
+) -> Setting:
+    machines, given, run = config["machines"], dict(config["failures"]), config["run"]
+    assert mtbf_s is not None  # advice needs it
+    if horizon_s / mtbf_s > _MOST_FAILURES:
+        raise ConfigError(
+            f"run.hours={horizon_s / 3600:g} with a failure every {mtbf_s:g} s makes "
+            f"{horizon_s / mtbf_s:,.0f} failures, which must be at most {_MOST_FAILURES:,}. "
+            "Lower the hours, or raise job.mtbf_s."
+        )
+    return_h = machines.get("return_h", math.inf if "spares" in machines else 0.0)
+    given.pop("trace", None)
+    return Setting(
+        failures=Failures(mtbf_s=mtbf_s, **given) if trace is None else trace,
+        pool=Pool(
+            num_nodes=num_nodes,
+            num_spares=machines.get("spares", 0),
+            replace_s=machines.get("replace_s", 0.0),
+            return_s=3600 * return_h,
+            are_there=trace is None,
+        ),
+        horizon_s=horizon_s,
+        seed=run.get("seed", 0),
+        tolerance=run.get("tolerance", 0.01),
+    )
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of a file, each of which may be left out but that of the job."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. Give a TOML file as docs/simulate.md has it."
+        ) from error
+    for name, table in tables.items():
+        if name not in _TABLES or not isinstance(table, dict):
+            raise _unknown(path, name, "table", [*_TABLES])
+        for key, value in table.items():
+            if key not in _TABLES[name]:
+                raise _unknown(
+                    path, f"{name}.{key}", "key", [f"{name}.{each}" for each in _TABLES[name]]
+                )
+            if not (rule := _TABLES[name][key]).fits(value):
+                raise ConfigError(
+                    f"{path}: {name}.{key}={value!r} must be {rule.words}. Correct it, or leave it out."
+                )
+    return {name: tables.get(name, {}) for name in _TABLES}
+
+
+def _unknown(path: Path, name: str, what: str, known: list[str]) -> ConfigError:
+    near = get_close_matches(name, known, 3, 0.4)
+    nearest = f" Nearest: {', '.join(near)}." if near else ""
+    return ConfigError(
+        f"{path}: {name} is no {what} of a simulation, which has {', '.join(known)}.{nearest} Correct it."
+    )
+
+
+def _read_trace(path: Path, config: Mapping[str, Mapping[str, Any]]) -> list[Change] | None:
+    """Return the trace that the file names, relative to itself; None if it names none."""
+    given = dict(config["failures"])
+    name = given.pop("trace", None)
+    if name is None:
+        if given.get("rack_share") and given.get("rack_nodes", 1) == 1:
+            raise ConfigError(
+                f"{path}: failures.rack_share={given['rack_share']} needs failures.rack_nodes: the nodes "
+                "that fail together. Give it, or leave the share out."
+            )
+        return None
+    machines = sorted({*config["machines"]} & {"spares", "return_h"})
+    if given or machines:
+        both = ", ".join([*given, *machines])
+        raise ConfigError(
+            f"{path}: failures.trace={name} does not go with {both}: the trace says who fails and who comes. "
+            "Leave one of them out."
+        )
+    try:
+        lines = (path.parent / name).read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: failures.trace={name} cannot be read: {error}. Give the path from the file on."
+        ) from error
+    return read_trace(name, lines, config["run"].get("seed", 0))

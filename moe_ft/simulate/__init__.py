@@ -1,0 +1,1 @@
+"""Simulation of long runs under failures, pure: costs and seeds in, shares of the time out."""
