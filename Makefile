@@ -90,7 +90,7 @@ docs-serve: .venv/installed
 # train for hours, and keep their runs in a folder that has to be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout kernel_code streams paper_tables
+    other_layout kernel_code streams paper_tables gradient_replicas
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

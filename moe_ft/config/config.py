@@ -5,13 +5,13 @@ rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, override
 
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
-from moe_ft.config.rules import Rule, check_directories, check_rules
-from moe_ft.config.strategy import NO_STRATEGY, PrecisionConfig, StrategyConfig
+from moe_ft.config.rules import OF_REPAIRS, OF_SETTINGS, check_directories, check_rules
+from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
@@ -44,6 +44,13 @@ class MemoryConfig(Part):
         None,
         "where nodes fail together: a file with lines 'NODE DOMAIN', or slurm for its switches",
         metavar="FILE|slurm",
+    )
+    replicate: str = setting(
+        "state",
+        "what peers get of a new snapshot: its state, or the gradients of its iteration (4 bytes of a "
+        "parameter instead of 12, or 2 where they are reduced in 16 bits), from which they make it bit for "
+        "bit, and its state where they cannot",
+        choices=("state", "gradients"),
     )
     breakpoints: bool = setting(
         False,
@@ -82,6 +89,11 @@ class MemoryConfig(Part):
         """The limit in bytes, None for no limit; raises ConfigError if it cannot be read."""
         text = self.host_memory_limit
         return None if text is None else parse_size(flag_of("host_memory_limit"), text)
+
+    @property
+    def sends_gradients(self) -> bool:
+        """True if peers make replicas of gradients."""
+        return self.replicate == "gradients"
 
     @property
     def num_replicas(self) -> int | None:
@@ -311,42 +323,6 @@ class FaultConfig(Part):
                 )
 
 
-def _needs_strategy(flag: str, is_used: Callable[[Any], bool], without: str) -> Rule:
-    return Rule(
-        "",
-        flag,
-        lambda config: is_used(config) and not config.strategy.is_on,
-        f"with --moe-ft-strategy={NO_STRATEGY} {without}",
-        "Name one with --moe-ft-strategy, or leave it out",
-        problem="needs a strategy",
-    )
-
-
-_RULES = (
-    _needs_strategy(
-        "--moe-ft-breakpoints", lambda config: config.memory.breakpoints, "nothing is recovered"
-    ),
-    _needs_strategy(
-        "--moe-ft-upstream-log",
-        lambda config: config.memory.upstream_log,
-        "there is no state from which a stage could be replayed",
-    ),
-    Rule(
-        "",
-        "--moe-ft-upstream-log",
-        lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
-        "with --moe-ft-interval=auto nobody knows in advance how many iterations it must hold",
-        "Give --moe-ft-interval a number of iterations",
-        problem="needs a fixed interval",
-    ),
-)
-_OF_REPAIRS = _needs_strategy(
-    "--moe-ft-repair=auto",
-    lambda config: config.recovery.repair != "off",
-    "a rank that replaces a dead one has no state",
-)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeFtConfig:
     """All settings of moe_ft.
@@ -388,9 +364,9 @@ class MoeFtConfig:
                 f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
                 "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
             )
-        check_rules(_RULES, self)
+        check_rules(OF_SETTINGS, self)
         self._check_recovery()
-        check_rules([_OF_REPAIRS], self)
+        check_rules([OF_REPAIRS], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:

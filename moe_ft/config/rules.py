@@ -1,7 +1,8 @@
 """Rules on settings: when one is broken, and the message with the reason and the remedy.
 
-Rooms hold tuples of them. Choices and ranges of single values are with the fields, see fields.py. The rules
-for directories are a function: which can hold state at all, and which must be apart.
+Rooms hold tuples of them; those between parts of `MoeFtConfig` are here. Choices and ranges of single values
+are with the fields, see fields.py. The rules for directories are a function: which can hold state at all, and
+which must be apart.
 """
 
 import re
@@ -13,7 +14,10 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
+from moe_ft.config.fields import flag_of
+from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
+from moe_ft.format.packings import Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +93,78 @@ def check_directories(memory_dir: str, persist_dir: str | None) -> None:
             "directory or one in the other: the first is emptied when a job ends, the second is kept. Name "
             "directories that are apart."
         )
+
+
+def _needs_strategy(flag: str, is_used: Callable[[Any], bool], without: str) -> Rule:
+    return Rule(
+        "",
+        flag,
+        lambda config: is_used(config) and not config.strategy.is_on,
+        f"with --moe-ft-strategy={NO_STRATEGY} {without}",
+        "Name one with --moe-ft-strategy, or leave it out",
+        problem="needs a strategy",
+    )
+
+
+def _of_gradients(is_broken: Callable[[Any], bool], problem: str, reason: str, remedy: str) -> Rule:
+    return Rule(
+        "",
+        _FOLLOWED,
+        lambda config: config.memory.sends_gradients and is_broken(config),
+        reason,
+        f"{remedy}{flag_of('replicate')} state",
+        problem=problem,
+    )
+
+
+_FOLLOWED = f"{flag_of('replicate')}=gradients"
+OF_SETTINGS = (
+    _needs_strategy(
+        "--moe-ft-breakpoints", lambda config: config.memory.breakpoints, "nothing is recovered"
+    ),
+    _needs_strategy(
+        "--moe-ft-upstream-log",
+        lambda config: config.memory.upstream_log,
+        "there is no state from which a stage could be replayed",
+    ),
+    Rule(
+        "",
+        "--moe-ft-upstream-log",
+        lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
+        "with --moe-ft-interval=auto nobody knows in advance how many iterations it must hold",
+        "Give --moe-ft-interval a number of iterations",
+        problem="needs a fixed interval",
+    ),
+    _needs_strategy(_FOLLOWED, lambda config: config.memory.sends_gradients, "peers keep nothing"),
+    _of_gradients(
+        lambda config: config.strategy.interval_iterations != 1,
+        f"needs {flag_of('interval')} 1",
+        "a gradient leads from one iteration to the next",
+        f"Give {flag_of('interval')} 1, or ",
+    ),
+    _of_gradients(
+        lambda config: any(
+            each is not Packing.EXACT for each in config.precision.packings.values()
+        ),
+        f"cannot be used with {flag_of('state_dtype')}",
+        "peers step from state as the optimizer has it",
+        f"Leave {flag_of('state_dtype')} out, or give ",
+    ),
+    _of_gradients(
+        lambda config: config.strategy.sharding == "adaptive",
+        f"cannot be used with {flag_of('sharding')} adaptive",
+        "ranks must save the same slices every time",
+        f"Give {flag_of('sharding')} equal, or ",
+    ),
+    _of_gradients(
+        lambda config: config.memory.num_replicas == 0,
+        "needs peers",
+        f"with {flag_of('replication_factor')}=0 there are none",
+        "Give ",
+    ),
+)
+OF_REPAIRS = _needs_strategy(
+    "--moe-ft-repair=auto",
+    lambda config: config.recovery.repair != "off",
+    "a rank that replaces a dead one has no state",
+)

@@ -20,6 +20,7 @@ from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.profile import FixedInterval, IntervalTuner
 from moe_ft.engine.snapshots.windows import UnitLayouts, Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.planning.boundary_log import header_bytes
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
@@ -56,7 +57,8 @@ def build_engine(
             context.peers, context.token, reports, context.phase_hook, clock, settings.num_streams
         )
     records = RecordLog(complete_record)
-    writer = _build_writer(settings, context, records, replicator, reports, clock, make_worker)
+    parts = (records, replicator, strategy, reports, clock, make_worker)
+    writer = _build_writer(settings, context, *parts)
     windows = Windows(context.memory, strategy, layouts, writer, records, reports)
     directory = context.persist_dir
     client = PersistClient(directory, context.rank, reports, context.phase_hook, clock, len(ranks))
@@ -139,12 +141,16 @@ def _build_writer(
     context: EngineContext,
     records: RecordLog,
     replicator: PeerReplicator | None,
+    strategy: Strategy,
     reports: Reports,
     clock: Clock,
     make_worker: MakeWorker,
 ) -> SnapshotWriter:
     pool = context.memory.pool
-    sender = None
+    sender = gradients = None
+    if replicator is not None and settings.keeps_gradients:
+        always = [each for each in context.parameters if each.unit in strategy.always]
+        gradients = GradientCapture(always)
     if replicator is not None:
         sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock)
     return SnapshotWriter(
@@ -157,4 +163,5 @@ def _build_writer(
         context.phase_hook,
         make_worker("snapshot"),
         clock,
+        gradients,
     )

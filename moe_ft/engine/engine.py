@@ -60,6 +60,7 @@ class EngineSettings:
         dense_interval: iterations between whole states that go to storage, 0 for none before the end.
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
         num_streams: connections to each peer.
+        keeps_gradients: whether peers make replicas of gradients.
     """
 
     interval: int | None
@@ -69,6 +70,7 @@ class EngineSettings:
     staging_bytes: int = 0
     dense_interval: int = 0
     num_streams: int = 1
+    keeps_gradients: bool = False
 
     @property
     def persists(self) -> bool:
@@ -142,7 +144,7 @@ class CheckpointEngine:
         self._messages, self._reports = messages, messages.reports
         self._decisions, self._interval = decisions, interval
         self._profile, self._stall = SnapshotProfile(), Stall(clock)
-        self._writer, self._windows = writer, windows
+        self._writer, self._windows, self._gradients = writer, windows, writer.gradients
         self._storage, self._supervisor = storage, supervisor
         self.breakpoints, self.boundary = breakpoints, boundary
         self._has_removed_left_overs = False
@@ -200,6 +202,20 @@ class CheckpointEngine:
             self._decisions.begin_count(tokens_per_expert, self._iteration)
             self._windows.wait_for_copy(self._clock)
         self._decisions.begin(self._votes, self._iteration)
+
+    def note_reduced_gradients(self, iteration: int) -> None:
+        """Note that gradients are reduced, before they are scaled and clipped; they lead to an iteration."""
+        if self._gradients is not None:
+            self._gradients.note_reduced(iteration)
+
+    def note_final_gradients(self, iteration: int, grad_norm: float | None) -> None:
+        """Keep what the optimizer step that begins now gets, for peers; it leads to an iteration."""
+        if self._gradients is not None:
+            with (
+                self._stall.counting(),
+                self._reports.catching(BackgroundPart.REPLICATE, iteration),
+            ):
+                self._gradients.capture(iteration, grad_norm)
 
     def moment(self, record: CapturedRecord) -> Moment:
         """Return the live state as a breakpoint can be written of it: the optimizer has stepped."""

@@ -184,6 +184,17 @@ class Checkpoints(LoopListener):
             tokens = self._routers.popularity(layers, self._training.num_experts)
             self._running.engine.before_step(tokens)
 
+    def note_reduced_gradients(self) -> None:
+        """Note the loss scale of the iteration, where peers follow by gradients."""
+        if self._running is not None:
+            self._running.engine.note_reduced_gradients(self._loop.iteration + 1)
+
+    def note_final_gradients(self) -> None:
+        """Keep the gradients for peers that follow by them."""
+        if self._running is not None:
+            loop = self._loop
+            self._running.engine.note_final_gradients(loop.iteration + 1, loop.grad_norm)
+
     def begin_update(self) -> None:
         """Wait while a breakpoint is written: the weights are about to change."""
         if self._breakpoints is not None:

@@ -5,8 +5,9 @@ order of their list; `close` goes through it backwards. The seams of a run, in t
 
     start, before_setup, after_setup, after_recovery, begin_training, replay_if_due
     each batch: replay_if_due, before_batch, and unless the batch is skipped
-        begin_iteration, begin_attempt (each time), before_step, begin_update, end_update, end_iteration,
-        after_iteration; an optimizer that does not step leaves out both updates
+        begin_iteration, begin_attempt (each time), note_reduced_gradients, before_step,
+        note_final_gradients, begin_update, end_update, end_iteration, after_iteration; an optimizer that
+        does not step leaves out both updates, and perhaps the two before them
     end_training, after_training, end or failed, close
 
 A repair in place calls suspend, after_setup, after_recovery and begin_training again in between. Between
@@ -144,6 +145,12 @@ class LoopListener:
     def before_step(self) -> None:
         """Act when gradients are ready and no weight has changed."""
 
+    def note_reduced_gradients(self) -> None:
+        """Act when gradients are reduced, and neither scaled nor clipped."""
+
+    def note_final_gradients(self) -> None:
+        """Act on gradients as the optimizer's step gets them, which begins next."""
+
     def begin_update(self) -> None:
         """Act right before the first weight of an iteration changes."""
 
@@ -202,6 +209,8 @@ class Listeners:
     before_batch = _of_each(LoopListener.before_batch)
     begin_attempt = _of_each(LoopListener.begin_attempt)
     after_repair = _of_each(LoopListener.after_repair)
+    note_reduced_gradients = _of_each(LoopListener.note_reduced_gradients)
+    note_final_gradients = _of_each(LoopListener.note_final_gradients)
 
     def __init__(self, loop: LoopState, listeners: Sequence[LoopListener]) -> None:
         self.loop = loop

@@ -8,6 +8,7 @@ left out.
 from dataclasses import dataclass
 
 NUM_REPLICA_REGIONS = 2
+NUM_GRADIENT_BUFFERS = 2  # of the snapshot that is being sent, and of the step that follows
 
 
 def num_regions(*, persists: bool) -> int:
@@ -36,17 +37,20 @@ class MemoryShare:
         pool_bytes: of the pool, 0 where every snapshot holds every unit.
         breakpoint_bytes: of the rank's breakpoint, which no peer keeps; 0 without one.
         boundary_bytes: of the boundary log, 0 without one. Peers keep none of it.
+        gradient_bytes: of the gradients of one step, 0 where peers get state. They lie in the process.
     """
 
     region_bytes: int
     pool_bytes: int = 0
     breakpoint_bytes: int = 0
     boundary_bytes: int = 0
+    gradient_bytes: int = 0
 
     def own_bytes(self, *, persists: bool) -> int:
         """Return the bytes that the rank keeps of its own state, and of what it sends."""
         regions = num_regions(persists=persists) * self.region_bytes
-        return regions + self.pool_bytes + self.breakpoint_bytes + self.boundary_bytes
+        sent = self.boundary_bytes + NUM_GRADIENT_BUFFERS * self.gradient_bytes
+        return regions + self.pool_bytes + self.breakpoint_bytes + sent
 
     @property
     def replica_bytes(self) -> int:

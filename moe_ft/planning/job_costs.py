@@ -5,7 +5,7 @@ A strategy gives the sizes (`Saved`). The values that result are costs.py; plann
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind, StoredStates
@@ -27,6 +27,7 @@ class Saved:
         whole_bytes: of its state at FULL.
         rounds: snapshots, and checkpoints on storage, until each has held every unit; 1 each where all do.
         longest_window: snapshots that a window may have.
+        sent_share: bytes that a peer gets for each byte of a snapshot.
     """
 
     snapshots: tuple[float, ...]
@@ -37,6 +38,7 @@ class Saved:
     share: MemoryShare
     rounds: tuple[float, float] = (1.0, 1.0)
     longest_window: int = 1
+    sent_share: float = 1.0
 
 
 def known_machine(job: PlannedJob) -> Machine | None:
@@ -96,7 +98,8 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
     Raises:
         ConfigError: as `needed_machine`.
     """
-    machine, window = needed_machine(job), len(saved.snapshots)
+    machine = replace(needed_machine(job), sent_share=saved.sent_share)
+    window = len(saved.snapshots)
     iteration_s = machine.iteration_s
     period = saved.interval if window == 1 else window + machine.lag_iterations(saved.snapshots)
     if window == 1:
@@ -128,7 +131,7 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
         window=window,
         lag=lag,
         snapshot_bytes=copied,
-        peer_bytes=job.replication_factor * copied,
+        peer_bytes=job.replication_factor * copied * saved.sent_share,
         storage_bytes=saved.persisted_bytes / (period * every) + saved.whole_bytes / whole,
         host_bytes=share + job.boundary_bytes(saved.longest_window),
         lost_token_share=lost / (interval / 2 + window - 1 + lag),

@@ -16,6 +16,7 @@ class Machine:
         hidden_s: its forward and backward pass, during which state can be copied.
         bandwidth: from device to host, bytes per second.
         network_bandwidth: to other nodes, bytes per second; not used without replicas.
+        sent_share: bytes that a peer gets for each byte of a snapshot: less where it gets gradients.
     """
 
     iteration_s: float
@@ -23,6 +24,7 @@ class Machine:
     bandwidth: float
     network_bandwidth: float = math.inf
     replication_factor: int = 0
+    sent_share: float = 1.0
 
     @property
     def budget_bytes(self) -> float:
@@ -37,7 +39,7 @@ class Machine:
         """Bytes of a snapshot that all peers get in a second, infinite without replicas."""
         if not self.replication_factor:
             return math.inf
-        return self.network_bandwidth / self.replication_factor
+        return self.network_bandwidth / self.replication_factor / self.sent_share
 
     @property
     def reading_bandwidth(self) -> float:

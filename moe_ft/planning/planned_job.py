@@ -225,6 +225,7 @@ class PlannedJob:
         train_iterations: of the whole training, None if that is not known.
         tokens: of an iteration, None if that is not known.
         traffic: what the pipeline sends in an iteration, if that is logged.
+        reduced_bytes: of a parameter's gradient as it is reduced.
     """
 
     model: PlannedModel
@@ -243,6 +244,7 @@ class PlannedJob:
     tokens: int | None = None
     traffic: PipelineTraffic | None = None
     by_sharding: Mapping[str, tuple[PlannedStage, ...]] = field(default_factory=dict)
+    reduced_bytes: int = 4
 
     def boundary_bytes(self, longest_window: int) -> int:
         """Return the bytes of the boundary log of the rank with the largest one; 0 without a log."""
@@ -299,6 +301,28 @@ class PlannedJob:
         """The rank whose snapshot of everything is the largest."""
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         return max(ranks, key=lambda rank: rank.full_bytes)
+
+    def gradient_bytes(self, *, has_experts: bool = True) -> int:
+        """Return the bytes of the gradients of the rank with the most; 0 where peers get state.
+
+        Args:
+            has_experts: whether every snapshot holds the experts.
+        """
+        if not (self.config.memory.sends_gradients and self.replication_factor):
+            return 0
+        return self.reduced_bytes * sum(each.elements for each in self._followed(has_experts))
+
+    def sent_share(self, snapshot_bytes: float, *, has_experts: bool = True) -> float:
+        """Return the bytes that a peer gets for each byte of a snapshot."""
+        if not (gradient_bytes := self.gradient_bytes(has_experts=has_experts)):
+            return 1.0
+        saved_bytes = sum(each.full for each in self._followed(has_experts)) - gradient_bytes
+        return 1 - saved_bytes / snapshot_bytes
+
+    def _followed(self, has_experts: bool) -> list[UnitBytes]:
+        """Return the sizes of what every snapshot holds."""
+        sizes = self.heaviest.sizes.items()
+        return [each for unit, each in sizes if has_experts or unit.kind is not UnitKind.EXPERT]
 
     @property
     def persists(self) -> bool:

@@ -104,6 +104,7 @@ def _build(
             staging_bytes=config.precision.staging,
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
             num_streams=config.memory.streams,
+            keeps_gradients=config.memory.sends_gradients,
         ),
         EngineContext(
             rank=met.site.rank,

@@ -168,8 +168,12 @@ class Versions[Target: Hashable, Unit: Hashable, Version]:
 
     def lacking(self, target: Target, wanted: Mapping[Unit, Version]) -> list[Unit]:
         """Return the units of which a target may not have the version that is wanted, in their order."""
-        known = self._known.get(target, {})
+        known = self.known(target)
         return [unit for unit, version in wanted.items() if known.get(unit) != version]
+
+    def known(self, target: Target) -> Mapping[Unit, Version]:
+        """Return the versions that a target has; none if that is not known."""
+        return self._known.get(target, {})
 
     def note(self, target: Target, versions: Mapping[Unit, Version]) -> None:
         """Note that a target has these versions; it may overwrite all others."""

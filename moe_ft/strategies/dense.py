@@ -69,6 +69,7 @@ class Dense(StrategyKind):
             read_bytes=most,
             whole_bytes=most,
             share=_share(job),
+            sent_share=job.sent_share(most),
         )
         return costs_of(job, self.name, saved)
 
@@ -91,7 +92,11 @@ class Dense(StrategyKind):
 
 
 def _share(job: PlannedJob) -> MemoryShare:
-    return MemoryShare(region_bytes=job.heaviest.full_bytes, breakpoint_bytes=job.breakpoint_bytes)
+    return MemoryShare(
+        region_bytes=job.heaviest.full_bytes,
+        breakpoint_bytes=job.breakpoint_bytes,
+        gradient_bytes=job.gradient_bytes(),
+    )
 
 
 def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
@@ -109,7 +114,13 @@ def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
             f"{interval}"
         )
     planned = interval * job.persist_interval
+    if gradient_bytes := job.gradient_bytes():
+        times = 1 / job.sent_share(most_bytes)
+        lines.append(
+            f"peers get gradients: {gradient_bytes / 1e6:,.1f} MB of the rank with the most, {times:.1f} "
+            "times less than state; state is what a start sends first, and what follows a lost one"
+        )
     return [*lines, *persist_line(job, most_bytes, period_s=measured.iteration_s, planned=planned)]
 
 
-DENSE = Dense(name="dense")
+DENSE = Dense(name="dense", follows_gradients=True)

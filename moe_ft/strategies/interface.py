@@ -283,6 +283,8 @@ class StrategyKind(ABC):
         is_exact: whether a recovery brings back the state as it was, bit for bit.
         replays: whether a recovery runs iterations again. Their settings must then be those of the run.
         leaves_out_frozen: whether parameters that are not trained are in no unit.
+        follows_gradients: whether peers can make its replicas of gradients: every snapshot is a window, and
+            the region of each holds the same units at FULL. What lies in slots is sent as state.
         adaptive_with: flags that make `can_shard_adaptively` true; empty if none do.
         memory_remedy: what makes snapshots smaller, as a sentence; empty if nothing does.
     """
@@ -292,6 +294,7 @@ class StrategyKind(ABC):
     is_exact: bool = True
     replays: bool = False
     leaves_out_frozen: bool = False
+    follows_gradients: bool = False
     adaptive_with: str = ""
     memory_remedy: str = ""
 

@@ -74,6 +74,13 @@ def check(config: MoeFtConfig, model: ModelFacts) -> None:
             f"--moe-ft-upstream-log cannot be used with --moe-ft-strategy={kind.name}: a stage can be "
             f"replayed alone only from exact state. Use {exact}, or leave it out."
         )
+    if config.memory.sends_gradients and not kind.follows_gradients:
+        able = " or ".join(each.name for each in kinds() if each.follows_gradients)
+        raise ConfigError(
+            f"--moe-ft-replicate=gradients cannot be used with --moe-ft-strategy={kind.name}: a gradient "
+            "leads from a whole state to the next one, and its snapshots do not follow each other so. "
+            f"Use {able}, or --moe-ft-replicate state."
+        )
     if kind.is_exact:
         config.precision.check_is_exact(kind.name)
     kind.check(config, model)

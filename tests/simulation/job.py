@@ -102,6 +102,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 memory_dir=str(root / "memory"),
                 job_id="job",
                 replication_factor=self.replication,
+                replicate="gradients" if self.is_followed else "state",
                 breakpoints=self.breakpoints,
                 upstream_log=self.upstream_log,
                 streams=self.streams,

@@ -9,7 +9,6 @@ From what the ranks of a stage have computed, every gradient of the stage follow
 """
 
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId
+from tests.simulation.optimizer import Optimizer, Scheduler, step_with_adam
 from tests.simulation.shape import (
     Shape,
     Weight,
@@ -84,32 +84,6 @@ class Chunk(torch.nn.Module):
         self._sync()
 
 
-class Optimizer:
-    """An inner optimizer as Megatron's look from outside."""
-
-    def __init__(self, masters: Sequence[torch.Tensor], refresh: Callable[[], None]) -> None:
-        group = {"params": list(masters), "lr": 0.05, "step": 0}
-        self.optimizer = SimpleNamespace(param_groups=[group], state=defaultdict(dict))
-        self.config = SimpleNamespace(optimizer="adam")
-        self._copy_main_params_to_model_params = refresh
-
-
-class Scheduler:
-    """A schedule of learning rates as Megatron's looks from outside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.num_steps = optimizer, 0
-
-    def step(self, increment: int) -> None:
-        """Count samples, and set the learning rate."""
-        self.num_steps += increment
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.05 / (1 + 0.01 * self.num_steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps}
-
-
 class Model:
     """The state of one rank.
 
@@ -156,7 +130,7 @@ class Model:
         self._moments = [
             {key: self._view(key, each) for key in ("exp_avg", "exp_avg_sq")} for each in self.parts
         ]
-        self.inner = Optimizer(masters, self.refresh)
+        self.inner = Optimizer(masters, self.refresh, is_adam=shape.is_followed)
         self.inner.optimizer.step = lambda: self.ready()
         self.optimizer = SimpleNamespace(chained_optimizers=[self.inner])
         self.optimizer.step_with_ready_grads = self._step_with_ready_grads
@@ -307,6 +281,9 @@ class Model:
         """Make the optimizer's step, and leave frozen units as they are."""
         self._adopt(frozen, creates=True)
         self.group["step"] += 1
+        if self.shape.is_followed:
+            self._step_with_adam(signal, grad_norm, frozen)
+            return
         _, first, second = own_constants(self.shape, self.rank)
         factors = [((signal >> shift) & 0xFFFF) / 65536 - 0.5 for shift in (0, 16)]
         rate = np.float32(self.group["lr"] / (1 + 0.001 * self.group["step"]))
@@ -319,6 +296,27 @@ class Model:
             square[low:high] = square[low:high] * np.float32(0.99) + gradient**2
             moved = average[low:high] / (np.sqrt(square[low:high]) + np.float32(1e-3))
             self._arrays["param"][low:high] -= rate * moved
+
+    def set_gradients(self, signal: int, grad_norm: float) -> None:
+        """Have the gradients where the optimizer finds them, before it steps."""
+        if not self.shape.is_followed:
+            return
+        _, first, second = own_constants(self.shape, self.rank)
+        factors = [((signal >> shift) & 0xFFFF) / 65536 - 0.5 for shift in (0, 16)]
+        gradient = first * np.float32(factors[0]) + second * np.float32(factors[1])
+        flat = torch.from_numpy(gradient / np.float32(1 + grad_norm))
+        for part, master in zip(self.parts, self.group["params"], strict=True):
+            master.grad = flat[part.own_at : part.own_at + part.end - part.start]
+
+    def _step_with_adam(self, signal: int, grad_norm: float, frozen: Collection[UnitId]) -> None:
+        self.set_gradients(signal, grad_norm)
+        group, state = self.group, self.inner.optimizer.state
+        own = [
+            (master, state[master])
+            for part, master in zip(self.parts, group["params"], strict=True)
+            if part.unit not in frozen
+        ]
+        step_with_adam(own, group)
 
     def _step_with_ready_grads(self) -> None:
         """Step, and make all weights of the rank from the new masters. Called by all ranks of a stage."""

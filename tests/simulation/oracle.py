@@ -23,6 +23,8 @@ from tests.simulation.whole import Truth
 
 _LATE = "no window was completed in time"  # which may be, and costs logs
 _DAMAGE = "does not match its checksum"  # of a window that stays, and need not have been read
+# Why a peer may be sent state although it has the iteration before: also after a local recovery.
+_NO_STEP = ("the optimizer has not stepped before", "its step was not made in this start")
 _REFUSALS = (ConfigError, UnrecoverableError)
 
 
@@ -165,6 +167,12 @@ class Oracle:
         """True if all of an expert is of one iteration: else its bits say nothing about what was lost."""
         return not self.job.setup.options.get("master_always_full", False)
 
+    @property
+    def _keeps_what_it_has(self) -> bool:
+        """True if every state that was acknowledged can be used: another layout may not have enough of it."""
+        is_excused = self.is_damaged or self.has_strangers or bool(self.job.setup.later)
+        return self.is_exact and not is_excused
+
     def _fail(self, start: Start, what: str) -> None:
         self.violations.append(f"start {start.number}: {what}")
 
@@ -286,6 +294,8 @@ class Oracle:
             self._fail(start, f"{what}; but iteration {self.left.newest} is intact")
         elif not self.left.has_any:
             self._fail(start, f"{what}; but there is nothing to refuse")
+        elif self._floor and self._keeps_what_it_has and not self.is_garbled:
+            self._fail(start, f"{what}; but iteration {self._floor} was acknowledged")
         else:
             self.is_refused = True
 
@@ -299,6 +309,8 @@ class Oracle:
                 and not self._is_at_the_end(at, each)
                 and not (self.is_damaged and _DAMAGE in str(each.fields["reason"]))
             ]
+            if fallback := _wrong_fallback(life):
+                self._fail(start, f"rank {life.rank} sends state, undisturbed: {fallback}")
             wrong = [each for each in degraded if _LATE not in str(each.fields["reason"])]
             if wrong:
                 self._fail(start, f"rank {life.rank} reports {wrong[0].fields}, undisturbed")
@@ -364,6 +376,20 @@ class Oracle:
 
 def _is_lost_log(seen: tuple[int, Report]) -> bool:
     return seen[1].event == "degraded" and _LATE in str(seen[1].fields["reason"])
+
+
+def _wrong_fallback(life: Life) -> str:
+    """Return what a rank has sent as state although its peer had the iteration before; empty if nothing."""
+    followed: dict[str, int] = {}  # by peer, the last iteration that it was sent
+    for _, report in life.reports:
+        if report.event != "replicate":
+            continue
+        for peer in map(str, report.fields["peers"]):
+            why = report.fields["fallbacks"].get(peer, "")
+            if why and why not in _NO_STEP and followed.get(peer) == report.iteration - 1:
+                return f"{report.iteration} to rank {peer}: {why}"
+            followed[peer] = report.iteration
+    return ""
 
 
 def _has_no_room(seen: tuple[int, Report]) -> bool:

@@ -20,9 +20,17 @@ from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.schedule import draw as draw_repairs
-from tests.simulation.schedule import Fault, Schedule, draw, draw_aging, draw_changing
+from tests.simulation.schedule import (
+    Fault,
+    Schedule,
+    draw,
+    draw_aging,
+    draw_changing,
+    draw_followed,
+)
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
+from tests.simulation.update_mutations import OF_UPDATES
 
 LIMIT = 300  # schedules
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
@@ -67,6 +75,15 @@ _FIRST: dict[str, AnySchedule] = {
             Fault(kind="lose-all-memory", start=1),
         ),
         switching=0.02,
+    ),
+    "base-freed-too-early": Schedule(  # the peer dies in the middle of a step, then its owner's memory
+        seed=1,
+        setup=Setup(dp=2, ep=1, nodes=2, iterations=6, is_followed=True),
+        faults=(
+            Fault(kind="kill-all", start=0, event=540),
+            Fault(kind="lose-node", start=1, target=0),
+        ),
+        switching=0.3,
     ),
     "older-files-forgotten": Schedule(
         seed=345,
@@ -148,6 +165,8 @@ def drawer_for(
     """Return what draws the schedules in which a mistake may show."""
     if is_of_repairs or mutation in OF_REPAIRS:
         return draw_repairs
+    if mutation in OF_UPDATES:
+        return draw_followed
     if mutation in OF_AGES:
         return draw_aging
     return draw_changing if mutation in OF_LAYOUTS else draw

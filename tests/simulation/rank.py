@@ -229,10 +229,12 @@ class Rank:
         listeners.begin_attempt()
         self._seams.begin_forward()
         signal, grad_norm = loop.run_forward_backward()
+        listeners.note_reduced_gradients()
         kernel.event("before step")
         iteration = state.iteration + 1
         if grad_norm is not None:
             state.grad_norm = grad_norm
+            model.set_gradients(signal, grad_norm)
             model.ready = partial(model.step, signal, grad_norm)
             model.in_step = (self._pause_in_step, partial(self._leave_step, iteration))
             model.optimizer.step_with_ready_grads()

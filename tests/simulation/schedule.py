@@ -53,7 +53,7 @@ _DAMAGED = 0.15  # of the schedules have damage and little else
 _STRANGE = 0.3  # of the starts of jobs with breakpoints have a stranger in their store
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 STRANGER = "stranger-in-store"
-_OF_LATER = {"stages", "experts", "skips"}  # also those of layouts that come later
+_OF_LATER = {"stages", "experts", "skips", "is_followed"}  # also those of layouts that come later
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
 
 
@@ -119,13 +119,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             },
             {"later": setup.later[:-1]},
             {"skips": False},
+            {"is_followed": False},
             {"state_dtype": ""},
             {"stop_interval": 0},
             {"on_error": "degrade"},
             {"is_sharded": True},
             {"persist_interval": 0},
             {"dense_interval": 0},
-            {"replication": "0"},
+            {"replication": "0", "is_followed": False},
             {"interval": "1"},
             {"iterations": 4},
             {"experts": 2},
@@ -151,11 +152,17 @@ def draw_aging(seed: int) -> Schedule:
     return draw(seed, share_of_layouts=1.0, share_of_ages=1.0)
 
 
+def draw_followed(seed: int) -> Schedule:
+    """Return a schedule of a job whose peers follow by gradients."""
+    return draw(seed, share_of_followed=1.0)
+
+
 def draw(
     seed: int,
     *,
     share_of_layouts: float = layouts.SHARE,
     share_of_ages: float = layouts.SHARE_OF_AGES,
+    share_of_followed: float = variations.SHARE_OF_FOLLOWED,
 ) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
@@ -197,6 +204,9 @@ def draw(
     if not setup.later and many.random() < variations.SHARE_OF_MANY:
         setup = variations.with_many_ranks(setup, many)
         faults = _draw_faults_of_many(setup, many)
+    followers = random.Random(f"followers {seed}")
+    if followers.random() < share_of_followed:
+        setup = variations.with_followers(setup, is_made_possible=share_of_followed == 1.0)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 

@@ -25,6 +25,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         experts: of each layer.
         is_sharded: whether the optimizer's state is divided over the ranks of a stage.
         skips: whether some iterations have gradients that overflow, and no step.
+        is_followed: whether peers make replicas of gradients: the optimizer is torch's Adam.
     """
 
     stages: int = 1
@@ -35,6 +36,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 4
     is_sharded: bool = True
     skips: bool = False
+    is_followed: bool = False
 
     @property
     def width(self) -> int:

@@ -22,6 +22,7 @@ LIVE = {
 # Faults between two starts.
 OFFLINE = {"reuse-name": 1}
 _EXTRA = 0.5
+SHARE_OF_FOLLOWED = 0.6  # of those that can be
 SHARE_OF_MANY = 0.03  # of the schedules have more than FAN_OUT ranks
 # What befalls one of many ranks before all of them die.
 OF_ONE = {"memory-glitch": 4, "suspend-rank": 1, "reset": 1, "memory-full": 1}
@@ -110,6 +111,21 @@ def add_levels(setup: Setup, rng: random.Random) -> Setup:
 def add_streams(setup: Setup, rng: random.Random) -> Setup:
     """Return a setup in which some pairs of ranks have several streams."""
     changed: Setup = msgspec.structs.replace(setup, streams=rng.choice((1, 1, 1, 2, 3)))
+    return changed
+
+
+def with_followers(setup: Setup, *, is_made_possible: bool) -> Setup:
+    """Return a setup in which peers follow by gradients, where these can be, or in another one."""
+    if is_made_possible:
+        setup = msgspec.structs.replace(
+            setup, strategy="dense", options={}, interval="1", sharding="equal"
+        )
+    is_divided = setup.sharding == "adaptive" or setup.options.get("master_always_full", False)
+    is_due = setup.strategy != "sparse" and setup.interval == "1" and not is_divided
+    if not is_due or setup.replication == "0":
+        return setup
+    later = tuple(msgspec.structs.replace(each, is_followed=True) for each in setup.later)
+    changed: Setup = msgspec.structs.replace(setup, is_followed=True, later=later, state_dtype="")
     return changed
 
 

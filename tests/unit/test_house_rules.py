@@ -56,7 +56,6 @@ LONELY = {
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/state/router_load.py": "reads Megatron's objects, which its user must not know",
-    "moe_ft/strategies/dense.py": "a strategy: the registry alone imports it",
     "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
 }
 

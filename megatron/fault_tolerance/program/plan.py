@@ -139,9 +139,15 @@ def plan_job(
         tokens=(given.global_batch_size or 0) * (given.seq_length or 0) or None,
         traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
         by_sharding=built.by_sharding,
+        reduced_bytes=2 if is_reduced_in_16_bits(args) else 4,
     )
     notes.append(_what_was_built(job))
     return job, notes
+
+
+def is_reduced_in_16_bits(args: argparse.Namespace) -> bool:
+    """Return whether Megatron reduces gradients in the precision of the model, and that has 16 bits."""
+    return args.params_dtype != torch.float32 and not args.accumulate_allreduce_grads_in_fp32
 
 
 def _check_job(config: MoeFtConfig, measured: Measured, world_size: int) -> None:

@@ -48,6 +48,8 @@ class IterationSeams:
         self._inner = inner_optimizers(optimizer)
         self._mark_torn(patches)
         patches.wrap(optimizer, "step_with_ready_grads", self._step)
+        if hasattr(optimizer, "prepare_grads"):
+            patches.wrap(optimizer, "prepare_grads", self._prepare_grads)
         if hasattr(optimizer, "get_grad_norm"):
             patches.wrap(optimizer, "get_grad_norm", self._get_grad_norm)
 
@@ -69,12 +71,18 @@ class IterationSeams:
             if hasattr(self._inner[-1], copy):
                 patches.wrap(self._inner[-1], copy, torn_until)
 
+    def _prepare_grads(self, original: Function) -> Any:
+        if not self._loop.is_replaying:
+            self._listeners.note_reduced_gradients()
+        return original()
+
     def _step(self, original: Function) -> Any:
         if self._loop.is_replaying:
             result = original()
             self._listeners.end_update()
             return result
         self._before_step()
+        self._listeners.note_final_gradients()
         with self._noting_inner_step():
             result = original()
         self._listeners.end_update()

@@ -24,13 +24,15 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Keep a replica: followed by the index, a stretch of the region, and slots of the pool.
+    """Keep a replica: followed by the index, an update, a stretch of the region, and slots of the pool.
 
     Attributes:
         keep_iteration: the last iteration of the newest complete window, which must not be overwritten.
         start_byte: of the stretch; 0 for the whole file up to its end, else the peer must hold the window
             without its newest snapshot already.
         slots: names of the units that follow, in this order; the peer has all others of the pool.
+        update_bytes: of the step that the peer repeats in place of the stretch, 0 for none.
+        gradient_bytes: that follow the update.
     """
 
     source: int
@@ -40,6 +42,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     data_bytes: _Count
     slots: tuple[str, ...] = ()
     slot_bytes: _Count = 0
+    update_bytes: _Count = 0
+    gradient_bytes: _Count = 0
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
@@ -83,11 +87,13 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         checksum: of these bytes, if they are parts of a unit.
+        wants_state: the update could not be repeated, or came out otherwise: the state is needed.
     """
 
     error: str = ""
     num_bytes: _Count = 0
     checksum: str = ""
+    wants_state: bool = False
 
 
 REQUEST = msgspec.json.Decoder(Put | Get | GetParts | Join)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
@@ -31,12 +32,14 @@ from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadli
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.job import ReplicationResult
+from moe_ft.engine.updates.following import Followers, LentUpdate, Sent, fields_of
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import waiting
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
+from moe_ft.format.updates import Update, encode_update
 from moe_ft.store.extents import Versions
 from moe_ft.topology import RankInfo
 
@@ -57,6 +60,7 @@ class Replica:
         keep_iteration: the last iteration of the newest complete window, which peers keep until they have
             all of this one.
         peers: ranks that are to have it; None for all that keep replicas.
+        lent: the step that made it, which a peer can repeat; None where gradients are not kept.
     """
 
     region: Region
@@ -66,6 +70,7 @@ class Replica:
     end_byte: int
     keep_iteration: int | None
     peers: frozenset[int] | None = None
+    lent: LentUpdate | None = None
 
 
 class PeerConnection:
@@ -86,42 +91,71 @@ class PeerConnection:
             self._connection = self._open()
         return self._connection
 
-    def put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
+    def put(
+        self,
+        replica: "Replica",
+        slots: Sequence[str],
+        phase_hook: PhaseHook,
+        update: Update | None = None,
+    ) -> str:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
             slots: names of units of the pool, which are sent too.
+            update: is sent with its gradients in place of the region.
+
+        Returns:
+            Why the peer wants the region after all; empty if it has committed the replica.
         """
         try:
-            self._put(replica, slots, phase_hook)
+            return self._put(replica, slots, phase_hook, update)
         except CorruptStateError:
             raise  # an answer: the connection is in order
         except BaseException:
             self.close()  # in the middle of a message
             raise
 
-    def _put(self, replica: "Replica", slots: Sequence[str], phase_hook: PhaseHook) -> None:
+    def _put(
+        self,
+        replica: "Replica",
+        slots: Sequence[str],
+        phase_hook: PhaseHook,
+        update: Update | None,
+    ) -> str:
         connection, index = self._connected(), replica.index
-        content = encode(index)
+        content, step = encode(index), b"" if update is None else encode_update(update)
+        data = memoryview(replica.region.mapping)[replica.start_byte : replica.end_byte]
+        num_made_bytes = len(data)  # there, which takes its time however little is sent
+        if update is not None:
+            assert replica.lent is not None
+            data = replica.lent.gradients
         request = Put(
             index.rank,
             replica.keep_iteration,
             len(content),
             replica.start_byte,
-            replica.end_byte - replica.start_byte,
+            0 if update else len(data),
             tuple(slots),
             sum(index.units[name].num_bytes for name in slots),
+            len(step),
+            len(data) if update else 0,
         )
-        num_bytes = request.data_bytes + request.slot_bytes
-        deadline = Deadline.for_bytes(len(content) + num_bytes)
+        num_bytes = max(num_made_bytes, len(data)) + request.slot_bytes
+        deadline = Deadline.for_bytes(len(content) + len(step) + num_bytes)
         send(connection, request, deadline)
         connection.send(content, deadline)
-        hook = partial(phase_hook, Phase.REPLICATE, index.iteration)
-        connection.send_body(_contents(replica, slots, hook), num_bytes, deadline)
+        connection.send(step, deadline)
+        stretch = _halves(data, partial(phase_hook, Phase.REPLICATE, index.iteration))
+        if update is not None:
+            for part in stretch:
+                connection.send(part, deadline)
+        body = chain(stretch, _slots(replica, slots))
+        connection.send_body(body, request.data_bytes + request.slot_bytes, deadline)
         check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
-        if reply.error:
+        if reply.error and not reply.wants_state:
             raise CorruptStateError(reply.error)
+        return reply.error
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
@@ -164,16 +198,16 @@ class PeerConnection:
             self._connection = None
 
 
-def _contents(
-    replica: "Replica", slots: Sequence[str], hook: Callable[[], None]
-) -> Iterator[memoryview]:
-    """Yield what follows the index of a replica; call a hook in the middle of the stretch."""
-    data = memoryview(replica.region.mapping)
-    half = (replica.start_byte + replica.end_byte) // 2
-    yield data[replica.start_byte : half]
+def _halves(data: memoryview, hook: Callable[[], None]) -> Iterator[memoryview]:
+    """Yield what follows the index of a replica, and call a hook in the middle."""
+    half = len(data) // 2
+    yield data[:half]
     hook()
-    yield data[half : replica.end_byte]
-    for name in slots:
+    yield data[half:]
+
+
+def _slots(replica: "Replica", names: Sequence[str]) -> Iterator[memoryview]:
+    for name in names:
         assert replica.pool is not None
         unit = replica.index.units[name]
         with memoryview(replica.pool.mapping) as pooled:
@@ -254,6 +288,7 @@ class PeerReplicator:
             if peer.address
         }
         self._versions: Versions[int, tuple[int, str], tuple[int, str]] = Versions()  # by rank
+        self._followers = Followers(reports)
         self._is_lacking_address = len(self._pairs) < len(peers)
 
     def replicate(self, replica: Replica) -> bool:
@@ -268,20 +303,20 @@ class PeerReplicator:
             for rank, pair in self._pairs.items()
             if replica.peers is None or rank in replica.peers
         }
-        reached = [rank for rank, num_bytes in sent.items() if num_bytes is not None]
+        reached = {rank: each for rank, each in sent.items() if each is not None}
         if reached:
             self._reports.add(
                 "replicate",
                 index.iteration,
-                bytes=max(sent[rank] or 0 for rank in reached),
+                **fields_of(reached),
                 seconds=self._clock.perf_counter() - start,
                 num_units=sum(1 for _ in index.entries()),
-                peers=reached,
+                peers=[*reached],
             )
         return len(reached) == len(sent) and not self._is_lacking_address
 
-    def _send(self, rank: int, pair: "_Pair", replica: Replica) -> int | None:
-        """Send what a peer lacks; return how much of the region that was, None if it failed."""
+    def _send(self, rank: int, pair: "_Pair", replica: Replica) -> Sent | None:
+        """Send what a peer lacks, or what makes it; return how much that was, None if it failed."""
         wait_s = pair.retry_s - self._clock.monotonic()
         iteration = replica.index.iteration
         if wait_s > 0:
@@ -296,7 +331,19 @@ class PeerReplicator:
             in_region = [units[each].offset for each in lacking if not units[each].file]
             if min(in_region, default=replica.start_byte) < replica.start_byte:
                 replica = replace(replica, start_byte=0)
-            pair.connection.put(replica, slots, self._phase_hook)
+            sent = self._followers.send(
+                rank,
+                replica.lent,
+                replica.keep_iteration,
+                {
+                    version[0]
+                    for each, version in self._versions.known(rank).items()
+                    if each not in units or not units[each].file
+                },
+                lambda update: pair.connection.put(replica, slots, self._phase_hook, update),
+                replica.end_byte - replica.start_byte,
+                sum(replica.index.units[name].num_bytes for name in slots),
+            )
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
             self._versions.forget(rank)
@@ -309,7 +356,7 @@ class PeerReplicator:
             return None
         pair.num_failures = 0
         self._versions.note(rank, versions)
-        return replica.end_byte - replica.start_byte
+        return sent
 
     def close(self) -> None:
         """Close all connections."""
@@ -373,6 +420,9 @@ class ReplicaSender:
             is_protected = self._replicator.replicate(replica)
         except Exception as error:  # a peer's failure is reported there: this is one of ours
             self._reports.degraded(BackgroundPart.REPLICATE, iteration, describe(error), error)
+        finally:
+            if replica.lent is not None:
+                replica.lent.release()
         return ReplicationResult(
             is_protected=is_protected, seconds=self._clock.perf_counter() - start
         )

@@ -20,6 +20,7 @@ from moe_ft.engine.links.messages import (
     Join,
     Put,
     Reply,
+    pass_over,
     receive,
     receive_header,
     send,
@@ -31,6 +32,7 @@ from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadli
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.updates.adam import begin_repetition
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
 from moe_ft.format.encoding import check_path, checksum, decode
@@ -59,7 +61,7 @@ class ReplicaKeeper:
 
         Raises OSError if it does not arrive in time, or cannot be meant for this rank: the connection ends.
         """
-        if request.index_bytes > _MAX_INDEX_BYTES:
+        if request.index_bytes > _MAX_INDEX_BYTES or request.update_bytes > _MAX_INDEX_BYTES:
             raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
         memory = self._replicas.get(request.source)
@@ -70,8 +72,11 @@ class ReplicaKeeper:
                 f"expected {f'at most {region_bytes} bytes' if memory else 'none'}"
             )
         with self._alone(request.source):
-            num_bytes = request.data_bytes + request.slot_bytes
-            deadline = Deadline.for_bytes(num_bytes)
+            made_bytes = region_bytes if request.update_bytes else 0
+            body_bytes = request.data_bytes + request.slot_bytes
+            sent_bytes = request.update_bytes + request.gradient_bytes + body_bytes
+            deadline = Deadline.for_bytes(sent_bytes + made_bytes)
+            update = receive(connection, request.update_bytes, deadline)
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
                 self._check_is_expected(index, request, region_bytes)
@@ -79,15 +84,22 @@ class ReplicaKeeper:
                 region, index = memory.begin(
                     index, sent, request.keep_iteration, continues=continues
                 )
-            except (CorruptStateError, SnapshotError) as error:
-                connection.receive_body([num_bytes], num_bytes, deadline)
-                return Reply(error=str(error))
+                step = None
+                if update:
+                    num_bytes = request.gradient_bytes
+                    step = begin_repetition(update, num_bytes, memory, region, index)
+            except (OSError, SnapshotError) as error:
+                pass_over(connection, request.gradient_bytes, deadline)
+                connection.receive_body([body_bytes], body_bytes, deadline)
+                return Reply(error=str(error), wants_state=bool(update))
+            if step is not None:
+                step(lambda gradients: connection.receive_into(gradients, deadline))
             contents = {"": memoryview(region.mapping)}
             if memory.pool is not None and request.slots:
                 contents[memory.pool.name] = memoryview(memory.pool.mapping)
-            targets = _targets(request, index, contents)
-            connection.receive_body(targets, num_bytes, deadline)
-            return Reply(error=self._commit(request, index, memory, region, contents))
+            connection.receive_body(_targets(request, index, contents), body_bytes, deadline)
+            error_text = self._commit(request, index, memory, region, contents)
+            return Reply(error=error_text, wants_state=bool(error_text and update))
 
     @contextmanager
     def _alone(self, source: int) -> Iterator[None]:
@@ -114,6 +126,8 @@ class ReplicaKeeper:
             )
         sizes = {name: unit.num_bytes for name, unit in index.units.items() if unit.file}
         names = set(request.slots)
+        if request.update_bytes and (request.start_byte or request.data_bytes):
+            raise CorruptStateError("an update and a stretch of the region that it makes")
         if names - sizes.keys() or request.slot_bytes != sum(sizes[name] for name in names):
             raise CorruptStateError("the slots that follow are not those of the index")
         newest = self._newest.get(index.rank, -1)

@@ -234,6 +234,17 @@ class ReplicaStore(RegionStore):
                 return region
         raise CorruptStateError(f"there is no window that iteration {index.iteration} continues")
 
+    def base(self, iteration: int, target: Region) -> tuple[Region, Index]:
+        """Return the region with the state from which a step makes that of the target, and its index.
+
+        Raises:
+            CorruptStateError: if no region has it.
+        """
+        for region in self.regions:
+            if region is not target and region.iteration == iteration:
+                return region, region.index(Index)
+        raise CorruptStateError(f"iteration {iteration}, on which an update builds, is not here")
+
     def commit(self, region: Region, index: Index) -> None:
         """Make what arrived a replica; raises OSError if its index has no room."""
         named = msgspec.structs.replace(index, file=region.data_path.name)

@@ -7,6 +7,7 @@ for it (the fence, engine/engine.py); checksums and commit may take longer.
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotResult
+from moe_ft.engine.updates.capture import GradientCapture
+from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import encode
@@ -24,7 +27,11 @@ from moe_ft.format.index import Index
 
 
 class SnapshotWriter:
-    """Takes the snapshots of one rank. The training thread calls the public methods, the worker the rest."""
+    """Takes the snapshots of one rank. The training thread calls the public methods, the worker the rest.
+
+    Attributes:
+        gradients: of the last steps, for peers; None where these get state.
+    """
 
     def __init__(
         self,
@@ -37,9 +44,10 @@ class SnapshotWriter:
         phase_hook: PhaseHook,
         worker: ThreadWorker,
         clock: Clock,
+        gradients: GradientCapture | None = None,
     ) -> None:
         self._copier, self._indexer, self._records = copier, indexer, records
-        self._pool, self._sender = pool, sender
+        self._pool, self._sender, self.gradients = pool, sender, gradients
         self._reports, self._phase_hook = reports, phase_hook
         self._worker, self._clock = worker, clock
         self._window: Index | None = None  # the snapshots before, in the window under way
@@ -50,12 +58,20 @@ class SnapshotWriter:
         self._worker.start()
         if self._sender is not None:
             self._sender.start()
+        if self.gradients is not None:
+            self.gradients.start()
 
     def submit(self, request: SnapshotRequest) -> SnapshotJob:
         """Begin a snapshot; until its `copied` is set, nobody may change weights and moments."""
         copied, abandoned = threading.Event(), threading.Event()
-        commit = partial(self._commit, request, self._copier.mark_ready(), copied, abandoned)
+        lent = None
+        if self.gradients is not None and request.is_sent_to_peers:
+            lent = self.gradients.lend(request.iteration)
+        ready = self._copier.mark_ready()
+        commit = partial(self._commit, request, ready, copied, abandoned, lent)
         result = self._worker.submit(partial(self._report_failure, request.iteration, commit))
+        if lent is not None:
+            result.add_done_callback(partial(_release_unless_sent, lent))
         # Also after a failure; the result is there first, so that the fence already sees it.
         result.add_done_callback(lambda _: copied.set())
         return SnapshotJob(request=request, copied=copied, abandoned=abandoned, result=result)
@@ -89,6 +105,7 @@ class SnapshotWriter:
         ready: Any,
         copied: threading.Event,
         abandoned: threading.Event,
+        lent: LentUpdate | None,
     ) -> SnapshotResult:
         start = self._clock.perf_counter()
         if request.position == 0:
@@ -129,6 +146,7 @@ class SnapshotWriter:
                 start_byte=start_byte,
                 end_byte=end_byte,
                 keep_iteration=request.keep_iteration,
+                lent=lent,
             )
             replication = self._sender.submit(replica)
         return SnapshotResult(
@@ -137,3 +155,9 @@ class SnapshotWriter:
             pooled={name: entry for name, entry in index.units.items() if entry.file},
             replication=replication,
         )
+
+
+def _release_unless_sent(lent: LentUpdate, result: Future[SnapshotResult]) -> None:
+    """Release gradients of a snapshot that has failed; else the sending worker does."""
+    if result.cancelled() or result.exception() is not None:
+        lent.release()

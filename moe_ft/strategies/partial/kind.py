@@ -65,6 +65,11 @@ class Partial(StrategyKind):
             raise ConfigError(
                 "--moe-ft-strategy=partial needs a model with experts (--num-experts). Use dense."
             )
+        if options.master_always_full and config.memory.sends_gradients:
+            raise ConfigError(
+                "--moe-ft-replicate=gradients cannot be used with --moe-ft-master-always-full: a step "
+                "needs the moments of what every snapshot holds. Leave one of them out."
+            )
         for flag, k in (("snapshot", options.k_in_memory), ("persist", options.k_persist)):
             if k is not None and k > model.num_experts:
                 raise ConfigError(
@@ -119,6 +124,7 @@ PARTIAL = Partial(
     name="partial",
     options=PartialConfig,
     is_exact=False,
+    follows_gradients=True,
     leaves_out_frozen=True,
     adaptive_with="--moe-ft-strategy partial and --moe-ft-selection sequential",
 )

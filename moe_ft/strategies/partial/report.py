@@ -75,14 +75,16 @@ def costs(job: PlannedJob, options: PartialConfig, build: Build) -> Costs:
     """Return what partial experts cost a job with uniform routing and sequential selection."""
     plan, num_experts = _plan(job, options, build), job.model.num_experts
     k_snapshot, k_persist = plan.k_by_target.values()
+    most = plan.workload(k_snapshot).bottleneck_bytes
     saved = Saved(
-        snapshots=(plan.workload(k_snapshot).bottleneck_bytes,),
+        snapshots=(most,),
         interval=plan.interval,
         persisted_bytes=plan.workload(k_persist).bottleneck_bytes,
         read_bytes=job.heaviest.full_bytes,
         whole_bytes=job.heaviest.full_bytes,
         share=_share(job, options, plan.sizes),
         rounds=(num_experts / k_snapshot, num_experts / k_persist),
+        sent_share=job.sent_share(most, has_experts=False),
     )
     return costs_of(job, "partial", saved)
 
@@ -117,7 +119,8 @@ def footprint(job: PlannedJob, options: PartialConfig, build: Build) -> Footprin
 
 def _share(job: PlannedJob, options: PartialConfig, sizes: PartialSizes) -> MemoryShare:
     share = sizes.memory_share(options.k_in_memory)
-    return replace(share, breakpoint_bytes=job.breakpoint_bytes)
+    gradient_bytes = job.gradient_bytes(has_experts=False)
+    return replace(share, breakpoint_bytes=job.breakpoint_bytes, gradient_bytes=gradient_bytes)
 
 
 def _plan(job: PlannedJob, options: PartialConfig, build: Build) -> PartialPlan:

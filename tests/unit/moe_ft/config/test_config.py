@@ -15,7 +15,7 @@ from moe_ft.config.config import (
 )
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import check_directories
-from moe_ft.config.strategy import StrategyConfig
+from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
@@ -23,6 +23,9 @@ from moe_ft.strategies.sparse.config import SparseConfig
 
 def test_defaults_are_valid() -> None:
     MoeFtConfig().validate(world_size=1)
+
+
+FOLLOWED = MemoryConfig(replicate="gradients")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,38 @@ def test_defaults_are_valid() -> None:
                 recovery=RecoveryConfig(recovery="local"),
             ),
             "--moe-ft-recovery=local needs --moe-ft-breakpoints: .* Add them",
+        ),
+        (
+            MoeFtConfig(memory=FOLLOWED),
+            "--moe-ft-replicate=gradients needs a strategy: .*Name one with --moe-ft-strategy",
+        ),
+        *(
+            (
+                MoeFtConfig(
+                    memory=FOLLOWED, strategy=StrategyConfig(strategy="dense", interval=interval)
+                ),
+                "--moe-ft-replicate=gradients needs --moe-ft-interval 1: .*Give --moe-ft-interval 1, or",
+            )
+            for interval in ("2", "auto")
+        ),
+        (
+            MoeFtConfig(
+                memory=FOLLOWED,
+                strategy=StrategyConfig(strategy="dense"),
+                precision=PrecisionConfig(state_dtype="master=split"),
+            ),
+            "--moe-ft-replicate=gradients cannot be used with --moe-ft-state-dtype: .*Leave --moe-ft-s",
+        ),
+        (
+            MoeFtConfig(
+                memory=MemoryConfig(replicate="gradients", replication_factor="0"),
+                strategy=StrategyConfig(strategy="dense"),
+            ),
+            "--moe-ft-replicate=gradients needs peers: .*factor=0 .*Give --moe-ft-replicate state",
+        ),
+        (
+            MoeFtConfig(memory=MemoryConfig(replicate="updates")),
+            "--moe-ft-replicate=updates must be one of state, gradients",
         ),
         (
             MoeFtConfig(recovery=RecoveryConfig(repair="auto")),

@@ -44,6 +44,27 @@ def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
     assert row(text, "bytes per parameter, all")[1] == "60.0"
 
 
+@pytest.mark.parametrize(("flags", "times"), [((), 3), (("--grad-reduce-in-bf16",), 6)])
+def test_peers_that_get_gradients_cost_a_third_or_a_sixth_and_two_buffers(
+    flags: tuple[str, ...], times: int
+) -> None:
+    jobs = [
+        planned_job(
+            *(*LARGE_OF_8, *flags, "--moe-ft-replicate", what),
+            ranks_per_node=4,
+            iteration_s=2.0,
+            bandwidth=4e9,
+            network_bandwidth=20e9,
+        )
+        for what in ("state", "gradients")
+    ]
+    state, gradients = map(DENSE.costs, jobs)
+    assert state.peer_bytes / gradients.peer_bytes == pytest.approx(times)
+    buffers = 2 * 12 / times * jobs[0].heaviest.num_elements
+    assert gradients.host_bytes - state.host_bytes == pytest.approx(buffers)
+    assert f"{times}.0 times less than state" in DENSE.report(jobs[1])
+
+
 def test_model_without_experts_is_planned() -> None:
     text = planned("dense", *WITHOUT_EXPERTS, world_size=2)
     assert "parameters, no experts" in text

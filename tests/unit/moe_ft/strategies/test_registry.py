@@ -95,6 +95,19 @@ def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
             "--moe-ft-upstream-log cannot be used with --moe-ft-strategy=partial: .* Use dense or sparse",
         ),
         (
+            replace(config_of("sparse"), memory=MemoryConfig(replicate="gradients")),
+            MODEL,
+            "--moe-ft-replicate=gradients cannot be used with --moe-ft-strategy=sparse: .* Use dense or par",
+        ),
+        (
+            replace(
+                config_of("partial", PartialConfig(master_always_full=True)),
+                memory=MemoryConfig(replicate="gradients"),
+            ),
+            MODEL,
+            "--moe-ft-replicate=gradients cannot be used with --moe-ft-master-always-full: .*Leave one",
+        ),
+        (
             config_of("sparse", SparseConfig(window="11")),
             MODEL,
             "--moe-ft-window=11 must be at most --train-iters=10: .* Lower it, or use auto",

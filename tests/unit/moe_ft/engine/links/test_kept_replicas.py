@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.background import PhaseHook, Reports
+from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import Put, Reply, receive_header, send
 from moe_ft.engine.links.peers import PeerReplicator, Replica
@@ -311,11 +312,11 @@ class PoolSender:
         self.sent: list[tuple[str, ...]] = []
         put = self.connection.put
 
-        def record(replica: Replica, slots: Sequence[str], phase_hook: PhaseHook) -> None:
+        def record(replica: Replica, slots: Sequence[str], *rest: Any) -> str:
             self.sent.append(tuple(sorted(slots)))
-            put(replica, slots, phase_hook)
+            return put(replica, slots, *rest)
 
-        self.connection.put = record  # type: ignore[method-assign]
+        self.connection.put = record  # type: ignore[method-assign, assignment]
 
     def keep(self) -> None:
         """Have the peer keep replicas in its memory, whatever that holds."""

@@ -1,0 +1,165 @@
+"""Replicas by gradients: bytes to peers, what training pays, and the processor's time at the peer.
+
+    python -m benchmarks.gradient_replicas [--rounds N] [--iterations N] [--factor N] [--quick]
+        [--output FILE.md]
+
+Two ranks on two nodes of one machine train a small model, dense, with a snapshot in every iteration that goes
+to the other node: as state, as gradients that are reduced in fp32, and as such that are reduced in bf16. The
+jobs take turns, round after round. Bytes are what a rank sent to its peer in an iteration; "send" is the time
+until the peer has committed the replica; "stall" how long checkpoints held an iteration up, with the copy of
+the gradients. Over iterations and rounds: median (range) of the medians of jobs.
+
+The second table is about one peer alone: time of its processor in the thread that receives replicas, per GB
+of state (10^9 bytes) that it then has, from a rank that sends them over a loopback connection. It contains
+receiving, the optimizer's step, and the checksums of the result.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.conditions import conditions
+from benchmarks.output import markdown_table, parse_options, show, spread
+from moe_ft.engine.links.messages import Put
+from moe_ft.engine.links.server import ReplicaKeeper
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import events, run_training
+from tests.jobs import NUM_RANKS, TWO_NODES
+from tests.unit.moe_ft.followed import SIZES, Owner
+
+_WARM_UP = 4  # iterations
+_STATE, _FP32, _BF16 = "state", "gradients in fp32", "gradients in bf16"
+_JOBS = {_STATE: ("state", False), _FP32: ("gradients", False), _BF16: ("gradients", True)}
+_PEERS = {_STATE: torch.float32, _FP32: torch.float32, _BF16: torch.bfloat16}
+_COMMAND = "python -m benchmarks.gradient_replicas"
+
+
+def train(name: str, num_iterations: int, folder: Path) -> dict[str, float]:
+    """Train once, and return bytes, seconds and stall of an iteration, the medians of all."""
+    what, is_reduced_in_bf16 = _JOBS[name]
+    model = {
+        "train_iters": num_iterations,
+        "hidden_size": 128,
+        "moe_ffn_hidden_size": 256,
+        "mock_data": True,
+        "grad_reduce_in_bf16": is_reduced_in_bf16,
+    }
+    flags = [
+        *(*model_flags(**model), *layout_flags({"ep": 2}), *event_flags(folder / "events")),
+        *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "bench"),
+        *("--moe-ft-memory-dir", str(folder / "memory"), "--moe-ft-replicate", what),
+    ]
+    run_training(flags, NUM_RANKS, log_dir=folder / "log", nodes=TWO_NODES).check()
+    sent, ended = (
+        [
+            line
+            for rank in range(NUM_RANKS)
+            for line in events(folder / "events", rank, event)
+            if line["iteration"] > _WARM_UP
+        ]
+        for event in ("replicate", "iteration")
+    )
+    return {
+        "bytes": median(line["bytes"] for line in sent),
+        "send": median(1000 * line["seconds"] for line in sent),
+        "stall": median(1000 * line["stall_s"] for line in ended),
+        "iteration": median(1000 * line["iteration_s"] for line in ended),
+        "state": sum(line["state_bytes"] > 0 for line in sent) / len(sent),
+    }
+
+
+def table_of_jobs(rounds: int, num_iterations: int) -> str:
+    """Return what jobs send and pay, by what they send."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in _JOBS}
+    for _ in range(rounds):
+        for name in _JOBS:
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                found[name].append(train(name, num_iterations, Path(folder)))
+    whole = median(each["bytes"] for each in found[_STATE])
+    rows = [
+        (
+            name,
+            f"{median(each['bytes'] for each in runs) / 1e6:.2f}",
+            f"{whole / median(each['bytes'] for each in runs):.2f}",
+            *(
+                spread([each[key] for each in runs], ".1f")
+                for key in ("send", "stall", "iteration")
+            ),
+            f"{max(each['state'] for each in runs):.0%}",
+        )
+        for name, runs in found.items()
+    ]
+    headers = [
+        "sent",
+        "MB",
+        "times fewer",
+        "send, ms",
+        "stall, ms",
+        "iteration, ms",
+        "sent as state",
+    ]
+    return markdown_table(rows, headers)
+
+
+def receive_s(name: str, factor: int, num_iterations: int) -> Iterator[float]:
+    """Yield the processor's seconds per GB of state in the thread that receives each replica."""
+    taken: list[float] = []
+    original = ReplicaKeeper.receive
+
+    def receive(self: ReplicaKeeper, connection: Any, request: Put) -> Any:
+        begin = time.thread_time()
+        reply = original(self, connection, request)
+        taken.append(time.thread_time() - begin)
+        return reply
+
+    ReplicaKeeper.receive = receive  # type: ignore[method-assign]
+    state_gb = 12 * factor * sum(SIZES.values()) / 1e9
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+            closing(Owner(Path(folder), _PEERS[name], factor=factor)) as owner,
+        ):
+            for _ in range(num_iterations):
+                owner.train()
+                if name == _STATE:
+                    owner.complete = None  # nothing to follow from
+                owner.save()
+                yield taken[-1] / state_gb
+    finally:
+        ReplicaKeeper.receive = original  # type: ignore[method-assign]
+
+
+def table_of_peers(factor: int, num_iterations: int) -> str:
+    """Return what a peer pays for a replica, by what it gets."""
+    torch.set_num_threads(1)
+    rows = []
+    for name in _PEERS:
+        found = [*receive_s(name, factor, num_iterations + 2)][2:]  # the first is state
+        rows.append((name, spread(found, ".2f")))
+    return markdown_table(rows, ["received", "s of a core per GB"])
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(prog=_COMMAND)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=30, help="of a job")
+    parser.add_argument("--factor", type=int, default=20_000, help="size of the peer's replica")
+    options = parse_options(parser, words, rounds=1, iterations=8, factor=100)
+    say = conditions("2 ranks (ep 2), each on a node of its own; both nodes are this machine.")
+    jobs = table_of_jobs(options.rounds, options.iterations)
+    peers = table_of_peers(options.factor, 2 if options.quick else 10)
+    size_mb = 12 * options.factor * sum(SIZES.values()) / 1e6
+    about = f"A replica of {size_mb:,.0f} MB, one thread:"
+    show([say, jobs, about, peers], options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Optimizer steps that peers repeat, in place of state that is sent."""

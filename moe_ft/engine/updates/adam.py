@@ -1,0 +1,173 @@
+"""Makes the next version of a replica: a peer repeats the owner's optimizer step on its own copy.
+
+The step goes from one region to another, because the version before must stay until all ranks have the next
+one. The operations are those of torch's Adam on a CPU in their order, so the bits are the owner's too. What
+proves it are the checksums of the owner's index, which the caller compares (engine/links/server.py).
+
+Source: MoEtion, Algorithm 3.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from moe_ft.engine.memory.region_stores import ReplicaStore
+from moe_ft.engine.memory.regions import Region
+from moe_ft.errors import CorruptStateError
+from moe_ft.format.entries import TensorEntry, UnitEntry
+from moe_ft.format.index import Index
+from moe_ft.format.packings import Packing
+from moe_ft.format.updates import AdamStep, Update, decode_update
+
+# Numbers in a block: with everything that a step reads and writes it fits into a core's cache. A pass over
+# whole arrays takes twice as long.
+BLOCK = 1 << 17
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_KEYS = ("param", "exp_avg", "exp_avg_sq")
+
+Receive = Callable[[memoryview], None]  # fills a buffer with the next bytes
+_Places = dict[str, int]  # offsets in a region, by key of the tensor
+
+
+class Repetition:
+    """One step that is repeated from a region that holds the state before it.
+
+    Raises CorruptStateError, before anything is received, if the two indexes or the update do not fit.
+    """
+
+    def __init__(self, update: Update, base: Index, index: Index) -> None:
+        """Take what describes the state before the step, and the state after it."""
+        self._update = update
+        self._raw = torch.empty(4 * BLOCK, dtype=torch.uint8)
+        self._gradient, self._denominator = torch.empty(BLOCK), torch.empty(BLOCK)
+        _check_layouts(base, index)
+        units = [unit for _, unit in index.entries() if not unit.file]
+        self._end = max((unit.offset + unit.num_bytes for unit in units), default=0)
+        self._end = max(self._end, index.header_bytes)
+        tensors = dict(_tensors(units))
+        self._places: list[_Places] = []
+        for each in update.slices:
+            found = {
+                key: tensors.pop((each.parameter, each.start, each.end, key), None) for key in _KEYS
+            }
+            places = {key: at for key, at in found.items() if at is not None}
+            if len(places) < len(_KEYS):
+                raise CorruptStateError(
+                    f"the replica has no fp32 state of {each.parameter}[{each.start}:{each.end}]"
+                )
+            self._places.append(places)
+
+    def run(self, source: memoryview, target: memoryview, receive: Receive) -> None:
+        """Fill a region from another one and the gradients, which are received in their order."""
+        covered = []
+        for each, places in zip(self._update.slices, self._places, strict=True):
+            step, count = self._update.steps[each.step], each.end - each.start
+            covered += [(at, at + 4 * count) for at in places.values()]
+            for first in range(0, count, BLOCK):
+                num = min(BLOCK, count - first)
+                gradient = self._receive(step, num, receive)
+                before, after = (
+                    tuple(_numbers(region, places[key] + 4 * first, num) for key in _KEYS)
+                    for region in (source, target)
+                )
+                repeat_step(before, gradient, after, step, self._denominator[:num])
+        # The header, gaps, and what no step changes: all of it counts in checksums.
+        at = 0
+        for start, end in [*sorted(covered), (self._end, self._end)]:
+            target[at:start] = source[at:start]
+            at = end
+
+    def _receive(self, step: AdamStep, num: int, receive: Receive) -> torch.Tensor:
+        """Return the next gradients as the owner's optimizer gets them."""
+        dtype, gradient = _DTYPES[step.dtype], self._gradient[:num]
+        raw = self._raw[: num * dtype.itemsize]
+        receive(memoryview(raw.numpy()))
+        gradient.copy_(raw.view(dtype))
+        for factor in step.factors:
+            gradient.mul_(factor)
+        return gradient
+
+
+def begin_repetition(
+    content: bytes | bytearray,
+    num_bytes: int,
+    memory: ReplicaStore,
+    target: Region,
+    index: Index,
+) -> Callable[[Receive], None]:
+    """Return what makes the state of an index in a region, of what memory holds and what it receives.
+
+    Args:
+        content: an encoded update.
+        num_bytes: that are to be received.
+
+    Raises:
+        CorruptStateError: if the state before is not here, or does not fit.
+    """
+    update = decode_update(content)
+    if update.num_bytes != num_bytes:
+        raise CorruptStateError(
+            f"{num_bytes} bytes of gradients, and an update of {update.num_bytes}"
+        )
+    region, base = memory.base(update.base_iteration, target)
+    repetition = Repetition(update, base, index)
+    return partial(repetition.run, region.view, target.view)
+
+
+Moments = tuple[torch.Tensor, ...]  # masters, first and second moments, flat
+
+
+def repeat_step(
+    before: Moments, gradient: torch.Tensor, after: Moments, step: AdamStep, scratch: torch.Tensor
+) -> None:
+    """Step from one state to another that lies elsewhere, with the operations of torch's Adam in their order.
+
+    All arguments have the same length and are fp32. The gradient is changed.
+    """
+    (param, average, square), (new_param, new_average, new_square) = before, after
+    if step.weight_decay != 0 and not step.is_decoupled:
+        gradient.add_(param, alpha=step.weight_decay)
+    torch.lerp(average, gradient, 1 - step.beta1, out=new_average)
+    torch.mul(square, step.beta2, out=new_square)
+    new_square.addcmul_(gradient, gradient, value=1 - step.beta2)
+    torch.sqrt(new_square, out=scratch)
+    scratch.div_((1 - step.beta2**step.number) ** 0.5).add_(step.eps)
+    if step.weight_decay != 0 and step.is_decoupled:
+        torch.mul(param, 1 - step.lr * step.weight_decay, out=new_param)
+    else:
+        new_param.copy_(param)
+    new_param.addcdiv_(new_average, scratch, value=-(step.lr / (1 - step.beta1**step.number)))
+
+
+def _numbers(region: memoryview, offset: int, count: int) -> torch.Tensor:
+    return torch.frombuffer(region, dtype=torch.float32, count=count, offset=offset)
+
+
+def _tensors(units: list[UnitEntry]) -> Iterator[tuple[tuple[str, int, int, str], int]]:
+    """Yield parameter, range and key of every tensor that a step may change, and where it lies."""
+    for unit in units:
+        for tensor in unit.tensors:
+            is_exact = tensor.dtype == "F32" and tensor.packing == Packing.EXACT
+            if is_exact and not tensor.is_absent:
+                place = (tensor.parameter, tensor.start, tensor.end, tensor.key)
+                yield place, unit.offset + tensor.offset
+
+
+def _check_layouts(base: Index, index: Index) -> None:
+    """Raise CorruptStateError unless the region of one index lies like that of the other."""
+    if _layout(base) != _layout(index):
+        raise CorruptStateError(
+            f"iteration {base.iteration} does not lie in its region as iteration {index.iteration} does"
+        )
+
+
+def _layout(
+    index: Index,
+) -> tuple[str, int, Mapping[str, tuple[int, int, tuple[TensorEntry, ...]]]]:
+    units = {
+        name: (unit.offset, unit.num_bytes, unit.tensors)
+        for name, unit in index.units.items()
+        if not unit.file
+    }
+    return index.header_checksum, index.window, units

@@ -1,0 +1,131 @@
+"""Peers that follow a rank by its gradients: when they can, and what they are sent otherwise.
+
+A peer follows if it is known to have exactly the state that the step began with, and keeps that. Anything
+else is state: a replica is never made of something that is only likely to be there. links/peers.py sends,
+capture.py keeps the gradients, adam.py is the peer's side. No torch.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.format.updates import Update
+
+_MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for ever
+
+Put = Callable[[Update | None], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LentUpdate:
+    """The step that made a snapshot, on loan until it is released. Any thread may release it.
+
+    Attributes:
+        update: None if there is none to send.
+        gradients: bytes of all gradients.
+        is_lent: keeps others from being put there.
+        reason: why there is no update.
+    """
+
+    update: Update | None
+    gradients: memoryview = memoryview(b"")
+    is_lent: Event | None = None
+    reason: str = ""
+
+    def release(self) -> None:
+        """Let other gradients be put there; nobody may read these any longer."""
+        if self.is_lent is not None:
+            self.is_lent.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """Bytes that a peer was sent of a snapshot: as state and as gradients.
+
+    Attributes:
+        fallback: why it got state where gradients were kept; empty if it did not.
+    """
+
+    state_bytes: int
+    gradient_bytes: int = 0
+    fallback: str = ""
+
+
+def fields_of(sent: Mapping[int, Sent]) -> dict[str, Any]:
+    """Return the fields of the event `replicate`, of what each peer was sent."""
+    return {
+        "bytes": max(each.state_bytes + each.gradient_bytes for each in sent.values()),
+        "state_bytes": sum(each.state_bytes for each in sent.values()),
+        "gradient_bytes": sum(each.gradient_bytes for each in sent.values()),
+        "fallbacks": {str(rank): each.fallback for rank, each in sent.items() if each.fallback},
+    }
+
+
+class Followers:
+    """Decides what each peer of a rank is sent. Owned by the sending worker."""
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self._num_refused: dict[int, int] = {}  # in a row, by rank
+
+    def send(
+        self,
+        rank: int,
+        lent: LentUpdate | None,
+        keep_iteration: int | None,
+        known: Collection[int],
+        put: Put,
+        region_bytes: int,
+        slot_bytes: int = 0,
+    ) -> Sent:
+        """Send a peer the step that made a replica, or the whole of it if that cannot be repeated there.
+
+        Args:
+            lent: None where gradients are not kept.
+            keep_iteration: what the peer keeps, whatever it is sent.
+            known: iterations of the versions that the peer is known to have.
+            put: sends either, and returns why the peer wants the whole.
+            region_bytes: of the whole.
+            slot_bytes: that are sent as state in any case.
+        """
+        if lent is None:
+            put(None)
+            return Sent(state_bytes=region_bytes + slot_bytes)
+        update, why = lent.update, self._reason(rank, lent, keep_iteration, known)
+        gradient_bytes = 0
+        if update is not None and not why:
+            gradient_bytes, why = update.num_bytes, put(update)
+            if not why:
+                self._num_refused[rank] = 0
+                return Sent(state_bytes=slot_bytes, gradient_bytes=gradient_bytes)
+            self._note_refusal(rank, update, why)
+        put(None)
+        state_bytes = region_bytes + slot_bytes
+        return Sent(state_bytes=state_bytes, gradient_bytes=gradient_bytes, fallback=why)
+
+    def _reason(
+        self, rank: int, lent: LentUpdate, keep_iteration: int | None, known: Collection[int]
+    ) -> str:
+        """Return why a peer cannot follow; empty if it can."""
+        if lent.update is None:
+            return lent.reason
+        base = lent.update.base_iteration
+        if self._num_refused.get(rank, 0) >= _MOST_REFUSALS:
+            return "it has refused every update"
+        if {*known} != {base}:
+            return f"it is not known to have iteration {base}"
+        if keep_iteration != base:
+            return f"it need not keep iteration {base}"
+        return ""
+
+    def _note_refusal(self, rank: int, update: Update, why: str) -> None:
+        count = self._num_refused[rank] = self._num_refused.get(rank, 0) + 1
+        if count == _MOST_REFUSALS:
+            self._reports.degraded(
+                BackgroundPart.REPLICATE,
+                update.base_iteration + 1,
+                f"rank {rank} has refused {count} updates in a row and gets state from now on, as its CPU "
+                f"may compute other bits: {why}",
+            )

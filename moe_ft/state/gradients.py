@@ -1,0 +1,147 @@
+"""Final gradients of a rank's slices, with the numbers of the optimizer step that uses them.
+
+They are those from which torch's Adam on a CPU makes the next state, so whoever has the state before can
+repeat the step, bit for bit (engine/updates/adam.py). Which optimizers that holds for is here too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_ft.config.fields import flag_of
+from moe_ft.errors import ConfigError
+from moe_ft.format.updates import AdamStep
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.slices import dtype_name
+
+_FLAG = f"{flag_of('replicate')}=gradients"
+_OTHER_FORMULAS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+_CLIP_EPS = 1.0e-6  # as Megatron's clip_grad_by_total_norm_fp32 adds it
+
+
+def check_repeatable(parameters: Sequence[LocalParameter]) -> None:
+    """Raise ConfigError unless the steps of a rank's optimizers can be repeated bit for bit elsewhere."""
+    remedy = f"Use {flag_of('replicate')} state"
+    for local in parameters:
+        inner = local.optimizer
+        if inner is None:
+            continue
+        if local.parameter.is_cuda:
+            raise ConfigError(
+                f"{_FLAG} is not supported on a GPU: peers repeat the step on their CPU, and fused Adam "
+                f"rounds otherwise. {remedy}."
+            )
+        if getattr(inner.config, "use_precision_aware_optimizer", False):
+            raise ConfigError(
+                f"{_FLAG} cannot be used with --use-precision-aware-optimizer: peers repeat the step of "
+                f"torch's Adam on fp32 state. Leave one of them out, or: {remedy}."
+            )
+        if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            raise ConfigError(
+                f"{_FLAG} needs torch's Adam, and parameter {local.name} has "
+                f"{type(inner.optimizer).__name__} ({inner.config.optimizer}): its steps are not known to be "
+                f"repeatable. {remedy}."
+            )
+        for group in inner.optimizer.param_groups:
+            if others := [name for name in _OTHER_FORMULAS if group.get(name)]:
+                raise ConfigError(
+                    f"{_FLAG} needs torch's plain Adam, and this one has {', '.join(others)}: it computes "
+                    f"other bits. {remedy}."
+                )
+        if is_raw(local) and getattr(local.parameter, "grad_norm_group", None):
+            raise ConfigError(
+                f"{_FLAG} with gradients that are reduced in 16 bits cannot follow parameter {local.name}, "
+                f"which is clipped by a norm of its own. {remedy}, or reduce in fp32."
+            )
+
+
+def is_raw(local: LocalParameter) -> bool:
+    """Return whether Megatron reduces the gradient of a parameter in 16 bits, and keeps these."""
+    reduced = getattr(local.parameter, "main_grad", None)
+    return reduced is not None and reduced.dtype in (torch.bfloat16, torch.float16)
+
+
+def gradient_bytes(local: LocalParameter) -> int:
+    """Return the bytes of the gradient of a parameter's slice, as it is sent."""
+    return (local.end - local.start) * (2 if is_raw(local) else 4)
+
+
+def inverse_scales(parameters: Sequence[LocalParameter]) -> dict[int, float]:
+    """Return by what gradients will be multiplied to undo the loss scale, by id of the inner optimizer.
+
+    Only before `prepare_grads`: that sets the scale of the next iteration.
+    """
+    scalers = {
+        id(each.optimizer): getattr(each.optimizer, "grad_scaler", None) for each in parameters
+    }
+    return {key: float(scaler.inv_scale) for key, scaler in scalers.items() if scaler}
+
+
+def has_moments(parameters: Sequence[LocalParameter]) -> bool:
+    """Return whether every optimizer has stepped, so that nothing of a snapshot is absent."""
+    return all(each.optimizer.optimizer.state.get(each.master) for each in parameters)
+
+
+def gradients(
+    parameters: Sequence[LocalParameter], scales: Mapping[int, float], grad_norm: float | None
+) -> Iterator[tuple[LocalParameter, torch.Tensor, AdamStep]]:
+    """Yield the gradient of each slice that the coming step changes, flat, and the numbers of the step.
+
+    Gradients are final: the optimizer steps next. Tensors share memory with Megatron's buffers.
+
+    Args:
+        scales: what `inverse_scales` has returned in this iteration.
+        grad_norm: the norm by which gradients were clipped.
+
+    Raises:
+        KeyError: if an optimizer has no moments yet: its first step is not repeated.
+    """
+    groups: dict[int, Mapping[str, Any]] = {}
+    for inner in {id(each.optimizer): each.optimizer for each in parameters}.values():
+        for group in inner.optimizer.param_groups:
+            groups.update(dict.fromkeys(map(id, group["params"]), group))
+    steps: dict[tuple[int, float, torch.dtype], AdamStep] = {}  # one for thousands of parameters
+    for local in parameters:
+        inner, master = local.optimizer, local.master
+        if master is None or master.grad is None:
+            continue
+        group = groups[id(master)]
+        number = float(inner.optimizer.state.get(master, {})["step"]) + 1
+        is_reduced_raw = is_raw(local)
+        if is_reduced_raw:
+            reduced: torch.Tensor = getattr(local.parameter, "main_grad")  # noqa: B009 - of Megatron
+            tensor = reduced.view(-1)[local.start : local.end]
+        else:
+            flat = master.grad.view(-1)
+            tensor = flat if local.is_sharded else flat[local.start : local.end]
+        key = (id(group), number, tensor.dtype)
+        if key not in steps:
+            factors = _factors(inner, scales, grad_norm) if is_reduced_raw else ()
+            steps[key] = _step_of(group, number, dtype_name(tensor.dtype), factors)
+        yield local, tensor, steps[key]
+
+
+def _factors(inner: Any, scales: Mapping[int, float], grad_norm: float | None) -> tuple[float, ...]:
+    found = [scales[id(inner)]] if id(inner) in scales else []
+    if inner.config.clip_grad > 0 and grad_norm is not None:
+        clip = inner.config.clip_grad / (grad_norm + _CLIP_EPS)
+        found += [clip] if clip < 1.0 else []
+    return tuple(found)
+
+
+def _step_of(
+    group: Mapping[str, Any], number: float, dtype: str, factors: tuple[float, ...]
+) -> AdamStep:
+    beta1, beta2 = group["betas"]
+    return AdamStep(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        is_decoupled=bool(group["decoupled_weight_decay"]),
+        number=number,
+        dtype=dtype,
+        factors=factors,
+    )

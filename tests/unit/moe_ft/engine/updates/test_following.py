@@ -1,0 +1,133 @@
+"""A peer that follows a rank by its gradients, over a real connection: its replicas are the rank's state."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ft.engine.updates import adam
+from tests.unit.moe_ft.followed import SIZES, Owner
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def owner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Owner]:
+    with closing(Owner(tmp_path, request.param)) as owner:
+        yield owner
+
+
+def follow(owner: Owner, num_iterations: int = 3) -> None:
+    """Run iterations until the peer follows by gradients."""
+    for _ in range(num_iterations):
+        owner.train()
+        owner.save()
+    *_, last = [each for each in owner.reports.drain() if each.event == "replicate"]
+    assert last.fields["fallbacks"] == {}
+
+
+def test_every_replica_that_follows_by_gradients_is_the_state_of_the_rank(owner: Owner) -> None:
+    num_bytes = sum(SIZES.values()) * owner.dtype.itemsize
+    for iteration in range(1, 101):
+        owner.train(steps=iteration % 7 != 0)
+        owner.save()
+        sent = owner.sent()
+        owner.check_replica()
+        expected = (num_bytes if iteration % 7 else 0) if iteration > 1 else 0
+        assert (sent["gradient_bytes"], sent["state_bytes"] == 0) == (expected, iteration > 1)
+
+
+def test_replica_after_a_lost_message_is_sent_as_state_and_the_next_one_follows(
+    owner: Owner,
+) -> None:
+    follow(owner)
+    owner.faults = {owner.iteration + 1}
+    owner.train()
+    owner.save()
+    owner.complete = owner.iteration - 1  # it may not replace what the peer has
+    owner.reports.drain()
+    for is_followed in (False, True):
+        owner.train()
+        owner.save()
+        owner.check_replica()
+        assert (owner.sent()["fallbacks"] == {}) == is_followed
+
+
+def test_replica_after_a_snapshot_that_was_left_out_is_sent_as_state(owner: Owner) -> None:
+    follow(owner)
+    owner.train()  # of which there is no snapshot
+    owner.train()
+    owner.complete = owner.iteration - 2
+    owner.save()
+    assert owner.sent()["fallbacks"] == {
+        "7": f"it is not known to have iteration {owner.iteration - 1}"
+    }
+    owner.check_replica()
+
+
+def test_peer_that_has_lost_its_replica_gets_state_in_the_same_message_exchange(
+    owner: Owner,
+) -> None:
+    follow(owner)
+    for region in owner.peer.regions:
+        region.invalidate()
+    owner.train()
+    owner.save()
+    sent = owner.sent()
+    assert "on which an update builds, is not here" in sent["fallbacks"]["7"]
+    assert sent["state_bytes"] > 0 < sent["gradient_bytes"]
+    owner.check_replica()
+
+
+def test_base_that_is_not_what_the_rank_believes_costs_state_and_never_a_wrong_replica(
+    owner: Owner,
+) -> None:
+    follow(owner)
+    (base,) = (each for each in owner.peer.regions if each.iteration == owner.iteration)
+    base.mapping[owner.layout.units[1].offset] ^= 1
+    owner.train()
+    owner.save()
+    assert "does not match its checksum" in owner.sent()["fallbacks"]["7"]
+    owner.check_replica()
+
+
+def test_peer_whose_processor_computes_other_bits_gets_state_after_three_tries(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(owner)
+    original = adam.repeat_step
+
+    def repeat_step(before: Any, gradient: torch.Tensor, *rest: Any) -> None:
+        original(before, gradient * (1 + 2**-20), *rest)
+
+    monkeypatch.setattr(adam, "repeat_step", repeat_step)
+    gradients = []
+    for _ in range(5):
+        owner.train()
+        owner.save()
+        owner.check_replica()
+        reports = owner.reports.drain()
+        gradients += [
+            each.fields["gradient_bytes"] > 0 for each in reports if "bytes" in each.fields
+        ]
+        said = [each for each in reports if each.event == "degraded"]
+        assert len(said) == (len(gradients) == 3)
+    assert gradients == [True, True, True, False, False]
+
+
+def test_gradients_stay_until_they_are_released(owner: Owner) -> None:
+    owner.train()
+    owner.train()
+    first = owner.capture.lend(2)
+    held = bytes(first.gradients)
+    for _ in range(3):
+        owner.train()
+    assert bytes(first.gradients) == held
+    second = owner.capture.lend(owner.iteration)
+    owner.train()
+    assert owner.capture.lend(owner.iteration).reason == "older gradients are still being sent"
+    first.release()
+    second.release()
+    owner.train()
+    assert owner.capture.lend(owner.iteration).update is not None

@@ -1,0 +1,108 @@
+"""Optimizers whose steps peers can repeat, and those that are refused."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ft.errors import ConfigError
+from moe_ft.format.entries import ParameterEntry
+from moe_ft.state.gradients import check_repeatable, gradients
+from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId, UnitKind
+
+
+def owned(
+    stepped: Any, *, dtype: torch.dtype = torch.float32, **config: Any
+) -> list[LocalParameter]:
+    """Return a parameter with the first master of an optimizer of torch, and a frozen one."""
+    master = stepped.param_groups[0]["params"][0]
+    parameter: Any = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    parameter.main_grad = torch.zeros(4, dtype=dtype)
+    inner = SimpleNamespace(
+        optimizer=stepped,
+        config=SimpleNamespace(**{"optimizer": "adam", "clip_grad": 1.0, **config}),
+    )
+    local = LocalParameter(
+        unit=UnitId(kind=UnitKind.EMBEDDING),
+        name="embedding",
+        entry=ParameterEntry(shape=(4,)),
+        parameter=parameter,
+        start=0,
+        end=4,
+        optimizer=inner,
+        master=master,
+        is_sharded=False,
+        is_expert=False,
+    )
+    return [local, replace(local, name="frozen", optimizer=None, master=None)]
+
+
+def masters() -> list[torch.Tensor]:
+    return [torch.zeros(4)]
+
+
+class OtherAdam(torch.optim.Adam):
+    """An optimizer that may compute anything."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_plain_adam_of_torch_is_repeatable(kind: Any) -> None:
+    check_repeatable(owned(kind(masters())))
+
+
+def on_a_gpu(parameters: list[LocalParameter]) -> list[LocalParameter]:
+    return [replace(parameters[0], parameter=SimpleNamespace(is_cuda=True))]  # type: ignore[arg-type]
+
+
+def with_its_own_norm(parameters: list[LocalParameter]) -> list[LocalParameter]:
+    parameters[0].parameter.grad_norm_group = "mtp"  # type: ignore[attr-defined]
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            on_a_gpu(owned(torch.optim.AdamW(masters()))),
+            "is not supported on a GPU: .*replicate state",
+        ),
+        (
+            owned(torch.optim.SGD(masters()), optimizer="sgd"),
+            r"needs torch's Adam, and parameter embedding has SGD \(sgd\): .*replicate state",
+        ),
+        (owned(OtherAdam(masters())), "needs torch's Adam, and parameter embedding has OtherAdam"),
+        (
+            owned(torch.optim.AdamW(masters()), use_precision_aware_optimizer=True),
+            "cannot be used with --use-precision-aware-optimizer: .*Leave one of them out",
+        ),
+        (
+            owned(torch.optim.AdamW(masters(), amsgrad=True, maximize=True)),
+            "needs torch's plain Adam, and this one has amsgrad, maximize: it computes other bits",
+        ),
+        (
+            owned(torch.optim.AdamW(masters(), fused=True)),
+            "needs torch's plain Adam, and this one has fused: ",
+        ),
+        (
+            with_its_own_norm(owned(torch.optim.AdamW(masters()), dtype=torch.bfloat16)),
+            "with gradients that .* cannot follow parameter embedding, which is clipped by a norm of its own",
+        ),
+    ],
+)
+def test_optimizer_whose_step_cannot_be_repeated_is_refused(
+    parameters: list[LocalParameter], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--moe-ft-replicate=gradients {message}"):
+        check_repeatable(parameters)
+
+
+def test_gradients_of_a_first_step_are_not_given_and_no_state_is_made() -> None:
+    optimizer = torch.optim.AdamW(masters())
+    parameters = owned(optimizer)[:1]
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4)
+    with pytest.raises(KeyError):
+        [*gradients(parameters, {}, 1.0)]
+    assert not optimizer.state
