@@ -46,8 +46,9 @@ from moe_ft.recovery.readers import (
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import PlannedRun, RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.strategy import SparseStrategy

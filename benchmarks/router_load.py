@@ -29,8 +29,9 @@ from moe_ft.planning.experts import ExpertLayout
 from moe_ft.state.router_load import RouterLoad
 from moe_ft.state.router_load import table as table_of_counts
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import PlannedRun, RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import UnitId, UnitKind
 from tests.harness import run_ranks
 

@@ -45,6 +45,11 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "partial-4": (
         *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4"),
     ),
+    # Room for every expert: exact.
+    "selective-all": (
+        *("--moe-ft-strategy", "selective", "--moe-ft-local-budget", "1GB"),
+        *("--moe-ft-remote-budget", "1GB"),
+    ),
 }
 ORDERS: dict[str, tuple[str, ...]] = {
     "fixed": (),
@@ -169,7 +174,12 @@ def family_of(strategy: str) -> str:
 
 
 def mode_of(strategy: str) -> str:
-    """Return the name of a strategy, and another one for sparse if its windows have one snapshot."""
+    """Return the name of a strategy, and another one for sparse if its windows have one snapshot.
+
+    Where every expert has room, two strategies have the same in memory.
+    """
+    if strategy == "selective-all":
+        return "partial"
     is_single = strategy in ("sparse-1", "sparse-auto")  # a fast machine has automatic windows of 1
     return "single" if is_single else family_of(strategy)
 
@@ -223,7 +233,7 @@ RULES: tuple[Rule, ...] = (
         and run["order"] not in _orders_of(run["strategy"])
     ),
     lambda run: run["packing"] == "split" and run["precision"] in ("fp16", "fp32"),
-    lambda run: run["model"] == "no-experts" and (run["strategy"] or "").startswith("partial"),
+    lambda run: run["model"] == "no-experts" and _rotates(run["strategy"]),
     # There are only two heads of keys.
     lambda run: run["model"] == "grouped-query" and run["layout"] == "tp4",
     # Its training is counted in samples, and its batches cannot grow.
@@ -238,7 +248,7 @@ RULES: tuple[Rule, ...] = (
     lambda run: (
         run["left"] == "logs"
         and run["strategy"] is not None
-        and (family_of(run["strategy"]) == "partial" or run["strategy"] == "sparse-auto")
+        and (_rotates(run["strategy"]) or run["strategy"] == "sparse-auto")
     ),
 )
 _BACKGROUND = tuple(phase for phase in BACKGROUND_PHASES if not is_in_recovery(phase))
@@ -263,8 +273,12 @@ FAULT_RULES: tuple[Rule, ...] = (
 )
 
 
+def _rotates(strategy: str | None) -> bool:
+    return family_of(strategy or "") in ("partial", "selective")
+
+
 def _orders_of(strategy: str) -> tuple[str, ...]:
-    if strategy == "sparse-1" or strategy.startswith("dense") or strategy == "partial-4":
+    if strategy.startswith("dense") or strategy in ("sparse-1", "partial-4", "selective-all"):
         return ("fixed",)
     if strategy.startswith("partial"):
         return ("sequential", "load-aware")

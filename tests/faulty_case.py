@@ -142,7 +142,9 @@ def _precision(case: Case) -> Changes:
     if case.precision != "fp16":
         return {"bf16": case.precision == "bf16"}
     of_steps = {Phase.BEFORE_STEP, Phase.IN_STEP}
-    is_calm = case.family == "partial" or any(fault.phase in of_steps for fault in case.faults)
+    is_calm = case.family in ("partial", "selective") or any(
+        fault.phase in of_steps for fault in case.faults
+    )
     if is_calm:  # an iteration whose gradients overflow has no optimizer step
         return {"bf16": False, "fp16": True, "initial_loss_scale": 4096}
     # The scale grows after two iterations and overflows now and then. Losses per token are not averaged.

@@ -119,7 +119,7 @@ def newest(held: Sequence[Held], world_size: int, nodes: Sequence[str] | None) -
             _nearest(places[rank], None if nodes is None else nodes[rank])
             for rank in range(world_size)
         ),
-        has_parts=places[0][0].strategy == "partial",
+        has_parts=places[0][0].strategy in ("partial", "selective"),
     )
 
 

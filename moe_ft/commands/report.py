@@ -58,6 +58,7 @@ class _Recovery(_Line, frozen=True, kw_only=True):
     lost_tokens: int
     plt: float
     total_plt: float = 0.0
+    mtl: float = 0.0
     lossy: dict[str, str] = {}
     phases_s: dict[str, float] = {}
 
@@ -309,6 +310,7 @@ def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[dict[str, object]
             "kept": ", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
             "lost tokens": event.lost_tokens,
             "PLT %": f"{100 * event.plt:.3f}",
+            "MTL %": f"{100 * event.mtl:.3f}",
             "in all %": f"{100 * event.total_plt:.3f}",
             f"loss of {_NUM_AROUND_RECOVERY} before": show(median(before) if before else None),
             "after": show(median(after) if after else None),

@@ -229,7 +229,7 @@ class CheckpointEngine:
 
     def _votes(self, turn: Turn = Turn.TRY) -> Votes:
         window = self._windows.open
-        self._strategy.note_measured(self._profile.copied_bytes, self._profile.flow_bytes)
+        self._strategy.note_measured(self._profile.measured)
         return Votes(
             state=self._windows.state,
             is_ready=self._windows.has_room,
@@ -311,13 +311,15 @@ class CheckpointEngine:
         return interval > 0 and iteration - self._windows.last_iteration >= interval
 
     def _settle(self, votes: Votes) -> None:
-        window = self._windows.settle(votes.state)
+        window = self._windows.settle(votes.state, is_protected=votes.is_protected)
         if window is None or window.last is None:
             return
         last = window.last
         if self.breakpoints is not None:
             self.breakpoints.release()
         self._strategy.note_complete(window.plan, last.iteration)
+        if votes.is_protected and last.request.is_sent_to_peers:
+            self._strategy.note_sent(window.plan)
         if self.boundary is not None:
             self.boundary.keep(window.jobs[0].iteration)
         for job in window.jobs:

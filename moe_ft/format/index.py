@@ -46,6 +46,8 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
         complete_iteration: the newest iteration that all ranks were known to have when this was taken; None
             if there was none, and then missing state of other ranks is no loss.
         model: what Megatron's checkpoints hold besides parameters; unset in earlier versions.
+        retained: older versions of units in memory, because those are the ones that peers have. Unset
+            where there are none.
     """
 
     rank: Count
@@ -66,6 +68,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
     compute: tuple[dict[str, UnitEntry], ...] = ()
     complete_iteration: Count | None = None
     model: ModelPlaces | msgspec.UnsetType = msgspec.UNSET
+    retained: dict[str, UnitEntry] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def model_places(self) -> ModelPlaces:
@@ -82,6 +85,18 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
         yield from self.units.items()
         for units in self.compute:
             yield from units.items()
+        yield from (self.retained or {}).items()
+
+    def versions_of(self, name: str, position: int | None) -> list[UnitEntry]:
+        """Return the versions of a unit, the newest first.
+
+        Args:
+            position: number of the snapshot that has it at COMPUTE; None for FULL.
+        """
+        places = (
+            (self.units, self.retained or {}) if position is None else (self.compute[position],)
+        )
+        return [units[name] for units in places if name in units]
 
     @override
     def check(self, where: str) -> None:
@@ -153,6 +168,7 @@ class IndexPlaces(Body, frozen=True):
     """The part of an index that says where its units lie; decoding skips the rest. See `Index`."""
 
     units: dict[str, Place]
+    retained: dict[str, Place] = {}
 
 
 def _check_file_name(file: str, where: str) -> None:

@@ -99,7 +99,7 @@ def measure_sizes(
     return RankSizes(
         region_bytes=max(sizes) + room,
         slot_bytes=max(map(layouts.catalog.most_bytes, units), default=0),
-        num_slots=num_slots(len(units), strategy.most_rotating),
+        num_slots=num_slots(len(units) + strategy.most_retained, strategy.most_rotating),
         breakpoint_bytes=0 if breakpoint_ is None else breakpoint_.num_bytes,
         boundary_slot_bytes=0 if traffic is None else traffic.slot_bytes(stage),
         num_boundary_slots=0

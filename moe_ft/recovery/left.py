@@ -7,6 +7,7 @@ the model. recovery/transfer.py reads what a plan takes from here.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
@@ -129,15 +130,16 @@ class Left:
         if is_own:
             self.indexes.setdefault(version.rank, index)
             for position, units in enumerate(index.compute):
-                for name in units:
-                    self._add_unit(source, index, position, name)
+                for name, unit in units.items():
+                    self._add_unit(source, index, position, name, unit)
         elif self._most_iteration is not None and version.iteration > self._most_iteration:
             return
-        for name in index.units:
-            self._add_unit(source, index, None, name)
+        for name, unit in chain(index.units.items(), (index.retained or {}).items()):
+            self._add_unit(source, index, None, name, unit)
 
-    def _add_unit(self, source: Source, index: Index, position: Position, name: str) -> None:
-        unit = (index.units if position is None else index.compute[position])[name]
+    def _add_unit(
+        self, source: Source, index: Index, position: Position, name: str, unit: UnitEntry
+    ) -> None:
         copy = Copy(source.version.rank, position, name, unit.version, unit.checksum)
         self.sources[copy].append(source)
         if copy in self.units:

@@ -103,19 +103,23 @@ class StateReader:
 
 
 def read_unit(
-    reader: StateReader, name: str, position: int | None = None
+    reader: StateReader,
+    name: str,
+    position: int | None = None,
+    version: tuple[int, int] | None = None,
 ) -> tuple[UnitEntry, memoryview]:
     """Return a unit version and its bytes.
 
     Args:
         position: number of the snapshot that has it at COMPUTE; None for FULL.
+        version: see `UnitEntry.version`; None for the newest.
 
     Raises:
         CorruptStateError: if the unit is not there, or its bytes do not match its checksum.
         OSError: if it cannot be read.
     """
-    index = reader.index
-    unit = (index.units if position is None else index.compute[position]).get(name)
+    found = reader.index.versions_of(name, position)
+    unit = next((each for each in found if version in (None, each.version)), None)
     if unit is None or unit.level != (Level.FULL if position is None else Level.COMPUTE):
         raise CorruptStateError(f"there is no unit {name}")
     content = reader.read(unit.file, unit.offset, unit.num_bytes)

@@ -288,7 +288,7 @@ class Transfer:
                     check_is_finite(copy.unit, saved, parts)
                     self._used[copy] = None
                     return saved, parts
-            entry, content = read_unit(reader, copy.unit, copy.position)
+            entry, content = read_unit(reader, copy.unit, copy.position, copy.version)
             self.read_bytes[place] += len(content)
             if (entry.version, entry.checksum) != (copy.version, copy.checksum):
                 raise CorruptStateError(f"unit {copy.unit} is another version there")

@@ -31,6 +31,9 @@ class SnapshotPlan:
     Attributes:
         rotating: units that this snapshot holds and others do not, each with its routed tokens and its gaps
             (planning/lost_tokens.py); they go into slots of the pool, at FULL.
+        remote: rotating units whose newest versions in memory, those of this snapshot included, go to peers;
+            of all others peers keep the version that they have, and this rank keeps it too. None if peers
+            get whatever they lack.
         shares: ``[data-parallel rank]`` division of the state that every snapshot holds and all these ranks
             have; None for the division that was made at start.
         progress: returns what the index says of all experts; None without experts to count.
@@ -38,6 +41,7 @@ class SnapshotPlan:
 
     levels: Mapping[UnitId, Level]
     rotating: Mapping[UnitId, tuple[int, Gaps]] = field(default_factory=dict)
+    remote: frozenset[UnitId] | None = None
     shares: tuple[int, ...] | None = None
     progress: Callable[[], ExpertProgress] | None = None
 
@@ -114,6 +118,22 @@ class JobLoss:
         return {"lost_tokens": self.lost_tokens, "plt": self.plt}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Bytes that a rank can move in an iteration, each None until measured.
+
+    Attributes:
+        copied_bytes: that it can copy while forward and backward run.
+        flow_bytes: that it can commit and replicate.
+        committed_bytes, sent_bytes: that it can commit, and send to its peers, each on its own.
+    """
+
+    copied_bytes: float | None = None
+    flow_bytes: float | None = None
+    committed_bytes: float | None = None
+    sent_bytes: float | None = None
+
+
 PlanBreakpoint = Callable[[Callable[[], Counts | None]], SnapshotPlan]
 
 
@@ -145,6 +165,11 @@ class Strategy(ABC):
     @property
     def most_rotating(self) -> int:
         """The largest number of rotating units in a snapshot of this rank."""
+        return 0
+
+    @property
+    def most_retained(self) -> int:
+        """The largest number of rotating units of which peers have an older version than this rank."""
         return 0
 
     @abstractmethod
@@ -186,13 +211,8 @@ class Strategy(ABC):
     def add_tokens(self, counts: Counts) -> None:
         """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration."""
 
-    def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
-        """Note what this rank can do in an iteration, before `values` are asked for.
-
-        Args:
-            copied_bytes: that it can copy while forward and backward run, None until measured.
-            flow_bytes: that it can commit and replicate, None until measured.
-        """
+    def note_measured(self, measured: Measured) -> None:
+        """Note what this rank can do in an iteration, before `values` are asked for."""
 
     def agree(self, values: list[int]) -> dict[str, int]:
         """Act on the least values over all ranks; return what that changed, by name."""
@@ -203,6 +223,12 @@ class Strategy(ABC):
 
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
         """Note that all ranks have a window, which ends at this iteration."""
+
+    def note_sent(self, plan: WindowPlan) -> None:
+        """Note that the peers of all ranks have what the complete window was to bring them.
+
+        Called after `note_complete`, and not if a peer of any rank lacks something of it.
+        """
 
     def note_persisted(self, plan: PersistPlan) -> None:
         """Note that the checkpoint with these units is complete on storage."""

@@ -7,6 +7,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.strategies.dense import DENSE
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 from moe_ft.strategies.partial.kind import PARTIAL
+from moe_ft.strategies.selective.kind import SELECTIVE
 from moe_ft.strategies.sparse.kind import SPARSE
 
 _kinds: dict[str, StrategyKind] = {}
@@ -18,7 +19,7 @@ def register(kind: StrategyKind) -> None:
     _kinds[kind.name] = kind
 
 
-for _kind in (DENSE, PARTIAL, SPARSE):
+for _kind in (DENSE, PARTIAL, SPARSE, SELECTIVE):
     register(_kind)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import xxhash
 
+from moe_ft.engine.memory.job_directory import rank_and_holder
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
@@ -138,7 +139,7 @@ def _whole_experts(
     for index in indexes:
         if _sizes(index) != _sizes(writer):
             continue
-        for name, entry in index.units.items():
+        for name, entry in (*index.units.items(), *(index.retained or {}).items()):
             unit = parse_unit(name)
             if unit.kind is UnitKind.EXPERT:
                 first = entry.tensors[0]
@@ -197,6 +198,32 @@ def states_of_several_iterations(root: Path) -> list[str]:
         if manifest.window > 1 or iterations != {manifest.iteration}:
             found.append(f"{path.parent.name} with units of iterations {sorted(iterations)}")
     return found
+
+
+def behind_what_is_counted(
+    root: Path, number: int, counted: Mapping[int, Mapping[str, int]]
+) -> Iterator[str]:
+    """Yield the units of which a peer has only an older version than their rank counts as there.
+
+    Args:
+        number: of the start.
+        counted: iterations of the versions by unit, by rank.
+    """
+    newest: dict[tuple[int, str], dict[str, int]] = defaultdict(dict)
+    for path in filter(_is_of_state, (root / "memory").glob("*/*/*/*.json")):
+        owner, holder = rank_and_holder(path.parent.name)
+        index = _index(path)
+        if index is None or owner == holder or index.identity.start.number != number:
+            continue
+        found = newest[index.rank, str(path.parent)]
+        for name, unit in index.units.items():
+            found[name] = max(found.get(name, -1), unit.iteration)
+    for (rank, folder), found in newest.items():
+        for name, iteration in counted.get(rank, {}).items():
+            if found.get(name, -1) < iteration:
+                yield (
+                    f"{Path(folder).name} has {name} of {found.get(name)}, and its rank counts {iteration}"
+                )
 
 
 def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[Index]:

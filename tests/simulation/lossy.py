@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from moe_ft.strategies.partial.strategy import PartialLoss
+from moe_ft.strategies.rotating import TokenLoss
 from tests.simulation.model import Export
 from tests.simulation.rank import Life
 from tests.simulation.shape import Shape
@@ -100,7 +100,7 @@ class Recount:
             )
         total = sum(sum(each.values()) for each in self.missing.values())
         loss = outcome.loss
-        said = loss.total_lost_tokens if isinstance(loss, PartialLoss) else None
+        said = loss.total_lost_tokens if isinstance(loss, TokenLoss) else None
         if said is None or abs(said - total) > self.num_other:
             yield f"said that {said} tokens are lost, and {total} are"
 

@@ -15,7 +15,12 @@ from moe_ft.engine.background import Report
 from moe_ft.errors import ConfigError, DegradedError, UnrecoverableError
 from moe_ft.strategies import registry
 from tests.simulation.job import Job, Start
-from tests.simulation.left import Left, look, states_of_several_iterations
+from tests.simulation.left import (
+    Left,
+    behind_what_is_counted,
+    look,
+    states_of_several_iterations,
+)
 from tests.simulation.lossy import Expert, Recount
 from tests.simulation.rank import Life
 from tests.simulation.shape import Shape
@@ -195,6 +200,7 @@ class Oracle:
         if not self.is_exact and self._has_whole_experts:
             for what in self.recount.check(start.shape, start.lives, self._newest_experts):
                 self._fail(start, what)
+        self._check_peers(start)
         self._check_states(start)
         for life in start.lives:
             self._check_recovery(start, life)
@@ -211,6 +217,14 @@ class Oracle:
                 self._fail(start, f"storage has {what}, and whole states alone should go there")
         if start.has_ended_well:
             self._check_end(start)
+
+    def _check_peers(self, start: Start) -> None:
+        """Check that peers have the versions of experts that their ranks count as there, or newer ones."""
+        if self.is_damaged or self.has_strangers or self.is_garbled:
+            return
+        counted = {life.rank: life.counted for life in start.lives}
+        for what in behind_what_is_counted(self.job.root, start.number, counted):
+            self._fail(start, what)
 
     @property
     def _newest_experts(self) -> Mapping[Expert, int]:

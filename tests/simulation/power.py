@@ -16,6 +16,7 @@ import torch
 
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
+from tests.simulation.mutations import OF_BUDGETS
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
 from tests.simulation.repairs.schedule import RepairSchedule
@@ -27,6 +28,7 @@ from tests.simulation.schedule import (
     draw_aging,
     draw_changing,
     draw_followed,
+    draw_selective,
 )
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
@@ -167,6 +169,8 @@ def drawer_for(
         return draw_repairs
     if mutation in OF_UPDATES:
         return draw_followed
+    if mutation in OF_BUDGETS:
+        return draw_selective
     if mutation in OF_AGES:
         return draw_aging
     return draw_changing if mutation in OF_LAYOUTS else draw

@@ -5,7 +5,7 @@ write the event log and those that react to signals.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,8 @@ class Life:
         reports: what the engine has reported, with the iteration at which that was seen.
         complete: iterations that this rank has known all ranks to have in memory, 0 included.
         replicated: iterations that all peers of this rank have.
+        counted: iterations of the versions that this rank counts as at its peers, by unit; none if peers get
+            whatever they lack.
         confirmed: newest iteration that this rank knows to be a checkpoint on storage.
         error: what has ended the rank.
         is_saved: whether training has ended and its last state is where it should be; None before.
@@ -75,6 +77,7 @@ class Life:
     reports: list[tuple[int, Report]] = field(default_factory=list)
     complete: set[int] = field(default_factory=lambda: {0})
     replicated: set[int] = field(default_factory=set)
+    counted: Mapping[str, int] = field(default_factory=dict)
     confirmed: int = 0
     error: BaseException | None = None
     is_saved: bool | None = None
@@ -258,6 +261,13 @@ class Rank:
     def _note_promises(self) -> None:
         engine, life = self._checkpoints.running.engine, self._life
         life.complete.add(engine._windows.complete_iteration or 0)
+        sent = getattr(engine._strategy, "_sent", None)
+        if sent is not None:
+            first = self._training.shape.stage_of(life.rank) * self._training.shape.layers
+            life.counted = {
+                str(unit): int(sent.iterations[unit.layer - first, unit.expert])
+                for unit in engine._strategy.rotating
+            }
         confirmed = engine._storage._confirmed
         life.may_break = engine.breakpoints is not None and not engine.breakpoints.is_in_use
         life.confirmed = 0 if confirmed is None else confirmed.iteration

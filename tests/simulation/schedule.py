@@ -157,12 +157,18 @@ def draw_followed(seed: int) -> Schedule:
     return draw(seed, share_of_followed=1.0)
 
 
+def draw_selective(seed: int) -> Schedule:
+    """Return a schedule of a job whose snapshots and peers have budgets of bytes."""
+    return draw(seed, share_of_layouts=0.0, is_selective=True)
+
+
 def draw(
     seed: int,
     *,
     share_of_layouts: float = layouts.SHARE,
     share_of_ages: float = layouts.SHARE_OF_AGES,
     share_of_followed: float = variations.SHARE_OF_FOLLOWED,
+    is_selective: bool = False,
 ) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
@@ -207,6 +213,10 @@ def draw(
     followers = random.Random(f"followers {seed}")
     if followers.random() < share_of_followed:
         setup = variations.with_followers(setup, is_made_possible=share_of_followed == 1.0)
+    budgets = random.Random(f"selective {seed}")
+    setup = variations.add_selective(setup, budgets, is_certain=is_selective)
+    if is_selective:
+        faults = _draw_deaths(setup, budgets)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 
@@ -258,6 +268,18 @@ def _draw_faults_of_many(setup: Setup, rng: random.Random) -> list[Fault]:
     soon = first.event + int(rng.uniform(0, 2) * num_events / setup.iterations)
     deaths = dict.fromkeys(ENDS_PROCESSES, 1)
     return [first, _draw(rng, deaths, 0, lambda: soon)]
+
+
+def _draw_deaths(setup: Setup, rng: random.Random) -> list[Fault]:
+    """Return faults of a job that dies, mostly with a node, when it has state that is worth something."""
+    num_events = _EVENTS_PER_ITERATION * setup.num_ranks * setup.iterations
+    kinds = {**dict.fromkeys(ENDS_PROCESSES, 1), "lose-node": 4}
+    first = _draw(rng, kinds, 0, lambda: int(num_events * rng.uniform(0.2, 0.9)))
+    later = [
+        _draw(rng, kinds, number, lambda: int(num_events * rng.uniform(0.02, 0.1)))
+        for number in range(1, rng.choice((1, 2, 3)))
+    ]
+    return [first, *(msgspec.structs.replace(each, is_after_recovery=True) for each in later)]
 
 
 def _draw_faults_of_layouts(setup: Setup, rng: random.Random) -> list[Fault]:

@@ -10,6 +10,7 @@ import msgspec
 
 from moe_ft.planning.levels import FAN_OUT
 from tests.simulation.job import Setup
+from tests.simulation.shape import Shape, weights_of
 
 # Faults while ranks run, with their weights.
 LIVE = {
@@ -23,6 +24,8 @@ LIVE = {
 OFFLINE = {"reuse-name": 1}
 _EXTRA = 0.5
 SHARE_OF_FOLLOWED = 0.6  # of those that can be
+_BYTES_OF_NUMBER = 12  # its master weight and two moments
+_BYTES_OF_EXPERT = 14 * _BYTES_OF_NUMBER
 SHARE_OF_MANY = 0.03  # of the schedules have more than FAN_OUT ranks
 # What befalls one of many ranks before all of them die.
 OF_ONE = {"memory-glitch": 4, "suspend-rank": 1, "reset": 1, "memory-full": 1}
@@ -89,6 +92,57 @@ def draw_kind(rng: random.Random, kinds: dict[str, int], number: int) -> str | N
     if rng.random() >= _EXTRA or (kinds is OFFLINE and (not number or rng.random() >= 0.2)):
         return None
     return rng.choices(list(known), list(known.values()))[0]
+
+
+def add_selective(setup: Setup, rng: random.Random, *, is_certain: bool = False) -> Setup:
+    """Return a setup in which half of the jobs with partial experts have budgets of bytes instead.
+
+    Args:
+        is_certain: whether all jobs have, and peers with older experts than their ranks.
+    """
+    changes: dict[str, Any] = {"strategy": "selective", "sharding": "equal", "is_followed": False}
+    if is_certain:
+        # Where experts are repeated and the optimizer is not divided, each rank saves a half of each.
+        changes |= {"is_sharded": rng.random() < 0.3, "ep": rng.choice((1, 1, 2))}
+        changes |= {"stages": 1, "dp": 2, "tp": 1, "layers": 2, "experts": 4}
+        changes |= {"nodes": 2, "replication": "auto", "iterations": 10, "interval": "1"}
+        changes |= {"upstream_log": False, "recovery": "auto", "state_dtype": "", "later": ()}
+        changes |= {"persist_interval": 0, "dense_interval": 0, "stop_interval": 0}
+        changes |= {"breakpoints": False, "on_error": "degrade"}
+    elif setup.upstream_log or setup.strategy != "partial" or rng.random() < 0.5:
+        return setup
+    else:
+        later = [msgspec.structs.replace(each, is_followed=False) for each in setup.later]
+        changes["later"] = tuple(later)
+    changed: Setup = msgspec.structs.replace(setup, **changes)
+    least = max(map(_least_budget, (changed.shape, *changed.later)))
+    more = [f"{least + number * _BYTES_OF_EXPERT}" for number in range(3)]
+    budgets = ["auto"] if changed.state_dtype else ["auto", *more]
+    options = {
+        "local_budget": rng.choice(("auto", *more[1:]) if is_certain else budgets),
+        "remote_budget": more[0] if is_certain else rng.choice(budgets),
+        "selective_rule": rng.choice(("age", "age", "paper")),
+        "age_limit": rng.choice((3, 4, 200)),
+    }
+    if changed.replication == "0":
+        options["remote_budget"] = "auto"
+    with_budgets: Setup = msgspec.structs.replace(changed, options=options)
+    return with_budgets
+
+
+def _least_budget(shape: Shape) -> int:
+    """Return a budget with which every rank can save its state outside experts, and one of them."""
+    most = 0
+    for rank in range(shape.num_ranks):
+        sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+        for each in weights_of(shape, rank):
+            saved = each.end - each.start
+            if not shape.is_sharded:  # all that have it divide it equally
+                holders = shape.expert_peers(rank) if each.is_expert else shape.dense_peers(rank)
+                saved = -(-each.size // len(holders)) + 1
+            sizes[each.is_expert].append(_BYTES_OF_NUMBER * saved)
+        most = max(most, sum(sizes[False]) + max(sizes[True]))
+    return most
 
 
 def add_dense_interval(setup: Setup, rng: random.Random) -> Setup:

@@ -227,7 +227,7 @@ def _check_transformer_engine(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("transformer_engine"):
         return
     needing = {"layernorm", "moe_act", "mla_up_proj"} & set(args.recompute_modules or ())
-    if needing and args.recompute_granularity == "selective":
+    if needing and args.recompute_granularity not in (None, "full"):
         raise ConfigError(
             f"--recompute-modules {' '.join(sorted(needing))} needs the package transformer-engine, "
             "which is not installed. Recompute core_attn, moe, mlp or shared_experts instead."

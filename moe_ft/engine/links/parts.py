@@ -41,18 +41,19 @@ class VerifiedUnits:
         check_path(request.path, "a request")
         path = self._node_dir / request.path
         stamp, index = self._index(path)
-        snapshots = [*index.compute, index.units]  # -1: that with units at FULL
         unit = None
         if -1 <= request.position < len(index.compute):
-            unit = snapshots[request.position].get(request.unit)
-        if unit is None or unit.checksum != request.checksum:
+            position = None if request.position < 0 else request.position
+            found = index.versions_of(request.unit, position)
+            unit = next((each for each in found if each.checksum == request.checksum), None)
+        if unit is None:
             raise CorruptStateError(f"unit {request.unit} is another version there")
         with open_private(path.parent / (unit.file or index.file)) as file:
             if os.fstat(file.fileno()).st_size < unit.offset + unit.num_bytes:
                 raise CorruptStateError(f"unit {request.unit} is cut short")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             content = memoryview(mapping)[unit.offset : unit.offset + unit.num_bytes]
-        key = path, stamp, request.unit, request.position
+        key = path, stamp, request.checksum, request.position
         with self._lock:
             is_verified = key in self._verified
         if not is_verified:

@@ -270,6 +270,9 @@ class PeerReplicator:
     """Sends committed regions to this rank's peers. Owned by the sending worker.
 
     The training thread closes it when that worker has ended, or was left because it hangs.
+
+    Attributes:
+        most_bytes: the most that a peer got of the last snapshot, in slots too.
     """
 
     def __init__(
@@ -290,6 +293,7 @@ class PeerReplicator:
         self._versions: Versions[int, tuple[int, str], tuple[int, str]] = Versions()  # by rank
         self._followers = Followers(reports)
         self._is_lacking_address = len(self._pairs) < len(peers)
+        self.most_bytes = 0
 
     def replicate(self, replica: Replica) -> bool:
         """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
@@ -304,6 +308,7 @@ class PeerReplicator:
             if replica.peers is None or rank in replica.peers
         }
         reached = {rank: each for rank, each in sent.items() if each is not None}
+        self.most_bytes = max((each.num_bytes for each in reached.values()), default=0)
         if reached:
             self._reports.add(
                 "replicate",
@@ -424,7 +429,9 @@ class ReplicaSender:
             if replica.lent is not None:
                 replica.lent.release()
         return ReplicationResult(
-            is_protected=is_protected, seconds=self._clock.perf_counter() - start
+            is_protected=is_protected,
+            seconds=self._clock.perf_counter() - start,
+            num_bytes=self._replicator.most_bytes,
         )
 
     def _send_recovered(self, replica: Replica) -> None:

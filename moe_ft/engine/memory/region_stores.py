@@ -36,12 +36,16 @@ class RegionStore:
         """Note what regions hold that another start has filled: the least valuable is overwritten first."""
         for region in sorted(self.regions, key=_worth):
             units: Units = {}
+            retained: Units = {}
             with suppress(OSError):  # nothing can use it, if there is one
-                units = region.index(IndexPlaces).units if self.pool else {}
-            self._note(region, units)
+                places = region.index(IndexPlaces)
+                units = places.units if self.pool else {}
+                retained = places.retained if self.pool else {}
+            self._note(region, units, retained)
 
-    def _note(self, region: Region, units: Units) -> None:
-        self._store.commit(self._home(region), self._slots(units))
+    def _note(self, region: Region, units: Units, retained: Units) -> None:
+        names = {*self._slots(units), *self._slots(retained)}
+        self._store.commit(self._home(region), names)
 
     def _home(self, region: Region) -> Extent:
         return Extent(SizeClass.WINDOW, self.regions.index(region))
@@ -78,39 +82,58 @@ class WindowStore(RegionStore):
     def __init__(self, regions: Sequence[Region], pool: Pool | None) -> None:
         super().__init__(regions, pool)
         self.newest: dict[str, UnitEntry] = {}
+        self._chosen: Mapping[str, UnitEntry] | None = None  # by the strategy, for peers
+
+    @property
+    def at_peers(self) -> Mapping[str, UnitEntry]:
+        """Versions of units that peers have, or get whatever they lack: the newest, if none were chosen."""
+        return self.newest if self._chosen is None else self._chosen
 
     def carried(self, without: Collection[str]) -> dict[str, UnitEntry]:
         """Return the newest versions of units that the next snapshot does not hold."""
         return {name: entry for name, entry in self.newest.items() if name not in without}
 
-    def has_room(self, num_slots: int, upcoming: Collection[str]) -> bool:
+    def has_room(self, num_slots: int, upcoming: Collection[str], retained: Units) -> bool:
         """Return whether there will be a region and slots for the window after the one under way.
 
         Args:
             upcoming: the units in slots that the window under way holds.
+            retained: older versions of units that its index names, because peers have them.
         """
         names: set[Extent] = set()
         if self._store.filling:
             names = {*self._store.filling, *self._slots(self.carried(upcoming))}
+            names |= self._slots(retained).keys()
         return self._store.has_room(SizeClass.WINDOW, 1, names) and self._store.has_room(
             SizeClass.UNIT, num_slots, names
         )
 
-    def complete(self, region: Region, entries: Mapping[str, UnitEntry]) -> None:
-        """Keep a window that all ranks have, whose index names these versions, in place of all before."""
-        self.newest = dict(entries)
-        self._commit(region)
+    def complete(
+        self,
+        region: Region,
+        entries: Mapping[str, UnitEntry],
+        retained: Units,
+        at_peers: Mapping[str, UnitEntry] | None,
+    ) -> None:
+        """Keep a window that all ranks have in place of all before.
+
+        Args:
+            entries, retained: newest versions of units that its index names, and older ones.
+            at_peers: versions that peers have now; None if those are the newest.
+        """
+        self.newest, self._chosen = dict(entries), at_peers
+        self._commit(region, retained)
         self._store.keep(Reason.COMPLETE, self._store.named(self._home(region)))
         self._store.keep(Reason.RECOVERED, ())
 
     def give_up(self, region: Region) -> None:
         """Keep nothing of the window under way, which some rank does not have."""
         if region.iteration is not None:
-            self._commit(region)
+            self._commit(region, self._chosen or {})
         self._store.give_up(self._store.filling)
 
-    def _commit(self, region: Region) -> None:
-        names = {*self._store.filling, *self._slots(self.newest)}
+    def _commit(self, region: Region, retained: Units) -> None:
+        names = {*self._store.filling, *self._slots(self.newest), *self._slots(retained)}
         self._store.commit(self._home(region), names)
 
     def keep_persisting(self, region: Region, names: Collection[str]) -> list[str]:
@@ -173,9 +196,9 @@ class ReplicaStore(RegionStore):
         self.find()
 
     @override
-    def _note(self, region: Region, units: Units) -> None:
+    def _note(self, region: Region, units: Units, retained: Units) -> None:
         self._held |= self._slots(units)
-        super()._note(region, units)
+        super()._note(region, units, retained)
 
     def begin(
         self, index: Index, sent: Collection[str], keep_iteration: int | None, *, continues: bool
@@ -249,7 +272,7 @@ class ReplicaStore(RegionStore):
         """Make what arrived a replica; raises OSError if its index has no room."""
         named = msgspec.structs.replace(index, file=region.data_path.name)
         region.commit(encode(named), index.iteration)
-        self._note(region, index.units)
+        self._note(region, index.units, {})
 
     def drop(self, region: Region) -> None:
         """Give up a region in which something corrupt has arrived."""

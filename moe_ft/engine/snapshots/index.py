@@ -107,6 +107,11 @@ class SnapshotIndexer:
             units.update(
                 self._describe(request, self._pool, request.slots, absent, self._pool.name)
             )
+        retained = {
+            name: entry
+            for name, entry in (request.at_peers or {}).items()
+            if name in units and entry.version != units[name].version
+        }
         window = len(layout.snapshots)
         weights = dict(self._describe(request, request.region, compute, absent))
         return Index(
@@ -129,6 +134,7 @@ class SnapshotIndexer:
             compute=(*(before.compute if before else ()), weights) if window > 1 else (),
             complete_iteration=request.keep_iteration,
             model=self._model,
+            retained=retained or msgspec.UNSET,
         )
 
     def _describe(

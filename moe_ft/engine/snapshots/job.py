@@ -30,6 +30,7 @@ class SnapshotRequest:
     Attributes:
         slots: places in the pool for the units that only some snapshots hold.
         carried: versions of such units that this snapshot does not hold, by name.
+        at_peers: versions of such units that peers have, by name; None if peers get whatever they lack.
         keep_iteration: the end of the newest complete window, which peers must not overwrite yet.
         is_sent_to_peers: False if peers would have to keep several of one iteration: at the end of training.
     """
@@ -42,6 +43,7 @@ class SnapshotRequest:
     position: int = 0
     slots: Sequence[UnitPlace] = ()
     carried: Mapping[str, UnitEntry] = field(default_factory=dict)
+    at_peers: Mapping[str, UnitEntry] | None = None
     is_sent_to_peers: bool = True
 
     @property
@@ -68,10 +70,11 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicationResult:
-    """Outcome of sending a snapshot: whether all peers have it."""
+    """Outcome of sending a snapshot: whether all peers have it, and the most bytes that one of them got."""
 
     is_protected: bool
     seconds: float
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +84,15 @@ class SnapshotResult:
     Attributes:
         copy_s: until nothing read the training state any more.
         commit_s: until it was committed, the copy included.
-        pooled: all versions in the pool that its index names.
+        pooled: the newest version in the pool of each unit, as its index names them.
+        at_peers: the versions of these units that peers have once it is sent; None if those are the same.
         replication: what sending it comes to; None if it is not sent.
     """
 
     copy_s: float
     commit_s: float
     pooled: Mapping[str, UnitEntry]
+    at_peers: Mapping[str, UnitEntry] | None
     replication: Future[ReplicationResult] | None
 
 
@@ -149,6 +154,8 @@ class SnapshotJob:
         """Have a profile note what a snapshot took that is complete."""
         result, num_bytes = self.result.result(), self.request.num_bytes
         profile.note(num_bytes, result.copy_s, result.commit_s, self.replicate_s)
+        if self._replication is not None:
+            profile.note_sent(self._replication.result().num_bytes, self.replicate_s)
 
     @property
     def complete_s(self) -> float:

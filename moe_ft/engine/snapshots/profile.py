@@ -9,6 +9,7 @@ from typing import Any, override
 
 from moe_ft.engine.clock import Clock
 from moe_ft.planning.interval import CheckpointCost, choose_interval
+from moe_ft.strategies.interface import Measured
 
 NUM_WARM_UP_ITERATIONS = 2
 NUM_QUIET_ITERATIONS = 3
@@ -103,6 +104,8 @@ class SnapshotProfile:
         self._iteration_s: deque[float] = deque(maxlen=_WINDOW)
         self._copy_rate: deque[float] = deque(maxlen=_WINDOW)
         self._flow_rate: deque[float] = deque(maxlen=_WINDOW)
+        self._commit_rate: deque[float] = deque(maxlen=_WINDOW)
+        self._send_rate: deque[float] = deque(maxlen=_WINDOW)
 
     def note_iteration(self, seconds: float) -> None:
         """Note the time of an iteration."""
@@ -117,6 +120,12 @@ class SnapshotProfile:
         if copy_s > 0 and num_bytes > 0:
             self._copy_rate.append(num_bytes / copy_s)
             self._flow_rate.append(num_bytes / max(commit_s, replicate_s, copy_s))
+            self._commit_rate.append(num_bytes / max(commit_s, copy_s))
+
+    def note_sent(self, num_bytes: int, seconds: float) -> None:
+        """Note what sending a snapshot to all peers took, and the bytes of it that a peer got."""
+        if seconds > 0 and num_bytes > 0:
+            self._send_rate.append(num_bytes / seconds)
 
     @property
     def iteration_s(self) -> float:
@@ -133,9 +142,22 @@ class SnapshotProfile:
     @property
     def flow_bytes(self) -> float | None:
         """Bytes that can be committed and replicated in an iteration, None until both were measured."""
-        if not self._flow_rate or len(self._iteration_s) < NUM_QUIET_ITERATIONS:
+        return self._in_an_iteration(self._flow_rate)
+
+    def _in_an_iteration(self, rate: deque[float]) -> float | None:
+        if not rate or len(self._iteration_s) < NUM_QUIET_ITERATIONS:
             return None
-        return median(self._flow_rate) * median(self._iteration_s)
+        return median(rate) * median(self._iteration_s)
+
+    @property
+    def measured(self) -> Measured:
+        """Abilities of this rank, as strategies know them."""
+        return Measured(
+            copied_bytes=self.copied_bytes,
+            flow_bytes=self.flow_bytes,
+            committed_bytes=self._in_an_iteration(self._commit_rate),
+            sent_bytes=self._in_an_iteration(self._send_rate),
+        )
 
     def expected_stall_s(self, num_bytes: int) -> float:
         """Return for how long a snapshot of so many bytes holds up the optimizer step."""

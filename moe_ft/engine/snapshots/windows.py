@@ -155,10 +155,15 @@ class Windows:
         """True if there will be memory for another window."""
         job = self.last_job
         upcoming = [] if job is None else [str(place.unit) for place in job.request.slots]
-        return self.store.has_room(self._strategy.most_rotating, upcoming)
+        retained = {} if job is None else job.request.at_peers or {}
+        return self.store.has_room(self._strategy.most_rotating, upcoming, retained)
 
-    def settle(self, state: SnapshotState) -> OpenWindow | None:
-        """Act on the progress of all ranks together; return the window if all of them have it."""
+    def settle(self, state: SnapshotState, *, is_protected: bool) -> OpenWindow | None:
+        """Act on the progress of all ranks together; return the window if all of them have it.
+
+        Args:
+            is_protected: whether all peers of all ranks have what they were to get of it.
+        """
         window = self.open
         if window is None or state is SnapshotState.RUNNING:
             return None
@@ -172,7 +177,10 @@ class Windows:
             return None
         assert last is not None  # no rank calls a window without snapshots complete
         self.complete, self.complete_iteration = window.region, last.iteration
-        self.store.complete(window.region, last.result.result().pooled)
+        result, before = last.result.result(), last.request.at_peers
+        is_sent = is_protected and last.request.is_sent_to_peers
+        at_peers = result.at_peers if is_sent else before
+        self.store.complete(window.region, result.pooled, before or {}, at_peers)
         self._recorded = window.jobs[0].iteration, last.iteration
         self._records.trim(*self._recorded)
         return window
@@ -239,6 +247,7 @@ class Windows:
                 for unit, offset in zip(plan.rotating, slots, strict=True)
             ],
             carried=self.store.carried(names),
+            at_peers=None if plan.remote is None else self.store.at_peers,
             is_sent_to_peers=not window.is_last or self._strategy.saves_all,
         )
 

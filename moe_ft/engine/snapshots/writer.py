@@ -6,10 +6,12 @@ for it (the fence, engine/engine.py); checksums and commit may take longer.
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
@@ -23,6 +25,7 @@ from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import encode
+from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 
 
@@ -136,13 +139,14 @@ class SnapshotWriter:
             num_units=len(request.places),
             level=dict(Counter(place.level.value for place in request.places)),
         )
+        theirs, at_peers = _for_peers(request, index)
         replication = None
         if self._sender is not None and request.is_sent_to_peers:
             start_byte, end_byte = request.stretch
             replica = Replica(
                 region=request.region,
                 pool=self._pool,
-                index=index,
+                index=theirs,
                 start_byte=start_byte,
                 end_byte=end_byte,
                 keep_iteration=request.keep_iteration,
@@ -153,6 +157,7 @@ class SnapshotWriter:
             copy_s=copy_s,
             commit_s=commit_s,
             pooled={name: entry for name, entry in index.units.items() if entry.file},
+            at_peers=at_peers,
             replication=replication,
         )
 
@@ -161,3 +166,17 @@ def _release_unless_sent(lent: LentUpdate, result: Future[SnapshotResult]) -> No
     """Release gradients of a snapshot that has failed; else the sending worker does."""
     if result.cancelled() or result.exception() is not None:
         lent.release()
+
+
+def _for_peers(
+    request: SnapshotRequest, index: Index
+) -> tuple[Index, Mapping[str, UnitEntry] | None]:
+    """Return the index that peers get, and the versions of rotating units in it if they are chosen."""
+    if request.plan.remote is None or request.at_peers is None:
+        return index, None
+    sent = {str(unit) for unit in request.plan.remote}
+    pooled = {name: entry for name, entry in index.units.items() if entry.file}
+    kept = {name: request.at_peers.get(name, pooled[name]) for name in pooled.keys() - sent}
+    units = {**index.units, **kept}
+    theirs = msgspec.structs.replace(index, units=units, retained=msgspec.UNSET)
+    return theirs, {name: units[name] for name in pooled}

@@ -52,11 +52,16 @@ class Sent:
     gradient_bytes: int = 0
     fallback: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        """All bytes."""
+        return self.state_bytes + self.gradient_bytes
+
 
 def fields_of(sent: Mapping[int, Sent]) -> dict[str, Any]:
     """Return the fields of the event `replicate`, of what each peer was sent."""
     return {
-        "bytes": max(each.state_bytes + each.gradient_bytes for each in sent.values()),
+        "bytes": max(each.num_bytes for each in sent.values()),
         "state_bytes": sum(each.state_bytes for each in sent.values()),
         "gradient_bytes": sum(each.gradient_bytes for each in sent.values()),
         "fallbacks": {str(rank): each.fallback for rank, each in sent.items() if each.fallback},

@@ -13,8 +13,9 @@ from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.report import choices, costs, footprint, render
-from moe_ft.strategies.partial.selection import PlannedRun, RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import Part, UnitId, UnitKind
 
 

@@ -1,10 +1,9 @@
 """Selection of the experts in a partial snapshot: sequential and load-aware (MoC-System, section 3.2).
 
-Everything is about the experts of one pipeline stage, whose ranks all choose the same. `Versions` is what the
-selected ones have left in memory or on storage, `RankShare` how replicated state is divided by what else each
-rank of the stage saves. `ExpertsPerLayer` is their number k, fixed or automatic (as many as forward and
-backward hide; MoC-System, section 5.3). Dynamic-K may double it after a recovery, by the rule in
-planning/lost_tokens.py.
+Everything is about the experts of one pipeline stage, whose ranks all choose the same. `RankShare` says how
+replicated state is divided by what else each rank of the stage saves. `ExpertsPerLayer` is their number k,
+fixed or automatic (as many as forward and backward hide; MoC-System, section 5.3). Dynamic-K may double it
+after a recovery, by the rule in planning/lost_tokens.py.
 """
 
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ import numpy as np
 
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.experts import Counts, ExpertLayout
-from moe_ft.planning.lost_tokens import NEVER, expected_plt, next_k
+from moe_ft.planning.lost_tokens import expected_plt, next_k
 from moe_ft.planning.sharding import adaptive_shares
 from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.rotating import PlannedRun, Selection
 
 _SNAPSHOTS_BETWEEN_CHANGES = 10
-Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, ascending
 
 
 def select_sequential(experts: ExpertLayout, cursors: Sequence[int], k: int) -> Selection:
@@ -141,46 +140,6 @@ def select_to_persist(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Versions:
-    """One version of each expert.
-
-    Attributes:
-        trained: ``[layer, expert]`` tokens whose updates it incorporates.
-        iterations: ``[layer, expert]``, NEVER for an expert without a version.
-    """
-
-    trained: Counts
-    iterations: Counts
-
-    @classmethod
-    def none(cls, num_layers: int, num_experts: int) -> "Versions":
-        """Return the table of a run that has saved nothing yet."""
-        shape = (num_layers, num_experts)
-        return cls(trained=np.zeros(shape, np.int64), iterations=np.full(shape, NEVER, np.int64))
-
-    @classmethod
-    def of(cls, trained: Counts, iteration: int) -> "Versions":
-        """Return the versions that all experts have at an iteration."""
-        return cls(trained=trained, iterations=np.full_like(trained, iteration))
-
-    def replaced(self, selection: Selection, newer: "Versions") -> "Versions":
-        """Return a table in which the selected experts have other versions."""
-        trained, iterations = self.trained.copy(), self.iterations.copy()
-        for layer, experts in enumerate(selection):
-            chosen = list(experts)
-            trained[layer, chosen] = newer.trained[layer, chosen]
-            iterations[layer, chosen] = newer.iterations[layer, chosen]
-        return Versions(trained=trained, iterations=iterations)
-
-    def up_to(self, iteration: int) -> "Versions":
-        """Return a table in which no version counts as newer than an iteration.
-
-        A recovery may leave newer ones. What is saved from this iteration on replaces them.
-        """
-        return Versions(trained=self.trained, iterations=np.minimum(self.iterations, iteration))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
     """Bytes that a rank of the stage saves, and the ranks that share replicated state with it.
@@ -227,23 +186,6 @@ class RankShare:
                 ]
                 divisions[self.divide(counts)] = None
         return list(divisions)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRun:
-    """Plan of the whole run.
-
-    Attributes:
-        interval: iterations between snapshots, None for automatic.
-        planned_tokens: tokens times top-k that a layer processes in the whole run.
-        tokens_per_iteration: tokens times top-k of an iteration, on average.
-        takes_whole: whether some snapshots hold all experts (--moe-ft-persist-dense-interval).
-    """
-
-    interval: int | None
-    planned_tokens: int
-    tokens_per_iteration: int
-    takes_whole: bool = False
 
 
 class ExpertsPerLayer:

@@ -12,7 +12,7 @@ from typing import Any, override
 import numpy as np
 
 from moe_ft.planning.experts import Counts
-from moe_ft.strategies.interface import Resumed, SnapshotPlan, Strategy, WindowPlan
+from moe_ft.strategies.interface import Measured, Resumed, SnapshotPlan, Strategy, WindowPlan
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.strategies.sparse.popularity import Popularity, has_moved
 from moe_ft.strategies.sparse.positions import RankUnits, StageOrder, StageUnits
@@ -297,7 +297,8 @@ class SparseStrategy(Strategy):
         self.length.resume(resumed.window)
 
     @override
-    def note_measured(self, copied_bytes: float | None, flow_bytes: float | None) -> None:
+    def note_measured(self, measured: Measured) -> None:
+        copied_bytes, flow_bytes = measured.copied_bytes, measured.flow_bytes
         if self.length.is_auto and copied_bytes is not None and flow_bytes is not None:
             budget = int(min(copied_bytes, flow_bytes))
             self.length.measure(budget, self._ordering.version, self._largest_of_this_rank)

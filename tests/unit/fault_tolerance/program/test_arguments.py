@@ -42,7 +42,7 @@ NAME_RULE = (
 # DIR is an empty directory.
 REFUSED = {
     "--moe-ft-strategy foo": "argument --moe-ft-strategy: invalid choice: 'foo' (choose from 'none', "
-    "'dense', 'partial', 'sparse'). The flags are listed by --help.",
+    "'dense', 'partial', 'sparse', 'selective'). The flags are listed by --help.",
     "--moe-ft-job-id ../x": f"--moe-ft-job-id=../x {NAME_RULE}--moe-ft-job-id NAME.",
     "--moe-ft-job-id ''": "--moe-ft-job-id= is empty: an unset variable? Give a value, or leave the "
     "flag out.",
@@ -294,7 +294,7 @@ def test_refused_flag_is_refused_with_its_reason_and_remedy(
         with pytest.raises(ConfigError, match="is not supported") as refusal:
             check_refusals(args, REFUSALS)
         assert str(refusal.value).startswith(rule.flag)
-        remedy = rule.remedy.format(others="dense, partial or sparse")
+        remedy = rule.remedy.format(others="dense, partial, sparse or selective")
         assert str(refusal.value).endswith(f"{rule.reason}. {remedy}.")
 
 

@@ -54,6 +54,7 @@ def test_every_strategy_is_compared_at_peers_or_on_storage(advice: Advice) -> No
     names = {each.name for each in advice.alternatives}
     assert names == {
         *("dense at peers", "dense on storage", "partial at peers", "partial on storage"),
+        *("selective at peers", "selective on storage"),
         "sparse at peers",
     }
     assert not any(each.problem for each in advice.alternatives)

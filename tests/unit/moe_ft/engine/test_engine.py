@@ -221,5 +221,5 @@ def test_record_that_cannot_be_taken_breaks_the_window_off(only: Only) -> None:
     only.windows.begin(1, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     assert only.windows.state is FAILED
     assert only.windows.last_job is None
-    only.windows.settle(FAILED)
+    only.windows.settle(FAILED, is_protected=False)
     assert only.num_free() == 2

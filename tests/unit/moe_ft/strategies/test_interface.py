@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.config.fields import Part
-from moe_ft.strategies.interface import JobLoss, Resumed, Strategy, StrategyKind, WindowPlan
+from moe_ft.strategies.interface import (
+    JobLoss,
+    Measured,
+    Resumed,
+    Strategy,
+    StrategyKind,
+    WindowPlan,
+)
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.registry import kinds
+from moe_ft.strategies.selective.config import SelectiveConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level
 from tests.unit.moe_ft.strategies.stage import CATALOG, NUM_EXPERTS, NUM_LAYERS, build
@@ -21,6 +29,10 @@ OPTIONS: dict[str, tuple[Part, ...]] = {
         PartialConfig(k_snapshot="1"),
         PartialConfig(k_snapshot="2", k_persist=2, selection="load-aware", dynamic_k=True),
         PartialConfig(k_snapshot="auto", master_always_full=True),
+    ),
+    "selective": (
+        SelectiveConfig(local_budget="11000", remote_budget="10500", age_limit=3),
+        SelectiveConfig(local_budget="12000", selective_rule="paper"),
     ),
     "sparse": (
         SparseConfig(window="3"),
@@ -50,7 +62,11 @@ class Run:
             shape = (NUM_LAYERS, NUM_EXPERTS)
             self.strategy.add_tokens(np.random.default_rng(seed).integers(0, 99, shape))
         budget = None if seed % 5 == 0 else float(1000 + seed % 9000)
-        self.strategy.note_measured(budget, budget)
+        self.strategy.note_measured(
+            Measured(
+                copied_bytes=budget, flow_bytes=budget, committed_bytes=budget, sent_bytes=budget
+            )
+        )
         self.strategy.agree(self.strategy.values())
 
     def begin(self, seed: int) -> None:

@@ -50,7 +50,7 @@ class Memory:
     def complete(self, iteration: int, experts: Collection[int]) -> Region:
         """Take a window that all ranks get."""
         region = self.take(iteration, experts)
-        self.store.complete(region, self.units)
+        self.store.complete(region, self.units, {}, None)
         return region
 
 
@@ -79,7 +79,7 @@ def test_window_that_another_rank_lacks_frees_its_memory_and_keeps_the_one_befor
 ) -> None:
     before = memory.complete(3, [0])
     for iteration in range(4, 8):
-        assert memory.store.has_room(K, [])
+        assert memory.store.has_room(K, [], {})
         memory.store.give_up(memory.take(iteration, [1]))
     assert before.index_path.exists()
     assert memory.store.newest[NAMES[1]].iteration == 1
@@ -100,4 +100,4 @@ def test_recovered_versions_are_kept_by_the_next_start_until_a_window_is_complet
         assert recovered.index_path.exists()
         assert memory.store.newest == versions
     memory.complete(7, [0])
-    assert memory.store.has_room(K, [])
+    assert memory.store.has_room(K, [], {})

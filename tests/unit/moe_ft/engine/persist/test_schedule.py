@@ -19,8 +19,9 @@ from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import PlannedRun, RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
 from tests.unit.moe_ft.builders import (
     add_units,
     make_identity,
@@ -88,7 +89,7 @@ class Rank:
             for expert, slot in enumerate(slots)
         )
         add_units(region, index, units)
-        self.store.complete(region, units)
+        self.store.complete(region, units, {}, None)
         self.strategy.note_complete(window, iteration)
         self.schedule.note_complete(iteration)
         return region

@@ -55,6 +55,7 @@ class Recorder(PeerReplicator):
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.is_closed = False
+        self.most_bytes = 0
 
     def replicate(self, replica: Replica) -> bool:
         """Take a replica."""

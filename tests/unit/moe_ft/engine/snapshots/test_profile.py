@@ -49,6 +49,18 @@ def test_flow_is_limited_by_copy_commit_or_replication_whichever_takes_longest(
     assert profile_of([snapshot]).flow_bytes == pytest.approx(1000 / slowest_s)
 
 
+def test_rates_of_commit_and_of_sending_are_measured_apart() -> None:
+    profile = profile_of([(1000, 0.1, 0.2, 0.4)], iteration_s=(2.0,) * 3)
+    profile.note_sent(300, 0.6)
+    measured = profile.measured
+    assert measured.committed_bytes == pytest.approx(1000 / 0.2 * 2)
+    assert measured.sent_bytes == pytest.approx(300 / 0.6 * 2)
+    assert (measured.copied_bytes, measured.flow_bytes) == (
+        profile.copied_bytes,
+        profile.flow_bytes,
+    )
+
+
 def test_one_slow_snapshot_and_one_slow_iteration_do_not_count() -> None:
     profile = profile_of(
         [*ONE, (1000, 9.0, 9.0, 9.0), *ONE], (0.6, 9.0, 0.6), iteration_s=(1.0, 9.0, 1.0)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
 from moe_ft.planning.lost_tokens import Loss, UnitVersion
-from moe_ft.strategies.interface import Resumed, SnapshotPlan
+from moe_ft.strategies.interface import Measured, Resumed, SnapshotPlan
 from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import PlannedRun, RankShare
+from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import UnitId, UnitKind
 
 
@@ -166,7 +167,7 @@ def raise_k(strategy: PartialStrategy, accumulated_plt: float, last_plt: float =
 
 def values(strategy: PartialStrategy, copied_bytes: float | None) -> list[int]:
     """Return what a rank says that has measured so much."""
-    strategy.note_measured(copied_bytes, None)
+    strategy.note_measured(Measured(copied_bytes=copied_bytes))
     return strategy.values()
 
 

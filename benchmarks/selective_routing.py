@@ -1,0 +1,151 @@
+"""Tokens that a failure loses at equal bytes: round robin, Algorithm 1 of MoEtion, and tokens x age.
+
+    python -m benchmarks.selective_routing TRACE.npz [--iterations N] [--output FILE.md]
+    python -m benchmarks.selective_routing --quick
+
+The trace is that of benchmarks/partial_routing.py, played back from its beginning and from its middle on.
+Each expert-parallel rank saves equally many experts in every iteration: in turn, which is what `partial` does
+by default, or by the rules of strategies/selective/selection.py. Everything is saved at the beginning.
+"""
+
+import argparse
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.routing_trace import draw_routing, load_routing
+from moe_ft.planning.experts import Counts, ExpertLayout
+from moe_ft.strategies.rotating import Selection, Versions
+from moe_ft.strategies.selective.config import AGE, PAPER, SelectiveConfig
+from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, select
+
+EP_SIZE = 8
+PERCENT = (3.125, 6.25, 12.5, 25.0, 37.5, 50.0)
+_WARM_UP = 50  # iterations that are left out of means
+
+Choose = Callable[[Need, int], Selection]  # from the number of the snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Result of one rule and budget.
+
+    Attributes:
+        lost: mean over the run of the tokens that a failure loses, in those of an iteration.
+        unsaved: share of the tokens of an iteration whose expert is not saved at its end.
+        oldest: the most iterations that an expert was not saved for.
+    """
+
+    lost: float
+    unsaved: float
+    oldest: int
+
+
+def play(routed: Counts, choose: Choose) -> Outcome:
+    """Play a trace back.
+
+    Args:
+        routed: ``[iteration, layer, expert]`` tokens up to each iteration.
+    """
+    saved = Versions.of(routed[0], 0)
+    lost: list[float] = []
+    unsaved: list[float] = []
+    oldest = 0
+    for iteration in range(1, len(routed)):
+        now = Versions.of(routed[iteration], iteration)
+        selection = choose(Need.between(saved, now), iteration - 1)
+        saved = saved.replaced(selection, now)
+        if iteration <= min(_WARM_UP, len(routed) // 2):
+            continue
+        fresh = routed[iteration] - routed[iteration - 1]
+        lost.append(float((routed[iteration] - saved.trained).sum() / fresh.sum()))
+        unsaved.append(float(fresh[saved.iterations < iteration].sum() / fresh.sum()))
+        oldest = max(oldest, int((iteration - saved.iterations).max()))
+    return Outcome(lost=float(np.mean(lost)), unsaved=float(np.mean(unsaved)), oldest=oldest)
+
+
+def rules(experts: ExpertLayout, count: int) -> dict[str, Choose]:
+    """Return each rule with which every expert-parallel rank saves so many experts."""
+    number = np.arange(experts.num_layers * experts.num_experts)
+    owners = number % experts.num_experts // experts.num_local
+    costs: npt.NDArray[np.int64] = (owners == np.arange(experts.ep_size)[:, None]).astype(np.int64)
+    loads = RankLoads([0] * experts.ep_size, costs)
+    rooms = loads.rooms(count)
+    limit = SelectiveConfig().age_limit
+
+    def in_turn(need: Need, turn: int) -> Selection:
+        chosen: list[int] = []
+        for rank in range(experts.ep_size):
+            own = np.flatnonzero(costs[rank])
+            chosen += own[(turn * count + np.arange(count)) % len(own)].tolist()
+        return as_selection(chosen, experts)
+
+    def by(rule: str, age_limit: int) -> Choose:
+        return lambda need, turn: select(
+            need, loads, rooms, experts, rule, age_limit=age_limit, turn=turn
+        )
+
+    return {
+        "round robin": in_turn,
+        "Algorithm 1": by(PAPER, limit),
+        "tokens x age": by(AGE, limit),
+        "tokens x age, no limit": by(AGE, 10**9),
+    }
+
+
+def compare(routed: Counts) -> str:
+    """Return the table of all rules and budgets."""
+    num_layers, num_experts = routed.shape[1:]
+    experts = ExpertLayout(num_layers=num_layers, num_experts=num_experts, ep_size=EP_SIZE)
+    per_rank = num_layers * experts.num_local
+    rows = []
+    for percent in PERCENT:
+        count = max(1, round(per_rank * percent / 100))
+        first: Outcome | None = None
+        for name, choose in rules(experts, count).items():
+            found = play(routed, choose)
+            first = first or found
+            rows.append(
+                [
+                    f"{100 * count / per_rank:.1f}",
+                    name,
+                    f"{found.lost:.3f}",
+                    f"{100 * (found.lost / first.lost - 1):+.0f} %",
+                    f"{found.unsaved:.3f}",
+                    str(found.oldest),
+                ]
+            )
+    headers = ["% of experts", "rule", "lost, iterations", "against round robin"]
+    return markdown_table(rows, [*headers, "not saved", "oldest"])
+
+
+def main() -> None:
+    """Play the trace back and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE.npz")
+    parser.add_argument("--iterations", type=int, default=1000, help="of each half that are played")
+    options = parse_options(parser, iterations=60)
+    if not (options.trace or options.quick):
+        parser.error("TRACE.npz is missing: only --quick makes up its own routing")
+    routed = load_routing(options.trace) if options.trace else draw_routing()
+    length = min(options.iterations, len(routed) // 2)
+    middle = len(routed) // 2
+    num_layers, num_experts = routed.shape[1:]
+    conditions = (
+        f"{num_layers} layers of {num_experts} experts on {EP_SIZE} expert-parallel ranks, a snapshot in "
+        f"every iteration, {length} iterations of each half. Lost: mean over the run of what a failure "
+        "loses, in tokens of an iteration. Not saved: share of an iteration's tokens whose expert is not "
+        f"in its snapshot. Python {platform.python_version()}, numpy {np.__version__}."
+    )
+    parts = [conditions, "First half", compare(routed[: length + 1])]
+    parts += ["Second half", compare(routed[middle : middle + length + 1])]
+    show(parts, options.output)
+
+
+if __name__ == "__main__":
+    main()

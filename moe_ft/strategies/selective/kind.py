@@ -1,0 +1,138 @@
+"""The strategy `selective` as the registry lists it: what it asks of a job, and how a rank builds it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import override
+
+import numpy as np
+
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import size_text
+from moe_ft.errors import ConfigError
+from moe_ft.planning.costs import Costs
+from moe_ft.planning.experts import Expert, ExpertLayout, experts_of_stage
+from moe_ft.planning.host_memory import Footprint
+from moe_ft.planning.job_costs import interval_flags, places
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
+from moe_ft.strategies.rotating import PlannedRun
+from moe_ft.strategies.selective.config import NAME, SelectiveConfig
+from moe_ft.strategies.selective.report import SelectiveSizes, costs, render
+from moe_ft.strategies.selective.selection import RankLoads
+from moe_ft.strategies.selective.strategy import SelectiveStrategy
+from moe_ft.units import UnitKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selective(StrategyKind):
+    """Needs a model with experts."""
+
+    @override
+    def counting(self, config: MoeFtConfig) -> Counting:
+        return Counting.TOKENS
+
+    @override
+    def division(self, config: MoeFtConfig) -> str:
+        flags = [f"--moe-ft-strategy {NAME}"]
+        flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")
+        return " ".join(flags)
+
+    @override
+    def check(self, config: MoeFtConfig, model: ModelFacts) -> None:
+        options: SelectiveConfig = self.options_in(config)
+        if model.num_experts == 0:
+            raise ConfigError(
+                f"--moe-ft-strategy={NAME} needs a model with experts (--num-experts). Use dense."
+            )
+        if options.remote_bytes is not None and config.memory.num_replicas == 0:
+            raise ConfigError(
+                f"--moe-ft-remote-budget={options.remote_budget} is for peers, and "
+                "--moe-ft-replication-factor=0 keeps none. Leave one of the two out."
+            )
+        interval = config.strategy.interval_iterations
+        if interval is not None and options.age_limit < interval:
+            raise ConfigError(
+                f"--moe-ft-age-limit={options.age_limit} must be at least --moe-ft-interval={interval}: "
+                "every expert would be too old in every snapshot. Raise it."
+            )
+
+    @override
+    def report(self, job: PlannedJob) -> str:
+        return render(job, self.options_in(job.config))
+
+    @override
+    def costs(self, job: PlannedJob) -> Costs:
+        return costs(job, self.options_in(job.config))
+
+    @override
+    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
+        sizes = SelectiveSizes(job, SelectiveConfig())
+        return {
+            place: interval_flags(
+                job, sizes.snapshot_bytes, sizes.snapshot_bytes, at_peers=at_peers
+            )
+            for place, at_peers in places(job).items()
+        }
+
+    @override
+    def footprint(self, job: PlannedJob) -> Footprint:
+        sizes = SelectiveSizes(job, self.options_in(job.config))
+        return Footprint(
+            share=sizes.share,
+            checkpoint_bytes=sum(job.by_rank(sizes.by_stage(job.heaviest.full_bytes))),
+            num_older=math.ceil(sizes.rounds) - 1 + job.config.storage.keeps_whole,
+        )
+
+    @override
+    def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
+        options: SelectiveConfig = self.options_in(config)
+        catalog, experts = facts.catalog, facts.experts
+        always = [unit for unit in catalog.units if unit.kind is not UnitKind.EXPERT]
+        rotating = [unit for unit in catalog.units if unit.kind is UnitKind.EXPERT]
+        own = [unit for unit in rotating if catalog.owns(unit)]
+        layers, frozen = experts_of_stage(facts.gather(catalog.units), experts.num_experts)
+        layout = ExpertLayout(
+            num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
+        )
+        sizes = {(unit.layer_name, unit.expert): catalog.num_bytes(unit) for unit in own}
+        everyone = facts.gather((facts.rank, sum(map(catalog.num_bytes, always)), sizes))
+        loads = _loads(everyone, layers, experts.num_experts)
+        for flag, text, budget in (
+            ("local", options.local_budget, options.local_bytes),
+            ("remote", options.remote_budget, options.remote_bytes),
+        ):
+            if budget is not None and budget < loads.least_budget:
+                raise ConfigError(
+                    f"--moe-ft-{flag}-budget={text} must be at least {loads.least_budget} bytes "
+                    f"({size_text(loads.least_budget)}): the state outside experts, and one expert. Raise it."
+                )
+        run = PlannedRun(
+            interval=config.strategy.interval_iterations,
+            planned_tokens=experts.planned_tokens,
+            tokens_per_iteration=experts.tokens_per_iteration,
+            takes_whole=config.storage.persists_dense,
+        )
+        return SelectiveStrategy(
+            *(always, own, layers, layout, options, run, loads),
+            [rank for rank, _, _ in everyone].index(facts.rank),
+            frozen,
+            has_peers=config.memory.num_replicas != 0,
+        )
+
+
+def _loads(
+    everyone: Sequence[tuple[int, int, Mapping[Expert, int]]],
+    layers: Sequence[str],
+    num_experts: int,
+) -> RankLoads:
+    """Return the bytes that the ranks of a stage save: of each always, and of its experts."""
+    first = {layer: index * num_experts for index, layer in enumerate(layers)}
+    costs = np.zeros((len(everyone), len(layers) * num_experts), np.int64)
+    for row, (_, _, sizes) in enumerate(everyone):
+        for (layer, expert), num_bytes in sizes.items():
+            costs[row, first[layer] + expert] = num_bytes
+    return RankLoads([always for _, always, _ in everyone], costs)
+
+
+SELECTIVE = Selective(name=NAME, options=SelectiveConfig, is_exact=False, leaves_out_frozen=True)

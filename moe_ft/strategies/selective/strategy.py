@@ -1,0 +1,240 @@
+"""The strategy `selective`: as many experts as the budgets of memory and of peers allow (MoEtion).
+
+selection.py chooses them; what it has in common with other strategies is in strategies/rotating.py. Counters
+are kept per target. What goes to peers is chosen among the versions in memory, so peers have what memory has
+or something older. All ranks of a stage make the same choices, each within its own bytes.
+
+Experts with gradients as their replicas would leave the selection here: they cost their gradient in every
+snapshot, and need no turn.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import override
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.planning.experts import Counts, Expert, ExpertLayout
+from moe_ft.planning.lost_tokens import Loss
+from moe_ft.strategies.interface import Measured, PersistPlan, Resumed, SnapshotPlan, WindowPlan
+from moe_ft.strategies.rotating import PlannedRun, RotatingExperts, Selection, Versions
+from moe_ft.strategies.selective.config import SelectiveConfig
+from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, select
+from moe_ft.units import UnitId
+
+_SNAPSHOTS_BETWEEN_CHANGES = 10
+_NOTABLE_CHANGE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Memo:
+    """Changes that one snapshot makes once it is complete.
+
+    Attributes:
+        trained: ``[layer, expert]`` tokens of its versions.
+        remote: experts whose newest versions go to peers; None if peers get whatever they lack.
+        is_whole: whether it is part of the whole state of its iteration.
+    """
+
+    selection: Selection
+    trained: Counts
+    remote: Selection | None
+    is_whole: bool
+
+
+class Budget:
+    """Bytes of a snapshot for one target: given, or measured and agreed on. Owned by the strategy.
+
+    Attributes:
+        num_bytes: None until it is known.
+    """
+
+    def __init__(self, given: int | None) -> None:
+        self.is_auto, self.num_bytes = given is None, given
+        self._num_snapshots = 0  # since the last change
+
+    def note_snapshot(self) -> None:
+        """Note that a snapshot is complete."""
+        self._num_snapshots += 1
+
+    def agree(self, least: int) -> bool:
+        """Take what all ranks can do, not more often than every few snapshots; return whether that is new.
+
+        Args:
+            least: over all ranks, 0 if some have not measured it.
+        """
+        if least == 0:
+            return False
+        if self.num_bytes is not None:
+            if self._num_snapshots < _SNAPSHOTS_BETWEEN_CHANGES:
+                return False
+            if abs(least - self.num_bytes) <= _NOTABLE_CHANGE * self.num_bytes:
+                return False
+        self.num_bytes, self._num_snapshots = least, 0
+        return True
+
+
+class SelectiveStrategy(RotatingExperts):
+    """Owned by the training thread."""
+
+    def __init__(
+        self,
+        always: Iterable[UnitId],
+        rotating: Iterable[UnitId],
+        layers: Sequence[str],
+        experts: ExpertLayout,
+        options: SelectiveConfig,
+        run: PlannedRun,
+        loads: RankLoads,
+        place: int,
+        frozen: Collection[Expert] = (),
+        *,
+        has_peers: bool,
+    ) -> None:
+        """Make the strategy of one rank at the start of a run.
+
+        Args:
+            layers: names of the stage's MoE layers, in the order of the counts.
+            place: of this rank among those of the stage.
+        """
+        super().__init__(always, rotating, layers, experts, run, frozen)
+        self._options, self._loads, self._place = options, loads, place
+        self.local, self.remote = Budget(options.local_bytes), Budget(options.remote_bytes)
+        self._has_peers = has_peers
+        self._takes_all = self.local.is_auto or run.takes_whole
+        self._sent: Versions | None = None  # at peers; None until they have whatever memory has
+        self._whole = np.zeros((experts.num_layers, experts.num_experts), np.bool_)
+        self._whole_iteration = -1
+        self._num_complete = 0
+        self._measured = Measured()
+
+    @property
+    @override
+    def most_rotating(self) -> int:
+        if self._takes_all or self.local.num_bytes is None:
+            return len(self.rotating)
+        return self._loads.most_on_rank(self._place, self.local.num_bytes)
+
+    @property
+    @override
+    def most_retained(self) -> int:
+        return len(self.rotating) if self._has_peers else 0
+
+    @override
+    def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
+        trained = self._ledger.trained
+        now = Versions.of(trained, iteration)
+        selection = self._select_whole(iteration) if is_whole else self._select_local(now)
+        remote = self._select_remote(self._saved.replaced(selection, now))
+        snapshot = self._snapshot(selection, self._turn)
+        if remote is not None:
+            units = self._of_this_rank(remote, self._ledger.routed, self._ledger.gaps)
+            snapshot = replace(snapshot, remote=frozenset(units))
+        memo = _Memo(selection=selection, trained=trained, remote=remote, is_whole=is_whole)
+        return WindowPlan(snapshots=(snapshot,), memo=memo)
+
+    def _rooms(self, budget: Budget) -> npt.NDArray[np.int64]:
+        """Return ``[rank]`` bytes for experts; until a budget is measured each rank takes one expert."""
+        return self._loads.rooms(budget.num_bytes or 0)
+
+    def _choose(self, need: Need, rooms: npt.NDArray[np.int64]) -> Selection:
+        return select(
+            need,
+            self._loads,
+            rooms,
+            self._experts,
+            self._options.selective_rule,
+            age_limit=self._options.age_limit,
+            turn=self._num_complete,
+        )
+
+    def _select_local(self, now: Versions) -> Selection:
+        need = Need.between(self._saved, now)
+        if self._takes_all and need.is_missing.ravel()[self._loads.has_units].all():
+            return self._choose(need, self._loads.rooms(None))  # the first one is full
+        # What is of this iteration already may be saved again: a recovery can have left it.
+        need = replace(need, is_new=np.ones_like(need.is_new))
+        return self._choose(need, self._rooms(self.local))
+
+    def _select_remote(self, saved: Versions) -> Selection | None:
+        """Return the experts that go to peers, of those that memory will have in these versions."""
+        if not self._has_peers or self._sent is None or self.remote.num_bytes is None:
+            return None
+        return self._choose(Need.between(self._sent, saved), self._rooms(self.remote))
+
+    def _select_whole(self, iteration: int) -> Selection:
+        """Return experts that are not of this iteration yet: all, or as many as memory has room for."""
+        is_left = np.ones_like(self._whole)
+        if iteration == self._whole_iteration:
+            is_left = ~self._whole
+        numbers = np.flatnonzero(is_left.ravel() & self._loads.has_units)
+        rooms = self._loads.rooms(None) if self._takes_all else self._rooms(self.local)
+        used = np.zeros(len(rooms), np.int64)
+        return as_selection(self._loads.fill(numbers, rooms, used), self._experts)
+
+    @override
+    def possible_windows(self) -> list[WindowPlan]:
+        return [WindowPlan(snapshots=(SnapshotPlan(levels=self._always),))]
+
+    @override
+    def is_whole(self, iteration: int) -> bool:
+        is_done = bool(self._whole.ravel()[self._loads.has_units].all())
+        return iteration == self._whole_iteration and is_done
+
+    @override
+    def note_complete(self, plan: WindowPlan, iteration: int) -> None:
+        memo: _Memo = plan.memo
+        self._num_complete += 1
+        for budget in (self.local, self.remote):
+            budget.note_snapshot()
+        if memo.is_whole:
+            if iteration != self._whole_iteration:
+                self._whole[:], self._whole_iteration = False, iteration
+            for layer, experts in enumerate(memo.selection):
+                self._whole[layer, list(experts)] = True
+        self._note_saved(memo.selection, memo.trained, iteration)
+
+    @override
+    def note_sent(self, plan: WindowPlan) -> None:
+        memo: _Memo = plan.memo
+        if memo.remote is None or self._sent is None:
+            self._sent = self._saved
+        else:
+            self._sent = self._sent.replaced(memo.remote, self._saved)
+
+    @override
+    def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
+        need = Need.between(self._persisted, self._saved)
+        takes_all = is_whole or self._takes_all
+        rooms = self._loads.rooms(None) if takes_all else self._rooms(self.local)
+        return self._persist(self._choose(need, rooms))
+
+    @override
+    def note_measured(self, measured: Measured) -> None:
+        self._measured = measured
+
+    @override
+    def values(self) -> list[int]:
+        found, measured = [], self._measured
+        if self.local.is_auto:
+            can = measured.copied_bytes, measured.committed_bytes
+            least = None if None in can else min(can[0] or 0.0, (can[1] or 0.0) * self._interval)
+            found.append(0 if least is None else max(1, int(least)))
+        if self.remote.is_auto and self._has_peers:
+            sent = measured.sent_bytes
+            found.append(0 if sent is None else max(1, int(sent * self._interval)))
+        return found
+
+    @override
+    def agree(self, values: list[int]) -> dict[str, int]:
+        left, changes = [*values], {}
+        for name, budget in (("local", self.local), ("remote", self.remote)):
+            if budget.is_auto and left and budget.agree(left.pop(0)):
+                changes[f"{name}_budget_bytes"] = budget.num_bytes or 0
+        return changes
+
+    @override
+    def resume(self, resumed: Resumed) -> Loss:
+        self._sent = None
+        return super().resume(resumed)
