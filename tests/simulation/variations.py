@@ -139,7 +139,7 @@ def _least_budget(shape: Shape) -> int:
             saved = each.end - each.start
             if not shape.is_sharded:  # all that have it divide it equally
                 holders = shape.expert_peers(rank) if each.is_expert else shape.dense_peers(rank)
-                saved = -(-each.size // len(holders)) + 1
+                saved = -(-each.size // len(holders)) + 2  # cut at units, which rounds twice
             sizes[each.is_expert].append(_BYTES_OF_NUMBER * saved)
         most = max(most, sum(sizes[False]) + max(sizes[True]))
     return most
@@ -190,7 +190,7 @@ def with_many_ranks(setup: Setup, rng: random.Random) -> Setup:
         "stages": 1,
         "dp": dp,
         "ep": rng.choice([each for each in (1, 2) if dp % each == 0]),
-        "nodes": rng.choice((2, 3)),
+        "nodes": rng.choice((3,) if setup.replication == "2" else (2, 3)),
         "iterations": 4,
         "fan_out": FAN_OUT,
         "stop_interval": 0,

@@ -336,9 +336,10 @@ class PeerReplicator:
             in_region = [units[each].offset for each in lacking if not units[each].file]
             if min(in_region, default=replica.start_byte) < replica.start_byte:
                 replica = replace(replica, start_byte=0)
+            is_empty = all(unit.file for unit in units.values())  # other ranks save its state
             sent = self._followers.send(
                 rank,
-                replica.lent,
+                None if is_empty else replica.lent,
                 replica.keep_iteration,
                 {
                     version[0]
