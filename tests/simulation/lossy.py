@@ -92,11 +92,12 @@ class Recount:
         self.missing = defaultdict(dict)
         for expert, version in found.items():
             kept = {at: count for at, count in version.missing.items() if at <= iteration}
-            tokens = self.routed[expert].items()
-            lost = {at: count for at, count in tokens if version.iteration < at <= iteration}
+            tokens = self.routed[expert]
+            lost = {at: count for at, count in tokens.items() if version.iteration < at}
             self.missing[expert] = {**kept, **lost}
             self.num_other += sum(
-                abs(count - version.routed[at]) for at, count in tokens if at in version.routed
+                abs(tokens.get(at, 0) - version.routed.get(at, 0))  # one branch may have skipped it
+                for at in range(1, min(version.iteration, iteration) + 1)
             )
         total = sum(sum(each.values()) for each in self.missing.values())
         loss = outcome.loss

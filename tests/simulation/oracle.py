@@ -211,6 +211,8 @@ class Oracle:
             self._check_is_quiet(start)
         is_whole = self.is_whole
         self._cut_off()
+        if any(life.may_lose_memory for life in start.lives):
+            self.floors.lose_memory()  # maybe after a fault that has cut off what counts
         self.is_whole, self.may_not_refuse = is_whole, False
         if self.job.setup.dense_interval and not self.job.setup.persist_interval:
             for what in states_of_several_iterations(self.job.root):
@@ -363,8 +365,6 @@ class Oracle:
         if any(_has_left_out(life, floors.protected) for life in lives):
             floors.protected = 0  # ranks have room for the newest ones, which some peer has not
         floors.storage = max(floors.storage, *(life.confirmed for life in lives))
-        if any(life.may_lose_memory for life in lives):
-            floors.lose_memory()
 
     def _check_end(self, start: Start) -> None:
         setup, root = self.job.setup, self.job.root

@@ -97,6 +97,40 @@ def test_wrong_sum_of_lost_tokens_is_a_violation() -> None:
         assert total > 0
 
 
+def test_lost_tokens_are_uncertain_where_another_branch_has_skipped_an_iteration() -> None:
+    with small_job(**PARTIAL) as job:
+        first, second = job.run_until(has_trained(5)), job.run_until()
+        recount = Recount()
+        assert list(recount.check(first.shape, first.lives, {})) == []
+        for key, version in recount.known.items():
+            routed = {at: count for at, count in version.routed.items() if at > 1}
+            recount.known[key] = replace(version, routed=routed)
+        outcome: Any = second.lives[0].outcome
+        total = outcome.loss.total_lost_tokens
+        less = replace(outcome.loss, total_lost_tokens=total - 1)
+        second.lives[0].outcome = replace(outcome, loss=less)
+        assert list(recount.check(second.shape, second.lives, {})) == []
+        assert recount.num_other > 0
+
+
+def test_nothing_is_acknowledged_any_more_when_a_run_ends_after_a_fault() -> None:
+    with small_job(persist_interval=0) as job:
+
+        def lose_storage_once(start: Start) -> bool:
+            if has_trained(5)(start) and not job.oracle.is_damaged:
+                job.oracle.note_fault()
+                job.oracle.lose_storage()
+                assert job.oracle.floors.memory > 0
+            return False
+
+        first = job.run_until(lose_storage_once)
+        assert all(life.may_lose_memory for life in first.lives)
+        assert job.judge(first) == []
+        second = job.run_until()
+        assert [life.outcome.iteration for life in second.lives if life.outcome] == [0, 0]
+        assert job.judge(second) == []
+
+
 def test_local_recovery_that_is_not_allowed_is_a_violation() -> None:
     with small_job(**STAGES, iterations=8, recovery="global") as job:
         assert job.judge(job.run_until_death(MIDDLE, has_trained(5))) == []
