@@ -38,7 +38,7 @@ _STAGES = msgspec.structs.replace(
 JOBS: tuple[tuple[Setup, tuple[Fault, ...]], ...] = (
     (_ALONE, (_KILLED,)),
     (_PACKED, (_KILLED,)),
-    (_STAGES, (Fault(kind="kill-rank", start=0, event=400, target=1),)),
+    (_STAGES, (Fault(kind="kill-rank", start=0, event=360, target=1),)),
     (_STAGES, (Fault(kind="terminate", start=0, event=13, moment="after step"),)),
 )
 # A device may be later than an iteration, which then gets no log, and says so.

@@ -8,7 +8,6 @@ repairs in place are in repairs/mutations.py.
 import dataclasses
 import json
 import os
-import threading
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
@@ -20,10 +19,8 @@ from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.links import streams
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.engine.links.streams import Streams
-from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
+from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
@@ -44,12 +41,10 @@ from moe_ft.recovery.claim import take_over_lock
 from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.restore import Conversion
 from moe_ft.store.extents import Extent, Reason, SizeClass, Store
-from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.simulation.active import Patches
 
 Mutation = Callable[[Patches], None]
 MUTATIONS: dict[str, Mutation] = {}
-OF_BUDGETS: set[str] = set()  # those that only jobs with budgets of bytes can find
 
 
 def mutation(make: Mutation) -> Mutation:
@@ -61,12 +56,6 @@ def mutation(make: Mutation) -> Mutation:
 def name_of(make: Mutation) -> str:
     """Return the name of a mistake."""
     return make.__name__.replace("_", "-")
-
-
-def of_budgets(make: Mutation) -> Mutation:
-    """Add a mistake that only jobs with budgets of bytes can find."""
-    OF_BUDGETS.add(name_of(make))
-    return mutation(make)
 
 
 @mutation
@@ -400,62 +389,3 @@ def end_of_the_replay_left_out(patches: Patches) -> None:
 def weights_changed_under_a_breakpoint(patches: Patches) -> None:
     """The optimizer steps while a breakpoint is written."""
     patches.set(Checkpoints, "begin_update", lambda self: None)
-
-
-@mutation
-def pieces_in_the_places_of_others(patches: Patches) -> None:
-    """Of a body that several streams carry, two pieces go where the other one belongs."""
-    original = streams._pieces
-
-    def pieces(contents: Any) -> Any:
-        found = list(original(contents))
-        (first, one), (second, other), *rest = found
-        if len(one) != len(other):
-            return iter(found)
-        return iter([(second, one), (first, other), *rest])
-
-    patches.set(streams, "_pieces", pieces)
-
-
-@mutation
-def streams_not_waited_for(patches: Patches) -> None:
-    """A body that several streams carry counts as over while they may still write."""
-
-    def together(self: Streams, act: Any) -> None:
-        threads = [threading.Thread(target=act, args=(each,)) for each in self._all]
-        for each in threads:
-            each.start()
-        threads[0].join()
-
-    patches.set(Streams, "_together", together)
-    patches.set(streams._Places, "check_are_full", lambda self: None)
-
-
-@of_budgets
-def version_counted_at_peers_that_was_not_sent(patches: Patches) -> None:
-    """Peers are thought to have whatever memory has, although they got what was chosen for them."""
-
-    def note_sent(self: SelectiveStrategy, plan: Any) -> None:
-        self._sent = self._saved
-
-    patches.set(SelectiveStrategy, "note_sent", note_sent)
-
-
-@of_budgets
-def one_counter_for_all_targets(patches: Patches) -> None:
-    """A save in memory counts as one at the peers too, as in the paper, which has one counter."""
-    original = SelectiveStrategy.note_complete
-
-    def note_complete(self: SelectiveStrategy, plan: Any, iteration: int) -> None:
-        original(self, plan, iteration)
-        if self._sent is not None:
-            self._sent = self._sent.replaced(plan.memo.selection, self._saved)
-
-    patches.set(SelectiveStrategy, "note_complete", note_complete)
-
-
-@of_budgets
-def versions_of_peers_overwritten(patches: Patches) -> None:
-    """Slots with the versions that peers have count as free as soon as there are newer ones."""
-    original = WindowStore._commit
-    patches.set(WindowStore, "_commit", lambda self, region, retained: original(self, region, {}))

@@ -16,7 +16,7 @@ import torch
 
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
-from tests.simulation.mutations import OF_BUDGETS
+from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
 from tests.simulation.repairs.schedule import RepairSchedule
@@ -32,7 +32,6 @@ from tests.simulation.schedule import (
 )
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
-from tests.simulation.update_mutations import OF_UPDATES
 
 LIMIT = 300  # schedules
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)

@@ -1,8 +1,8 @@
 """Schedules: the flags of a job and the faults that hit it, drawn from a seed."""
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -437,24 +437,3 @@ def _draw_setup(rng: random.Random) -> Setup:
         keep=rng.choice((1, 2)),
         state_dtype="master=split" if rng.random() < 0.15 else "",
     )
-
-
-class _Smaller(Protocol):
-    """A schedule that knows simpler ones of its kind."""
-
-    def smaller(self) -> Sequence[Self]:
-        """Return schedules with fewer faults, or of a simpler job."""
-
-
-def shrink[S: _Smaller](schedule: S, fails: Callable[[S], bool], tries: int = 200) -> S:
-    is_smaller = True
-    while is_smaller and tries > 0:
-        is_smaller = False
-        for candidate in schedule.smaller():
-            tries -= 1
-            if fails(candidate):
-                schedule, is_smaller = candidate, True
-                break
-            if tries <= 0:
-                break
-    return schedule

@@ -9,11 +9,11 @@ import signal
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from tests.simulation.active import Patches
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.repairs.simulate import simulate as simulate_repairs
-from tests.simulation.schedule import Schedule, shrink
+from tests.simulation.schedule import Schedule
 from tests.simulation.simulate import Verdict, installed, simulate
 
 AnySchedule = Schedule | RepairSchedule
@@ -184,3 +184,24 @@ class Campaign:
         text = "\n".join((str(schedule), *verdict.lines, *verdict.log, *verdict.violations))
         path.with_suffix(".txt").write_text(f"{text}\n")
         return path
+
+
+class _Smaller(Protocol):
+    """A schedule that knows simpler ones of its kind."""
+
+    def smaller(self) -> Sequence[Self]:
+        """Return schedules with fewer faults, or of a simpler job."""
+
+
+def shrink[S: _Smaller](schedule: S, fails: Callable[[S], bool], tries: int = 200) -> S:
+    is_smaller = True
+    while is_smaller and tries > 0:
+        is_smaller = False
+        for candidate in schedule.smaller():
+            tries -= 1
+            if fails(candidate):
+                schedule, is_smaller = candidate, True
+                break
+            if tries <= 0:
+                break
+    return schedule

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from tests.simulation.schedule import Schedule, draw, shrink
+from tests.simulation.schedule import Schedule, draw
+from tests.simulation.soak import shrink
 
 SEEDS = range(200)
 

@@ -131,7 +131,7 @@ def test_unsupported_value_or_combination_is_refused_by_its_flag(flags: tuple[st
         (
             ("--phase-transition-iterations", "2,4"),
             "--phase-transition-iterations=2,4 is not supported with --moe-ft-strategy=sparse: .* Use "
-            "--moe-ft-strategy dense or partial",
+            "--moe-ft-strategy dense, partial or selective",
         ),
     ],
 )

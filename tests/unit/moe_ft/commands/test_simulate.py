@@ -41,7 +41,7 @@ def test_result_is_the_same_as_text_json_and_page(
     assert main(["simulate", f"{config}", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     found = result["alternatives"]
-    assert len(found) == 5 and not any(each["problem"] for each in found)
+    assert len(found) == 7 and not any(each["problem"] for each in found)
     assert [each["ettr"] for each in found] == sorted(
         (each["ettr"] for each in found), reverse=True
     )

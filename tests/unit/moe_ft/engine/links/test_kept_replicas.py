@@ -249,16 +249,15 @@ def test_replica_of_a_negative_size_is_refused(sender: Sender, field: str) -> No
 
 def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_ft.engine.links.transport.PROGRESS_TIMEOUT_S", 0.2)
-    replica = sender.replica(NEW, 0, keep=None)
+    replica, deadline = sender.replica(NEW, 0, keep=None), Deadline(DEADLINE_S)
     content = encode(replica.index)
     with sender.peer.connect_raw() as connection:
         request = Put(SOURCE, None, len(content), 0, replica.end_byte)
         with suppress(ConnectionError):  # it has given up already, if this machine is busy
-            send(TcpConnection(connection), request, Deadline(DEADLINE_S))
-            TcpConnection(connection).send(content, Deadline(DEADLINE_S))
+            send(TcpConnection(connection), request, deadline)
+            TcpConnection(connection).send(content, deadline)
         connection.settimeout(0.05)  # this is how slow the sender is
-        end_s = time.monotonic() + DEADLINE_S
-        reply = b""
+        end_s, reply = time.monotonic() + DEADLINE_S, b""
         while not reply:
             assert time.monotonic() < end_s, "the peer receives a byte every 0.05 s and is patient"
             with suppress(ConnectionError):  # the answer is there

@@ -1,0 +1,150 @@
+"""Mistakes in what peers get: gradients, chosen experts, pieces of bodies; mutations.py has others.
+
+The checksums of the owner turn most mistakes of gradients into state that is sent: the oracle does not let
+that happen to a peer that has the iteration before, while nothing disturbs a start.
+"""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+from moe_ft.engine.links import streams
+from moe_ft.engine.links.streams import Streams
+from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
+from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.updates import adam
+from moe_ft.engine.updates.adam import Repetition
+from moe_ft.engine.updates.capture import GradientCapture
+from moe_ft.engine.updates.following import LentUpdate
+from moe_ft.format.index import Index
+from moe_ft.strategies.selective.strategy import SelectiveStrategy
+from tests.simulation.active import Patches
+from tests.simulation.mutations import Mutation, mutation, name_of
+
+OF_UPDATES: set[str] = set()  # that only jobs show whose peers follow by gradients
+OF_BUDGETS: set[str] = set()  # that only jobs with budgets of bytes show
+
+
+def _of_updates(make: Mutation) -> Mutation:
+    OF_UPDATES.add(name_of(make))
+    return mutation(make)
+
+
+def _of_budgets(make: Mutation) -> Mutation:
+    OF_BUDGETS.add(name_of(make))
+    return mutation(make)
+
+
+@_of_updates
+def step_repeated_twice(patches: Patches) -> None:
+    """A peer steps twice with one gradient."""
+    original = adam.repeat_step
+
+    def repeat_step(before: Any, gradient: Any, after: Any, *rest: Any) -> None:
+        sent = gradient.clone()
+        original(before, gradient, after, *rest)
+        original(tuple(each.clone() for each in after), sent, after, *rest)
+
+    patches.set(adam, "repeat_step", repeat_step)
+
+
+@_of_updates
+def step_from_another_base(patches: Patches) -> None:
+    """A peer steps from what lies in the region that it fills: the iteration before the last one."""
+    original = Repetition.run
+
+    def run(self: Repetition, source: memoryview, target: memoryview, receive: Any) -> None:
+        original(self, target, target, receive)
+
+    patches.set(Repetition, "run", run)
+
+
+@_of_updates
+def skipped_step_forgotten(patches: Patches) -> None:
+    """An iteration whose step was skipped is sent with the gradients of the last step."""
+    original = GradientCapture.lend
+
+    def lend(self: GradientCapture, iteration: int) -> LentUpdate:
+        tried, self._tried = self._tried, iteration
+        try:
+            lent = original(self, iteration)
+        finally:
+            self._tried = tried
+        if lent.update is None:
+            return lent
+        update = type(lent.update)(iteration - 1, lent.update.steps, lent.update.slices)
+        return replace(lent, update=update)
+
+    patches.set(GradientCapture, "lend", lend)
+
+
+@_of_updates
+def base_freed_too_early(patches: Patches) -> None:
+    """A peer gives up the base of a step before it has made what follows."""
+    original = ReplicaStore.base
+
+    def base(self: ReplicaStore, iteration: int, target: Region) -> tuple[Region, Index]:
+        region, index = original(self, iteration, target)
+        region.invalidate()
+        return region, index
+
+    patches.set(ReplicaStore, "base", base)
+
+
+@mutation
+def pieces_in_the_places_of_others(patches: Patches) -> None:
+    """Of a body that several streams carry, two pieces go where the other one belongs."""
+    original = streams._pieces
+
+    def pieces(contents: Any) -> Any:
+        found = list(original(contents))
+        (first, one), (second, other), *rest = found
+        if len(one) != len(other):
+            return iter(found)
+        return iter([(second, one), (first, other), *rest])
+
+    patches.set(streams, "_pieces", pieces)
+
+
+@mutation
+def streams_not_waited_for(patches: Patches) -> None:
+    """A body that several streams carry counts as over while they may still write."""
+
+    def together(self: Streams, act: Any) -> None:
+        threads = [threading.Thread(target=act, args=(each,)) for each in self._all]
+        for each in threads:
+            each.start()
+        threads[0].join()
+
+    patches.set(Streams, "_together", together)
+    patches.set(streams._Places, "check_are_full", lambda self: None)
+
+
+@_of_budgets
+def version_counted_at_peers_that_was_not_sent(patches: Patches) -> None:
+    """Peers are thought to have whatever memory has, although they got what was chosen for them."""
+
+    def note_sent(self: SelectiveStrategy, plan: Any) -> None:
+        self._sent = self._saved
+
+    patches.set(SelectiveStrategy, "note_sent", note_sent)
+
+
+@_of_budgets
+def one_counter_for_all_targets(patches: Patches) -> None:
+    """A save in memory counts as one at the peers too, as in the paper, which has one counter."""
+    original = SelectiveStrategy.note_complete
+
+    def note_complete(self: SelectiveStrategy, plan: Any, iteration: int) -> None:
+        original(self, plan, iteration)
+        if self._sent is not None:
+            self._sent = self._sent.replaced(plan.memo.selection, self._saved)
+
+    patches.set(SelectiveStrategy, "note_complete", note_complete)
+
+
+@_of_budgets
+def versions_of_peers_overwritten(patches: Patches) -> None:
+    """Slots with the versions that peers have count as free as soon as there are newer ones."""
+    original = WindowStore._commit
+    patches.set(WindowStore, "_commit", lambda self, region, retained: original(self, region, {}))
