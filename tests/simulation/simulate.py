@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from moe_ft.engine.links import streams
 from moe_ft.planning import levels
 from tests.simulation import (
@@ -61,7 +63,7 @@ class Verdict:
 @contextmanager
 def installed() -> Iterator[None]:
     """Put the simulated operating system in the place of the real one, for simulated threads."""
-    patches = Patches()
+    patches, has_gradients = Patches(), torch.is_grad_enabled()
     try:
         for module in (
             threads,
@@ -79,6 +81,7 @@ def installed() -> Iterator[None]:
         yield
     finally:
         patches.restore()
+        torch.set_grad_enabled(has_gradients)  # simulated threads share what each real one has
 
 
 def simulate(schedule: Schedule, folder: Path) -> Verdict:
