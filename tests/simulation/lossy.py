@@ -74,8 +74,8 @@ class Recount:
             self.num_other = 0
             return
         for expert in list(self.routed):
-            tokens = self.routed[expert].items()
-            self.routed[expert] = {at: count for at, count in tokens if at <= iteration}
+            routed = self.routed[expert].items()
+            self.routed[expert] = {at: count for at, count in routed if at <= iteration}
         wrong = [
             life.rank
             for life in lives
