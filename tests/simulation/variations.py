@@ -101,21 +101,19 @@ def add_selective(setup: Setup, rng: random.Random, *, is_certain: bool = False)
         is_certain: whether all jobs have, and peers with older experts than their ranks.
     """
     changes: dict[str, Any] = {"strategy": "selective", "sharding": "equal", "is_followed": False}
+    changes["later"] = ()
     if is_certain:
         # Where experts are repeated and the optimizer is not divided, each rank saves a half of each.
         changes |= {"is_sharded": rng.random() < 0.3, "ep": rng.choice((1, 1, 2))}
         changes |= {"stages": 1, "dp": 2, "tp": 1, "layers": 2, "experts": 4}
         changes |= {"nodes": 2, "replication": "auto", "iterations": 10, "interval": "1"}
-        changes |= {"upstream_log": False, "recovery": "auto", "state_dtype": "", "later": ()}
+        changes |= {"upstream_log": False, "recovery": "auto", "state_dtype": ""}
         changes |= {"persist_interval": 0, "dense_interval": 0, "stop_interval": 0}
         changes |= {"breakpoints": False, "on_error": "degrade"}
     elif setup.upstream_log or setup.strategy != "partial" or rng.random() < 0.5:
         return setup
-    else:
-        later = [msgspec.structs.replace(each, is_followed=False) for each in setup.later]
-        changes["later"] = tuple(later)
     changed: Setup = msgspec.structs.replace(setup, **changes)
-    least = max(map(_least_budget, (changed.shape, *changed.later)))
+    least = _least_budget(changed.shape)
     more = [f"{least + number * _BYTES_OF_EXPERT}" for number in range(3)]
     budgets = ["auto"] if changed.state_dtype else ["auto", *more]
     options = {

@@ -50,6 +50,12 @@ class Selective(StrategyKind):
                 f"--moe-ft-remote-budget={options.remote_budget} is for peers, and "
                 "--moe-ft-replication-factor=0 keeps none. Leave one of the two out."
             )
+        if config.recovery.layout == "any":
+            raise ConfigError(
+                f"--moe-ft-layout=any is not supported with --moe-ft-strategy={NAME}: with a budget, experts "
+                "that come from another layout may not reach memory and peers before the next failure. "
+                "Use --moe-ft-layout same, or another strategy."
+            )
         interval = config.strategy.interval_iterations
         if interval is not None and options.age_limit < interval:
             raise ConfigError(

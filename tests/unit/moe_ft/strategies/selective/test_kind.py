@@ -1,10 +1,12 @@
 """The strategy selective in the registry: what it refuses, its memory, and what plan says of it."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from moe_ft.config.config import RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting, ModelFacts
 from moe_ft.strategies.selective.config import SelectiveConfig
@@ -51,6 +53,12 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 def test_model_without_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match="--moe-ft-strategy=selective needs a model with experts"):
         SELECTIVE.check(config_of(SELECTIVE), ModelFacts(num_experts=0))
+
+
+def test_another_layout_is_refused() -> None:
+    config = replace(config_of(SELECTIVE), recovery=RecoveryConfig(layout="any"))
+    with pytest.raises(ConfigError, match="--moe-ft-layout=any is not supported with"):
+        SELECTIVE.check(config, ModelFacts(num_experts=4))
 
 
 def test_plan_says_what_fits_into_the_budget_and_what_a_failure_loses() -> None:
