@@ -106,8 +106,18 @@ class SelectiveStrategy(RotatingExperts):
         self._sent: Versions | None = None  # at peers; None until they have whatever memory has
         self._whole = np.zeros((experts.num_layers, experts.num_experts), np.bool_)
         self._whole_iteration = -1
+        # Snapshots that hold a whole state together: of this stage, of the stage that needs most, and so far.
+        self._own_rounds, self._most_rounds, self._num_rounds = self._count_rounds(), 1, 0
         self._num_complete = 0
         self._measured = Measured()
+
+    def _count_rounds(self) -> int:
+        left, num_rounds = np.flatnonzero(self._loads.has_units), 0
+        while len(left) and not self._takes_all:
+            rooms = self._rooms(self.local)
+            taken = self._loads.fill(left, rooms, np.zeros(len(rooms), np.int64))
+            left, num_rounds = np.setdiff1d(left, taken), num_rounds + 1
+        return max(1, num_rounds)
 
     @property
     @override
@@ -180,7 +190,9 @@ class SelectiveStrategy(RotatingExperts):
     @override
     def is_whole(self, iteration: int) -> bool:
         is_done = bool(self._whole.ravel()[self._loads.has_units].all())
-        return iteration == self._whole_iteration and is_done
+        # All stages take equally many snapshots: the last ones of some have no experts.
+        is_last = self._num_rounds >= self._most_rounds
+        return iteration == self._whole_iteration and is_done and is_last
 
     @override
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
@@ -191,6 +203,8 @@ class SelectiveStrategy(RotatingExperts):
         if memo.is_whole:
             if iteration != self._whole_iteration:
                 self._whole[:], self._whole_iteration = False, iteration
+                self._num_rounds = 0
+            self._num_rounds += 1
             for layer, experts in enumerate(memo.selection):
                 self._whole[layer, list(experts)] = True
         self._note_saved(memo.selection, memo.trained, iteration)
@@ -224,11 +238,12 @@ class SelectiveStrategy(RotatingExperts):
         if self.remote.is_auto and self._has_peers:
             sent = measured.sent_bytes
             found.append(0 if sent is None else max(1, int(sent * self._interval)))
-        return found
+        return [*found, -self._own_rounds]
 
     @override
     def agree(self, values: list[int]) -> dict[str, int]:
-        left, changes = [*values], {}
+        *left, rounds = values
+        self._most_rounds, changes = -rounds, {}
         for name, budget in (("local", self.local), ("remote", self.remote)):
             if budget.is_auto and left and budget.agree(left.pop(0)):
                 changes[f"{name}_budget_bytes"] = budget.num_bytes or 0

@@ -158,6 +158,15 @@ def test_last_state_is_whole_after_as_many_snapshots_as_memory_makes_necessary(
     assert not rank.is_whole(6)
 
 
+def test_last_state_takes_as_many_snapshots_as_the_stage_that_needs_most() -> None:
+    rank = strategy_of(layout(2, 4), **run_of(3, 1))
+    assert rank.values() == [-3] and rank.agree([-5]) == {}
+    held = []
+    while not rank.is_whole(5):
+        held.append(len(take([rank], 5, is_whole=True)[0].rotating))
+    assert held == [3, 3, 2, 0, 0]
+
+
 def test_storage_gets_versions_that_are_newer_than_its_own_within_the_budget_of_memory() -> None:
     rank = strategy_of(layout(1, 4), **run_of(2, 1))
     written = []
@@ -174,10 +183,10 @@ def test_storage_gets_versions_that_are_newer_than_its_own_within_the_budget_of_
 
 def test_budget_is_the_least_of_what_can_be_copied_committed_and_sent() -> None:
     rank = strategy_of(layout(1, 4))
-    assert rank.values() == [0, 0]
+    assert rank.values() == [0, 0, -1]
     rank.note_measured(Measured(copied_bytes=500.0, committed_bytes=300.0, sent_bytes=200.0))
-    assert rank.values() == [300, 200]
-    assert rank.agree([ALWAYS + 3 * SIZE, ALWAYS + 2 * SIZE]) == {
+    assert rank.values() == [300, 200, -1]
+    assert rank.agree([ALWAYS + 3 * SIZE, ALWAYS + 2 * SIZE, -1]) == {
         "local_budget_bytes": ALWAYS + 3 * SIZE,
         "remote_budget_bytes": ALWAYS + 2 * SIZE,
     }
@@ -191,13 +200,13 @@ def test_budget_is_the_least_of_what_can_be_copied_committed_and_sent() -> None:
 
 def test_budget_changes_after_some_snapshots_and_only_if_it_is_notably_different() -> None:
     rank = strategy_of(layout(1, 4), remote_budget=budget(1))
-    assert rank.agree([0]) == {}  # some rank has not measured it
-    assert rank.agree([1000]) == {"local_budget_bytes": 1000}
-    assert rank.agree([2000]) == {}
+    assert rank.agree([0, -1]) == {}  # some rank has not measured it
+    assert rank.agree([1000, -1]) == {"local_budget_bytes": 1000}
+    assert rank.agree([2000, -1]) == {}
     for iteration in range(1, 11):
         take([rank], iteration)
-    assert rank.agree([1040]) == {}
-    assert rank.agree([2000]) == {"local_budget_bytes": 2000}
+    assert rank.agree([1040, -1]) == {}
+    assert rank.agree([2000, -1]) == {"local_budget_bytes": 2000}
 
 
 def test_ranks_of_a_stage_hold_together_what_one_rank_with_all_budgets_would() -> None:
