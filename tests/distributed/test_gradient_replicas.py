@@ -14,7 +14,7 @@ from tests.partial_runs import PARTIAL
 from tests.shares import share_of
 
 FOLLOWED = ("--moe-ft-replicate", "gradients")
-# What a job changes, and by how many times its gradients are smaller than its state.
+# Flags of each job, and how many times smaller its gradients are than its state.
 FP32 = {"bf16": False}
 FP16 = {"bf16": False, "fp16": True, "initial_loss_scale": 2.0**26, "loss_scale_window": 4}
 BF16_REDUCED = {"grad_reduce_in_bf16": True}

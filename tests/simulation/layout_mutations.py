@@ -12,31 +12,19 @@ from moe_ft.recovery import plan as planning
 from moe_ft.recovery.fetch import ORIGIN, Fetching
 from moe_ft.recovery.transfer import Transfer
 from tests.simulation.active import Patches
-from tests.simulation.mutations import Mutation, mutation, name_of
+from tests.simulation.mutations import of_group
 
 OF_LAYOUTS: set[str] = set()
 OF_AGES: set[str] = set()  # those of which experts with ages are needed
 
 
-def _of_layouts(make: Mutation) -> Mutation:
-    """Add a mistake that only schedules with several layouts can find."""
-    OF_LAYOUTS.add(name_of(make))
-    return mutation(make)
-
-
-def _of_ages(make: Mutation) -> Mutation:
-    """Add a mistake that only schedules with several layouts and experts with ages can find."""
-    OF_AGES.add(name_of(make))
-    return mutation(make)
-
-
-@_of_layouts
+@of_group(OF_LAYOUTS)
 def layout_not_marked(patches: Patches) -> None:
     """State of another layout is taken by the number of its rank."""
     patches.set(look, "mark_other_layouts", lambda *given: None)
 
 
-@_of_layouts
+@of_group(OF_LAYOUTS)
 def complete_by_the_ranks_of_now(patches: Patches) -> None:
     """State of another layout counts as complete if as many ranks have some as there are now."""
 
@@ -46,7 +34,7 @@ def complete_by_the_ranks_of_now(patches: Patches) -> None:
     patches.set(planning, "plan_recovery", plan)
 
 
-@_of_ages
+@of_group(OF_AGES)
 def everything_of_a_run_by_rank(patches: Patches) -> None:
     """Of what another layout has left, a rank sees what a rank of its number had."""
 
@@ -58,7 +46,7 @@ def everything_of_a_run_by_rank(patches: Patches) -> None:
     patches.set(planner, "take_share", take)
 
 
-@_of_ages
+@of_group(OF_AGES)
 def newest_part_counts(patches: Patches) -> None:
     """The newest version of an expert is taken, whether or not all of it is there."""
     original = Transfer.versions
@@ -72,7 +60,7 @@ def newest_part_counts(patches: Patches) -> None:
     patches.set(Transfer, "versions", versions)
 
 
-@_of_ages
+@of_group(OF_AGES)
 def ages_forgotten(patches: Patches) -> None:
     """Experts of another layout count as if they were of the state's own iteration."""
     original = Fetching._with_rotation
@@ -90,7 +78,7 @@ def ages_forgotten(patches: Patches) -> None:
     patches.set(Fetching, "_with_rotation", with_rotation)
 
 
-@_of_ages
+@of_group(OF_AGES)
 def experts_begin_again(patches: Patches) -> None:
     """An expert that was never saved keeps the weights that this layout begins with."""
     original = Fetching._offers
@@ -102,7 +90,7 @@ def experts_begin_again(patches: Patches) -> None:
     patches.set(Fetching, "_offers", offers)
 
 
-@_of_ages
+@of_group(OF_AGES)
 def checkpoint_refers_to_another_layout(patches: Patches) -> None:
     """The first checkpoint after a change builds on one of the layout before."""
     original = restore.find_persisted
@@ -118,26 +106,26 @@ def checkpoint_refers_to_another_layout(patches: Patches) -> None:
     patches.set(restore, "find_persisted", find)
 
 
-@_of_layouts
+@of_group(OF_LAYOUTS)
 def room_made_of_what_was_recovered(patches: Patches) -> None:
     """The memory of ranks that are gone is freed at once."""
     original = protect.make_room
     patches.set(protect, "make_room", lambda site, peers, needed: original(site, peers, []))
 
 
-@_of_ages
+@of_group(OF_AGES)
 def pools_filled_again(patches: Patches) -> None:
     """Slots of another layout whose pools have the same geometry are filled as this layout's own."""
     patches.set(protect, "clear_of_pools", lambda met, claimed: (met, claimed))
 
 
-@_of_layouts
+@of_group(OF_LAYOUTS)
 def same_random_numbers_again(patches: Patches) -> None:
     """A rank draws the random numbers of the beginning again."""
     patches.set(new_record, "_SEEDS_APART", 0)
 
 
-@_of_layouts
+@of_group(OF_LAYOUTS)
 def buffers_by_their_number(patches: Patches) -> None:
     """A buffer is that of the layer that had its number in the layout before, on the first rank."""
     original = new_record.make_record

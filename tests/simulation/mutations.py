@@ -58,6 +58,16 @@ def name_of(make: Mutation) -> str:
     return make.__name__.replace("_", "-")
 
 
+def of_group(group: set[str]) -> Callable[[Mutation], Mutation]:
+    """Return what adds a mistake to the list, and its name to a group that needs jobs of its own."""
+
+    def add(make: Mutation) -> Mutation:
+        group.add(name_of(make))
+        return mutation(make)
+
+    return add
+
+
 @mutation
 def region_used_too_early(patches: Patches) -> None:
     """The next window goes into the region of the newest complete one."""

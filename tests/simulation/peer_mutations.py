@@ -19,23 +19,13 @@ from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.format.index import Index
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.simulation.active import Patches
-from tests.simulation.mutations import Mutation, mutation, name_of
+from tests.simulation.mutations import mutation, of_group
 
 OF_UPDATES: set[str] = set()  # that only jobs show whose peers follow by gradients
 OF_BUDGETS: set[str] = set()  # that only jobs with budgets of bytes show
 
 
-def _of_updates(make: Mutation) -> Mutation:
-    OF_UPDATES.add(name_of(make))
-    return mutation(make)
-
-
-def _of_budgets(make: Mutation) -> Mutation:
-    OF_BUDGETS.add(name_of(make))
-    return mutation(make)
-
-
-@_of_updates
+@of_group(OF_UPDATES)
 def step_repeated_twice(patches: Patches) -> None:
     """A peer steps twice with one gradient."""
     original = adam.repeat_step
@@ -48,7 +38,7 @@ def step_repeated_twice(patches: Patches) -> None:
     patches.set(adam, "repeat_step", repeat_step)
 
 
-@_of_updates
+@of_group(OF_UPDATES)
 def step_from_another_base(patches: Patches) -> None:
     """A peer steps from what lies in the region that it fills: the iteration before the last one."""
     original = Repetition.run
@@ -59,7 +49,7 @@ def step_from_another_base(patches: Patches) -> None:
     patches.set(Repetition, "run", run)
 
 
-@_of_updates
+@of_group(OF_UPDATES)
 def skipped_step_forgotten(patches: Patches) -> None:
     """An iteration whose step was skipped is sent with the gradients of the last step."""
     original = GradientCapture.lend
@@ -78,7 +68,7 @@ def skipped_step_forgotten(patches: Patches) -> None:
     patches.set(GradientCapture, "lend", lend)
 
 
-@_of_updates
+@of_group(OF_UPDATES)
 def base_freed_too_early(patches: Patches) -> None:
     """A peer gives up the base of a step before it has made what follows."""
     original = ReplicaStore.base
@@ -120,7 +110,7 @@ def streams_not_waited_for(patches: Patches) -> None:
     patches.set(streams._Places, "check_are_full", lambda self: None)
 
 
-@_of_budgets
+@of_group(OF_BUDGETS)
 def version_counted_at_peers_that_was_not_sent(patches: Patches) -> None:
     """Peers are thought to have whatever memory has, although they got what was chosen for them."""
 
@@ -130,7 +120,7 @@ def version_counted_at_peers_that_was_not_sent(patches: Patches) -> None:
     patches.set(SelectiveStrategy, "note_sent", note_sent)
 
 
-@_of_budgets
+@of_group(OF_BUDGETS)
 def one_counter_for_all_targets(patches: Patches) -> None:
     """A save in memory counts as one at the peers too, as in the paper, which has one counter."""
     original = SelectiveStrategy.note_complete
@@ -143,7 +133,7 @@ def one_counter_for_all_targets(patches: Patches) -> None:
     patches.set(SelectiveStrategy, "note_complete", note_complete)
 
 
-@_of_budgets
+@of_group(OF_BUDGETS)
 def versions_of_peers_overwritten(patches: Patches) -> None:
     """Slots with the versions that peers have count as free as soon as there are newer ones."""
     original = WindowStore._commit

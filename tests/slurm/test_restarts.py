@@ -44,7 +44,7 @@ def test_spare_replaces_a_lost_node_and_the_loss_of_the_first_node_requeues_the_
     job.wait_for_iteration(18, start=2)
     assert job.said("node3 replaces node2")
     job.lose_node("node1")  # the batch script ran there
-    # What watches the nodes says so: SLURM itself needed 60 to more than 400 s.
+    # As monitoring of nodes reports it: SLURM itself needed 60 to more than 400 s.
     cluster.call("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")
     cluster.start_node("node1")
     cluster.start_node("node2")

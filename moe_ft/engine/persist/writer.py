@@ -206,7 +206,7 @@ class PersistWorker:
         deadline_s = time.monotonic() + request.deadline_s
         self._check_lock()
         index = decode(Path(request.index).read_bytes(), Index, request.index)
-        # What only peers have yet is not written, and its slots may be filled again meanwhile.
+        # Versions that only peers have are not written; their slots may be filled again meanwhile.
         index = msgspec.structs.replace(index, retained=msgspec.UNSET)
         if (index.rank, index.iteration) != (request.rank, request.iteration):
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")

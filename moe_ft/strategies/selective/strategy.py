@@ -163,7 +163,7 @@ class SelectiveStrategy(RotatingExperts):
         need = Need.between(self._saved, now)
         if self._takes_all and need.is_missing.ravel()[self._loads.has_units].all():
             return self._choose(need, self._loads.rooms(None))  # the first one is full
-        # What is of this iteration already may be saved again: a recovery can have left it.
+        # Experts may be saved again in the iteration of their version: a recovery can leave them so.
         need = replace(need, is_new=np.ones_like(need.is_new))
         return self._choose(need, self._rooms(self.local))
 
