@@ -1,21 +1,24 @@
-"""`moe_ft inspect`, `verify` and `diff`: commands that read directories of checkpoints.
+"""`moe_ft inspect`, `verify`, `diff` and `rescue`: commands that read directories of checkpoints.
 
 Others that read one turn its errors into those of its argument with `reading`.
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.files.storage import hide_password
 from moe_ft.recovery.inspect.boundary_logs import render_logs
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
+from moe_ft.recovery.inspect.rescue import rescue
 from moe_ft.recovery.inspect.verification import verify
 
 
 def add_reading_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the three commands and their flags."""
+    """Add the commands and their flags."""
     inspecting = commands.add_parser("inspect", help="show what is in checkpoints")
     verifying = commands.add_parser(
         "verify", help="read and check everything; exit code 1 if something is wrong"
@@ -47,6 +50,41 @@ def add_reading_commands(commands: "argparse._SubParsersAction[argparse.Argument
         help="all: compare masters and moments too (default weights)",
     )
     comparing.set_defaults(run=_diff)
+    _add_rescue(
+        commands.add_parser(
+            "rescue",
+            help="write what a dead job has left in memory to storage; exit code 1 if a part is missing",
+        )
+    )
+
+
+def _add_rescue(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job_id", metavar="JOB", help="--moe-ft-job-id of the job")
+    parser.add_argument(
+        "--to", required=True, metavar="URL", help="a persist directory, or an fsspec URL of one"
+    )
+    parser.add_argument(
+        "--memory-dir",
+        default=DEFAULT_MEMORY_DIR,
+        metavar="DIR",
+        help=f"--moe-ft-memory-dir of the job (default {DEFAULT_MEMORY_DIR})",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait so long after the last file of another node, on which this runs too (default 0)",
+    )
+    parser.set_defaults(run=_rescue)
+
+
+def _rescue(options: argparse.Namespace) -> int:
+    """Print what is written; return 1 if it is no checkpoint."""
+    if not (math.isfinite(options.wait) and options.wait >= 0):
+        raise ConfigError(f"--wait={options.wait} must be a number of seconds of at least 0.")
+    with reading(options.to, "--to", changes=True):
+        return int(not rescue(options.memory_dir, options.job_id, options.to, options.wait))
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -59,17 +59,23 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         BaseException: whatever the call raises.
     """
     outcome: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(act())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="moe_ft-patience", daemon=True)
+    thread = threading.Thread(target=_run, args=(act, outcome), name="moe_ft-patience", daemon=True)
     with waiting(patience_s):
         thread.start()
         thread.join(patience_s)
     if not outcome.done():
         raise TimeoutError(f"{what} did not return within {patience_s:.0f} s")
-    return outcome.result()
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # its error leads to this frame and to those of all callers: see `_run`
+
+
+def _run[Result](act: Callable[[], Result], outcome: Future[Result]) -> None:
+    try:
+        outcome.set_result(act())
+    except BaseException as error:
+        outcome.set_exception(error)
+    finally:
+        # Else what callers hold would live until a collection, which may be on a thread that its end needs.
+        del outcome

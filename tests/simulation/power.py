@@ -5,6 +5,7 @@ of the simulation itself finds nothing.
 """
 
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from tests.simulation.soak import AnySchedule, attempt, mistaken
 
 LIMIT = 300  # schedules
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
-# Schedules that are tried first, for mistakes that few random ones show.
-_FIRST: dict[str, AnySchedule] = {
+# Schedules near which mistakes show that few random ones show. Each change of the product moves the place of
+# an event, so the same faults are tried at other places too.
+_NEAR: dict[str, AnySchedule] = {
     "own-stop-held-against-the-thread": RepairSchedule(
         seed=100337,
         ranks=4,
@@ -175,6 +177,27 @@ def drawer_for(
     return draw_changing if mutation in OF_LAYOUTS else draw
 
 
+def _schedule(name: str, first: int, number: int) -> AnySchedule:
+    """Return the schedule of a number: every other one is near the one that is known to show a mistake."""
+    near = _NEAR.get(name)
+    if near is None or number % 2:
+        return drawer_for(name)(first + number)
+    return vary(near, number) if number else near
+
+
+def vary(schedule: AnySchedule, seed: int) -> AnySchedule:
+    """Return the same faults at other places, up to half as far again, with another order of threads."""
+    rng = random.Random(f"near {seed}")
+    place = "time" if isinstance(schedule, RepairSchedule) else "event"
+    faults = [
+        msgspec.structs.replace(each, **{place: round(before * rng.uniform(0.5, 1.5))})
+        if (before := getattr(each, place)) > 0
+        else each
+        for each in schedule.faults
+    ]
+    return msgspec.structs.replace(schedule, seed=seed, faults=tuple(faults))
+
+
 def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/dev/shm")) -> Hunt:
     """Look for a schedule that finds a mistake, from a seed on."""
     torch.set_num_threads(1)
@@ -182,9 +205,7 @@ def hunt(name: str, first: int = 0, limit: int = LIMIT, folder: Path = Path("/de
     found, num_schedules = None, 0
     violations: tuple[str, ...] = ()
     while found is None and num_schedules < limit:
-        schedule: AnySchedule = drawer_for(name)(first + num_schedules)
-        if not num_schedules:
-            schedule = _FIRST.get(name, schedule)
+        schedule = _schedule(name, first, num_schedules)
         num_schedules += 1
         with mistaken(name), installed():
             verdict = attempt(schedule, folder)

@@ -52,7 +52,6 @@ LONELY = {
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
-    "moe_ft/recovery/inspect/verification.py": "reads all of a place: its user is a command",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/state/router_load.py": "reads Megatron's objects, which its user must not know",

@@ -1,5 +1,7 @@
 """A death or a hang frees the training thread, and begins a repair; a rank that does not leave ends."""
 
+import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -18,6 +20,7 @@ from moe_ft.keeper.rounds import declare
 from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
 
+_TOO_LONG_S = 100.0  # for a process that is to end: it shows where its threads are
 CLOSED = RuntimeError("Connection closed by peer\nand where that was")
 
 
@@ -106,6 +109,8 @@ def end_of(act: Callable[[Rank], None], rank: Rank) -> int:
     """Return how a process ends in which the training thread of a rank does something."""
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # what it inherits may have threads, which are not there to be joined
+        faulthandler.dump_traceback_later(_TOO_LONG_S, exit=True)
         try:
             act(rank)
             os._exit(7)

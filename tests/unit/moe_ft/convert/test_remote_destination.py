@@ -232,10 +232,12 @@ def test_conversion_that_lost_its_place_ends_and_removes_nothing(
     with pytest.raises(LockLostError, match="another conversion has taken over"), stopped.writing():
         stopped._lock.close()
         monkeypatch.setattr(destinations, "LOCK_STALE_S", 0.1)
-        other = begin(request_).writing()
-        other.__enter__()
+        other = begin(request_)
+        writing = other.writing()
+        writing.__enter__()
         stopped.note("0", {"file": "shard"})
     assert {"conversion.json", LOCK_NAME} == files(request_.destination).keys()
+    other._lock.close()
 
 
 @pytest.mark.parametrize(

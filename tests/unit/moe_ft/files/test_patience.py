@@ -1,8 +1,11 @@
 """Calls that do not return end in time, and so do all small operations on storage."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,30 @@ def test_call_that_raises_a_timeout_of_its_own_raises_that_one() -> None:
 
     with pytest.raises(TimeoutError, match="its own"):
         call_within(fail, 30, "failing")
+
+
+class _Held:
+    """Something that a caller has, such as a lock or a mapping of memory."""
+
+
+def test_error_of_a_call_keeps_nothing_of_its_callers_until_a_collection() -> None:
+    held: list[weakref.ref[_Held]] = []
+
+    def fail() -> None:
+        raise FileNotFoundError
+
+    def call() -> None:
+        own = _Held()
+        held.append(weakref.ref(own))
+        with suppress(FileNotFoundError):
+            call_within(fail, 30, "failing")
+
+    gc.disable()
+    try:
+        call()
+        assert held[0]() is None, "a collection may end it on any thread, also on one that it needs"
+    finally:
+        gc.enable()
 
 
 def test_call_that_does_not_return_is_named_with_its_deadline(never: threading.Event) -> None:

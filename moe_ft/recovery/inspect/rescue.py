@@ -1,0 +1,226 @@
+"""Rescue of the memory that a job has left on its nodes after its death: `python -m moe_ft rescue`.
+
+Each node writes to storage what it holds, as the writers of the job would have. Nodes learn of each other
+from the files there alone. The first to find the files of all ranks makes them a checkpoint, and reads it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+
+from moe_ft.engine.memory.job_directory import job_directory, job_lock, read_marker
+from moe_ft.engine.persist.manifests import manifests, write_manifest
+from moe_ft.engine.persist.storage_lock import LOCK_STALE_S, StorageLock, watch_lock
+from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
+from moe_ft.errors import ConfigError, CorruptStateError
+from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.storage import Storage, file_tag, iteration_directory, rank_path
+from moe_ft.format.identity import Identity
+from moe_ft.format.manifest import Manifest
+from moe_ft.planning.branches import is_alive as belongs_to
+from moe_ft.planning.branches import order_written
+from moe_ft.recovery.inspect.holdings import Holding, find_holdings
+from moe_ft.recovery.inspect.verification import verify
+from moe_ft.recovery.job_memory import is_alive
+
+_KEPT = 1 << 30  # checkpoints: a rescue deletes none
+_POLL_S = 0.2
+_MOST_NAMED = 8
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """A state of which this machine holds parts.
+
+    Attributes:
+        copies: by rank, those on this machine, a rank's own memory first.
+    """
+
+    identity: Identity
+    iteration: int
+    copies: dict[int, list[Holding]]
+
+    @property
+    def tag(self) -> str:
+        """The tag of its files on storage."""
+        return file_tag(self.identity, is_whole=True)
+
+    def path(self, rank: int) -> str:
+        """Return where a rank's index goes."""
+        return rank_path(self.iteration, rank, self.tag, "json")
+
+    def missing(self, storage: Storage) -> set[int]:
+        """Return the ranks that nobody has written yet."""
+        names = set(storage.names_in(iteration_directory(self.iteration)))
+        ranks = range(self.identity.world_size)
+        return {rank for rank in ranks if self.path(rank).rpartition("/")[2] not in names}
+
+
+def rescue(memory_dir: str, job_id: str, url: str, wait_s: float, say: Say = print) -> bool:
+    """Write the newest state that is still complete to storage; return whether there is one now.
+
+    Args:
+        wait_s: how long to wait for other nodes, from when the last file of one has come. Only then are
+            copies of other nodes' ranks written, so that two nodes seldom write the same.
+        say: takes lines about what is done, and what is missing.
+
+    Raises:
+        ConfigError: if this machine has no memory of the job, the job runs, or another one writes there.
+        OSError: if storage fails.
+    """
+    directory = job_directory(memory_dir, job_id)
+    if not directory.is_dir() or read_marker(directory) is None:
+        raise ConfigError(
+            f"JOB={job_id} has no memory under --memory-dir={memory_dir} on this machine. Name the job as "
+            "--moe-ft-job-id did, and the directory of --moe-ft-memory-dir, on a node that it ran on."
+        )
+    try:
+        with job_lock(directory).acquire(blocking=False):
+            if is_alive(directory):
+                raise filelock.Timeout(str(directory))
+            storage = Storage(url, PATIENCE_S)
+            storage.make_root()
+            _check_is_free(storage, url)
+            return _rescue(directory, storage, wait_s, say)
+    except filelock.Timeout:
+        raise ConfigError(
+            f"JOB={job_id} runs on this machine, or starts or ends: it needs no rescue. End all of its "
+            "processes first."
+        ) from None
+
+
+def _check_is_free(storage: Storage, url: str) -> None:
+    """Raise ConfigError if a job that runs writes there; a job that has died leaves its lock."""
+    lock = StorageLock(storage)
+    seen = lock.look()
+    if seen is not None and watch_lock(lock, seen, LOCK_STALE_S) not in (None, seen):
+        raise ConfigError(
+            f"--to={url} is being written by {seen.holder}. Name another place, or end that job."
+        )
+
+
+def _rescue(directory: Path, storage: Storage, wait_s: float, say: Say) -> bool:
+    worker = PersistWorker(directory, storage, _KEPT)
+    for state in _states(directory, say):
+        if (found := _on_storage(storage, state)) is not None:
+            say(
+                f"{storage.url} has iteration {found} of this run already, and nothing newer is complete"
+            )
+            return True
+        missing = _write(state, worker, storage, wait_s, say)
+        if not missing:
+            return _complete(state, storage, say)
+        named = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
+        more = ", ..." if len(missing) > _MOST_NAMED else ""
+        say(
+            f"iteration {state.iteration} is not complete: of {state.identity.world_size} ranks, the state "
+            f"of {len(missing)} is missing: {named}{more}"
+        )
+    say(
+        "No checkpoint was written. Run the same command on the other nodes of the job, at the same time."
+    )
+    return False
+
+
+def _states(directory: Path, say: Say) -> Iterator[_State]:
+    """Yield the states in memory, those of the latest start first, then the newest."""
+    try:
+        found = find_holdings(str(directory))
+    except ConfigError:  # nothing at all
+        return
+    usable: list[tuple[Holding, Identity]] = []
+    for each in found:
+        if each.problem:
+            say(f"left out: {each.place}: {each.problem}")
+        elif each.identity is not None and each.num_snapshots == each.window:
+            usable.append((each, each.identity))
+    histories = order_written((each.iteration, own.history, own.superseded) for each, own in usable)
+    place = {history[-1]: number for number, history in enumerate(histories)}
+    states: dict[tuple[int, int], _State] = {}
+    for each, own in sorted(usable, key=lambda pair: pair[0].tier == "replica"):
+        state = states.setdefault(
+            (place[own.start], -each.iteration),
+            _State(identity=own, iteration=each.iteration, copies={}),
+        )
+        if own == state.identity:
+            state.copies.setdefault(each.ranks[0], []).append(each)
+    yield from (states[key] for key in sorted(states))
+
+
+def _on_storage(storage: Storage, state: _State) -> int | None:
+    """Return the iteration of a checkpoint of this run that is as new; None if there is none."""
+    history = state.identity.history
+    for iteration, _, found in manifests(storage):
+        if iteration < state.iteration:
+            return None
+        if isinstance(found, Manifest) and belongs_to(iteration, found.identity.history, history):
+            return iteration
+    return None
+
+
+def _write(
+    state: _State, worker: PersistWorker, storage: Storage, wait_s: float, say: Say
+) -> set[int]:
+    """Write this machine's part of a state, and wait for that of others; return the ranks without one."""
+    copies = {rank for rank, held in state.copies.items() if held[0].tier == "replica"}
+    for rank in sorted(state.copies.keys() - copies):
+        _write_rank(state, rank, worker, say)
+    missing, changed_s = state.missing(storage), time.monotonic()
+    while missing:
+        if time.monotonic() - changed_s >= wait_s:
+            if not missing & copies:
+                return missing
+            for rank in sorted(missing & copies):
+                if rank in state.missing(storage):
+                    _write_rank(state, rank, worker, say)
+            copies, changed_s = set(), time.monotonic()
+        else:
+            time.sleep(min(_POLL_S, wait_s))
+        before, missing = missing, state.missing(storage)
+        changed_s = changed_s if missing == before else time.monotonic()
+    return set()
+
+
+def _write_rank(state: _State, rank: int, worker: PersistWorker, say: Say) -> None:
+    """Write the first copy of a rank's state that is sound."""
+    for copy in state.copies[rank]:
+        (index,) = copy.indexes
+        path = Path(copy.place)
+        request = PersistRequest(
+            rank=rank,
+            iteration=state.iteration,
+            index=str(path),
+            data=str(path.parent / index.file),
+            rotating=tuple(name for name, unit in index.units.items() if unit.file),
+            previous="",
+            tag=state.tag,
+            writes_manifest=False,
+            deadline_s=PATIENCE_S,
+        )
+        try:
+            written, _ = worker.persist(request)
+        except CorruptStateError as error:
+            say(f"left out: {copy.place}: {error}")
+            continue
+        what = f"iteration {state.iteration} of rank {rank}: {written.file_bytes / 1e9:.3f} GB"
+        say(f"{what} from {copy.tier} {copy.place}")
+        return
+
+
+def _complete(state: _State, storage: Storage, say: Say) -> bool:
+    """Make the files of all ranks a checkpoint, read all of it, and say what it is."""
+    write_manifest(storage, state.iteration, state.tag, state.identity.world_size)
+    place = f"{storage.url.rstrip('/')}/{iteration_directory(state.iteration)}"
+    right, wrong = verify(place)
+    for line in wrong:
+        say(f"WRONG  {line}")
+    if not wrong:
+        say(
+            f"{place} is a checkpoint of iteration {state.iteration}, read and verified: {right[0]}"
+        )
+    return not wrong
