@@ -1,24 +1,45 @@
 """Parts of a start and of an iteration that grow with the ranks, at sizes that no machine here has.
 
-Placements and recoveries are planned by the functions of the product, on one core. Agreement is counted, not
-timed: connections of a rank, and messages one after the other, of which a time on one machine says nothing.
+Placements and recoveries are planned by the functions of the product, on one core. So are manifests and the
+overview of another layout, for ranks of a model with 16 stages whose 256 experts are divided among 32 ranks,
+with the indexes that such ranks write. Seconds are those of the processor, as other processes share it.
+Agreement is counted for many ranks: connections of a rank, and messages one after the other, of which a time
+on one machine says nothing. For few ranks the training thread is timed in real groups, while another thread
+of each rank, or of its leader, does the rest; the pause between stands for an optimizer step.
 """
 
 import argparse
+import json
 import pickle
+import shutil
+import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
 
-from benchmarks.conditions import versions
+import torch.distributed as dist
+
+from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
+from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.persist.manifests import write_manifest
+from moe_ft.files.storage import Storage, rank_path
+from moe_ft.format.encoding import FORMAT, checksum, encode
+from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity, Start
+from moe_ft.format.index import Index
+from moe_ft.format.records import IterationRecord, OptimizerRecord
 from moe_ft.planning.levels import divide, most_connections, plan_levels
 from moe_ft.planning.placement import place_replicas, plan_node_memory
 from moe_ft.planning.recovery import Plan, Version, plan_recovery, plan_to_keep
+from moe_ft.planning.relayout import ModelTensor
 from moe_ft.planning.shares import Common, share_out
 from moe_ft.recovery.inventory import Inventory, merge_packed, pack
+from moe_ft.recovery.overview import Overview, merge, number_of
 from moe_ft.topology import RankInfo, Topology
+from tests.harness import run_ranks
 
 _SIZES = (64, 512, 4096, 16384)
 _RANKS_PER_NODE, _NUM_STAGES, _FACTOR = 8, 8, 2
@@ -79,16 +100,7 @@ class _Recovery:
     def __init__(self, num_ranks: int) -> None:
         self._topology = _topology(_LAYOUTS[0], num_ranks)
         peers = place_replicas(self._topology, _FACTOR)
-        settings = {f"--setting-{number}": number for number in range(_NUM_SETTINGS)}
-        self._identity = Identity(
-            job_id="job",
-            lineage="run",
-            history=(Start(number=0, resumed_at=0, name="first"),),
-            fingerprint=settings,
-            world_size=num_ranks,
-            strategy="sparse",
-            replay_settings=settings,
-        )
+        self._identity = _identity_of(num_ranks)
         self._nodes = {node: Inventory() for node in self._topology.nodes}
         for rank in range(num_ranks):
             for holder in (rank, *peers[rank]):
@@ -173,6 +185,183 @@ def _recover(num_ranks: int, num_times: int) -> list[object]:
     ]
 
 
+_STAGES, _EP, _LAYERS, _EXPERTS = 16, 32, 4, 256  # layers of a stage, experts of a layer
+_OTHER_STAGES, _OTHER_EP = 8, 64
+_RANDOM_STATES = {
+    "cpu": "A" * 6700,
+    "numpy": [*range(1_000_000_000, 1_000_000_625)],
+    "python": [*range(1_000_000_000, 1_000_000_625)],
+    "tracker": {"model-parallel-rng": "B" * 6700, "expert-parallel-rng": "C" * 6700},
+}
+
+
+def _experts(stage: int, ep_rank: int, num_stages: int, ep: int) -> Iterator[tuple[int, int]]:
+    """Yield the layers and experts of a rank."""
+    layers, experts = _STAGES * _LAYERS // num_stages, _EXPERTS // ep
+    for layer in range(stage * layers, (stage + 1) * layers):
+        for expert in range(ep_rank * experts, (ep_rank + 1) * experts):
+            yield layer, expert
+
+
+def _tensor_of(layer: int, expert: int, name: str) -> ModelTensor:
+    return ModelTensor(f"decoder.layers.mlp.experts.experts.{name}.weight", (layer, expert), "")
+
+
+def _index_of(rank: int, identity: Identity) -> Index:
+    """Return the index of a rank that has the masters and moments of 32 experts."""
+    units, parameters = {}, {}
+    for layer, expert in _experts(rank % _STAGES, rank // _STAGES % _EP, _STAGES, _EP):
+        tensors = []
+        for name in ("linear_fc1", "linear_fc2"):
+            of = f"chunk0.decoder.layers.{layer}.mlp.experts.{name}.weight{expert}"
+            key, offset, _ = _tensor_of(layer, expert, name)
+            shape = (4096, 7168)
+            place = GlobalPlace(key, (64, 256, *shape), (*offset, 0, 0), (0, 0), shape)
+            parameters[of] = ParameterEntry(shape=shape, places=(place,))
+            tensors += [
+                TensorEntry(of, kind, 0, 1 << 20, "F32", 0) for kind in ("param", "exp_avg")
+            ]
+            tensors.append(TensorEntry(of, "exp_avg_sq", 0, 1 << 20, "F32", 0))
+        units[f"layer.{layer}.expert.{expert}"] = UnitEntry(
+            offset=0,
+            num_bytes=24 << 20,
+            iteration=100,
+            level="full",
+            checksum=checksum(of.encode()),
+            tensors=tuple(tensors),
+        )
+    groups = tuple({f"setting-{number}": number for number in range(14)} for _ in range(2))
+    record = IterationRecord(
+        iteration=100,
+        grad_norm=1.0,
+        grad_norms_by_group={},
+        num_tokens=None,
+        optimizers=(OptimizerRecord(groups=groups, steps={"*": 100.0}),) * 2,
+        scheduler={f"setting-{number}": number for number in range(12)},
+        consumed_train_samples=1,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        num_floating_point_operations=1.0,
+        num_microbatches=8,
+        rng=_RANDOM_STATES,
+        buffers={},
+        extra_state={},
+        tokens_per_expert={},
+    )
+    return Index(
+        format=FORMAT,
+        identity=identity,
+        rank=rank,
+        node=f"node{rank // _RANKS_PER_NODE}",
+        iteration=100,
+        file="region_0.safetensors",
+        file_bytes=1 << 30,
+        header_bytes=1 << 10,
+        header_checksum=checksum(b""),
+        units=units,
+        parameters=parameters,
+        records=(record,),
+    )
+
+
+def _identity_of(num_ranks: int) -> Identity:
+    settings = {f"--setting-{number}": number for number in range(_NUM_SETTINGS)}
+    return Identity(
+        job_id="job",
+        lineage="run",
+        history=(Start(number=0, resumed_at=0, name="first"),),
+        fingerprint=settings,
+        world_size=num_ranks,
+        strategy="sparse",
+        replay_settings=settings,
+    )
+
+
+def _manifest(num_ranks: int) -> list[object]:
+    """Write the manifest of a checkpoint, whose indexes are in memory."""
+    identity, num_bytes = _identity_of(num_ranks), 0
+    with tempfile.TemporaryDirectory(prefix="scale_", dir="/dev/shm") as folder:
+        for rank in range(num_ranks):
+            path = Path(folder, rank_path(100, rank, "0" * 8, "json"))
+            path.parent.mkdir(exist_ok=True)
+            num_bytes += path.write_bytes(encode(_index_of(rank, identity)))
+        start = time.process_time()
+        manifest = write_manifest(Storage(folder), 100, "0" * 8, num_ranks)
+        seconds = time.process_time() - start
+    size = len(encode(manifest)) / 2**20
+    return [f"{num_ranks:,}", f"{num_bytes / 2**20:,.0f}", f"{seconds:.2f}", f"{size:.1f}"]
+
+
+def _overview(num_ranks: int) -> list[object]:
+    """Join what the leaders of the top group have found of another layout."""
+    identity, version = _identity_of(num_ranks), _version_in(num_ranks)
+    (members,) = plan_levels(range(num_ranks))[-1]
+    leaders = [Overview() for _ in members]
+    for rank in range(num_ranks):
+        leader = leaders[rank * len(members) // num_ranks]
+        leader.add(rank, version(rank), _index_of(rank, identity), is_own=True)
+    start = time.process_time()
+    found = merge(leaders)
+    indexes = found.indexes()
+    seconds = time.process_time() - start
+    needed = _experts(0, 0, _OTHER_STAGES, _OTHER_EP)
+    tensors = (_tensor_of(*each, name) for each in needed for name in ("linear_fc1", "linear_fc2"))
+    opened = len(found.places_of(map(number_of, tensors)))
+    message = len(pickle.dumps(found)) / 2**20
+    return [f"{num_ranks:,}", f"{seconds:.3f}", f"{message:.2f}", len(indexes), f"{opened:,}"]
+
+
+def _version_in(num_ranks: int) -> Callable[[int], Version]:
+    history = _identity_of(num_ranks).history
+
+    def version_of(rank: int) -> Version:
+        return Version(
+            rank=rank, iteration=100, lineage="run", history=history, node="n", path=f"{rank}"
+        )
+
+    return version_of
+
+
+_STEP_S = 0.05  # an optimizer step
+_NUM_VOTES = 10  # integers that ranks agree on
+
+
+def agree(folder: str, num_iterations: int) -> None:
+    """Agree in some iterations; write what the training thread paid for each. Runs on every rank."""
+    dist.init_process_group("gloo")
+    agreement = Agreement(120.0)
+    agreement.start()
+    used, waited = [], []
+    for _ in range(num_iterations):
+        dist.barrier()  # as the norm of the gradients does
+        begin = time.thread_time(), time.perf_counter()
+        agreement.begin([1] * _NUM_VOTES)
+        begun = time.perf_counter()
+        time.sleep(_STEP_S)
+        read = time.perf_counter()
+        agreement.result()
+        end = time.perf_counter()
+        used.append(time.thread_time() - begin[0])
+        waited.append(begun - begin[1] + end - read)
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps([used, waited]))
+    dist.barrier()
+
+
+def _pay(num_ranks: int, num_iterations: int) -> list[object]:
+    """Return what the training threads of real ranks pay for an agreement, in milliseconds."""
+    folder = Path(tempfile.mkdtemp(prefix="scale_"))
+    run_ranks(agree, num_ranks, str(folder), num_iterations, log_dir=folder / "log").check()
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    shutil.rmtree(folder)
+    levels = plan_levels(range(num_ranks))
+    cells: list[object] = [num_ranks, len(levels)]
+    for kind in range(2):
+        most = max(found, key=lambda each: median(each[kind]))
+        each = [1000 * seconds for rank in found for seconds in rank[kind]]
+        cells += [f"{median(each):.2f}", f"{1000 * median(most[kind]):.2f}"]
+    return cells
+
+
 def _count(num_ranks: int) -> list[object]:
     """Return the connections and messages of an agreement in levels, next to those of one group."""
     levels = plan_levels(range(num_ranks))
@@ -188,47 +377,63 @@ def _count(num_ranks: int) -> list[object]:
     return [f"{num_ranks:,}", len(levels), *others]
 
 
+def _planned(sizes: Sequence[int], num_times: int) -> list[str]:
+    """Return what placements and recoveries take."""
+    placed = [_measure(layout, size, num_times) for layout in _LAYOUTS for size in sizes]
+    recovered = [_recover(size, num_times) for size in sizes]
+    headers = ("ranks", "versions", "merge s", "plan s", "cut up s", "MiB at most")
+    is_met = "< 5 s and 200 MiB"
+    return [
+        f"Peers of all ranks and the memory of all nodes, {_RANKS_PER_NODE} ranks a node, {_FACTOR} replicas",
+        markdown_table(placed, ("stages", "ranks", "s", "MiB at most", is_met)),
+        "Recovery, on rank 0: tables of all nodes become plans, the best one shares of all ranks. Each "
+        f"rank has left two windows in its own memory and {_FACTOR} replicas of each",
+        markdown_table(recovered, (*headers, "largest message MiB", is_met)),
+    ]
+
+
+def _indexed(sizes: Sequence[int]) -> list[str]:
+    """Return what manifests and the overview of another layout take."""
+    return [
+        "Manifest of a checkpoint, by the writer of rank 0, next to training: indexes that it reads, seconds "
+        "of a core, and the manifest",
+        markdown_table(map(_manifest, sizes), ("ranks", "indexes MiB", "s", "manifest MiB")),
+        "Recovery in another layout: rank 0 joins what its group has found, and all ranks get that. Heads "
+        f"are what ranks had for themselves, each once. A rank of {_OTHER_STAGES} stages with {_OTHER_EP} "
+        "ranks for the experts opens some of the indexes, not all",
+        markdown_table(
+            map(_overview, sizes), ("ranks", "join s", "message MiB", "heads", "indexes opened")
+        ),
+    ]
+
+
+def _agreed(sizes: Sequence[int], num_iterations: int) -> list[str]:
+    """Return what an agreement takes."""
+    headers = ("ranks", "levels", "connections, one group", "in levels")
+    return [
+        f"What the training thread pays for an agreement of real ranks, in ms. {ranks_on_cpu()}. Time on a "
+        "core, and time that it waits, of all ranks and of the rank that pays most; medians of "
+        f"{num_iterations} iterations",
+        markdown_table(
+            [_pay(size, num_iterations) for size in sizes],
+            ("ranks", "levels", "on a core", "at most", "waits", "at most "),
+        ),
+        "Agreement of all ranks: connections of the rank that has most, and messages one after the other",
+        markdown_table(map(_count, _SIZES), (*headers, "messages, one group", "in levels ")),
+    ]
+
+
 def main() -> None:
     """Measure and count, and show both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="of each plan (default 5)")
     options = parse_options(parser, times=1)
     sizes = _SIZES[:2] if options.quick else _SIZES
-    placed = [_measure(layout, size, options.times) for layout in _LAYOUTS for size in sizes]
-    headers = ("stages", "ranks", "s", "MiB at most", "< 5 s and 200 MiB")
-    recovered = [_recover(size, options.times) for size in sizes]
-    counted = [_count(size) for size in _SIZES]
     parts = [
         f"One core; median (range) of {options.times}. {versions()}.",
-        f"Peers of all ranks and the memory of all nodes, {_RANKS_PER_NODE} ranks a node, {_FACTOR} replicas",
-        markdown_table(placed, headers),
-        "Recovery, on rank 0: tables of all nodes become plans, the best one shares of all ranks. Each "
-        f"rank has left two windows in its own memory and {_FACTOR} replicas of each",
-        markdown_table(
-            recovered,
-            (
-                "ranks",
-                "versions",
-                "merge s",
-                "plan s",
-                "cut up s",
-                "MiB at most",
-                "largest message MiB",
-                "< 5 s and 200 MiB",
-            ),
-        ),
-        "Agreement of all ranks: connections of the rank that has most, and messages one after the other",
-        markdown_table(
-            counted,
-            (
-                "ranks",
-                "levels",
-                "connections, one group",
-                "in levels",
-                "messages, one group",
-                "in levels ",
-            ),
-        ),
+        *_planned(sizes, options.times),
+        *_indexed(sizes),
+        *_agreed((8,) if options.quick else (8, 16, 32), 10 if options.quick else 200),
     ]
     show(parts, options.output)
 

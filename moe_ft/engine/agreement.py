@@ -266,6 +266,25 @@ class Agreement(_Reduction):
             collected = {rank: each for part in parts for rank, each in part.items()}
         return [collected[rank] for rank in sorted(collected)]
 
+    def fold[Value](self, value: Value, merge: Callable[[Sequence[Value]], Value]) -> Value:
+        """Return what the values of all ranks make together; leaders merge those of their groups.
+
+        Setup and recovery only; called by all ranks.
+
+        Args:
+            merge: takes values in the order of their ranks, and must not fail.
+        """
+        assert not self._has_left
+        own = dist.get_rank() if self._levels else 0
+        for level in self._levels:
+            parts: list[Any] | None = [None] * len(level.members) if level.leader == own else None
+            dist.gather_object(value, parts, dst=level.leader, group=level.group)
+            if parts is None:
+                break
+            value = merge(parts)
+        folded: Value = self.broadcast(value)
+        return folded
+
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """Return this rank's value of those that rank 0 gives, ``[rank]``; see `collect`."""
         assert not self._has_left

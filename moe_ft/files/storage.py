@@ -14,7 +14,6 @@ import copy
 import errno
 import fcntl
 import inspect
-import io
 import mmap
 import os
 import random
@@ -253,12 +252,12 @@ class Storage:
                 return self._read(full, offset, end)
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
         starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
-        content = io.BytesIO()
+        pieces = []  # one of them is passed on without a copy
         for start, stop in zip(starts, (*starts[1:], end), strict=True):
             read = partial(self._read, full, start, stop)
-            content.write(self.within_patience(f"read {path}", read))
+            pieces.append(self.within_patience(f"read {path}", read))
             note_progress()
-        return content.getvalue()
+        return b"".join(pieces)
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
         if self._is_local:

@@ -77,6 +77,14 @@ class Place(msgspec.Struct, frozen=True):
     file: str = ""
 
 
+class Saved(msgspec.Struct, frozen=True):
+    """The part of a unit version's entry that says which one it is, and in which file; see `UnitEntry`."""
+
+    iteration: Count
+    level: LevelName
+    file: str = ""
+
+
 class GlobalPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Place of a block of a rank's tensor in a tensor of the whole model.
 

@@ -18,6 +18,7 @@ from moe_ft.format.entries import (
     ModelPlaces,
     ParameterEntry,
     Place,
+    Saved,
     UnitEntry,
     tensor_bytes,
 )
@@ -169,6 +170,14 @@ class IndexPlaces(Body, frozen=True):
 
     units: dict[str, Place]
     retained: dict[str, Place] = {}
+
+
+@decodable
+class IndexSummary(IndexHead, frozen=True):
+    """The part of an index that its manifest repeats; decoding skips the rest. See `Index`."""
+
+    units: dict[str, Saved] = {}
+    older: tuple[FileEntry, ...] = ()
 
 
 def _check_file_name(file: str, where: str) -> None:

@@ -27,6 +27,7 @@ from moe_ft.recovery.fetched import Fetched, Rotation, first_iteration
 from moe_ft.recovery.left import Copy, Left, Position, model_blocks, own_blocks, version_of
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.new_record import make_record
+from moe_ft.recovery.overview import in_order, look_at_share, merge
 from moe_ft.recovery.readers import (
     FetchedUnit,
     MemoryReader,
@@ -95,7 +96,7 @@ class Fetching:
         origins: Mapping[str, str],
         most_iteration: int | None,
     ) -> None:
-        """Look at what there is.
+        """Look at what there is. Called by all ranks.
 
         Args:
             most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
@@ -110,11 +111,25 @@ class Fetching:
             blocks=model_blocks if is_other else own_blocks,
             most_iteration=most_iteration,
         )
-        if is_other or not met.strategy.saves_all:
+        self._transfer = Transfer(self._left, met.live.catalog, rank, is_other_layout=is_other)
+        self._ranks_there: set[int] = set()  # of another layout, whose state can be read
+        if is_other:
+            self._look_together()
+        elif not met.strategy.saves_all:
             self._left.look_at_all()
-        self._transfer = Transfer(
-            self._left, met.live.catalog, rank, is_other_layout=plan.is_other_layout
+
+    def _look_together(self) -> None:
+        """Look at the state of another layout: all ranks together at all, this rank at what it needs."""
+        met, left = self._met, self._left
+        sources = in_order(left.sources_to_open)
+        share = look_at_share(
+            sources, self._sources, self._readers, met.site.topology, met.site.rank
         )
+        found = met.ranks.everyone.fold(share, merge)
+        needed = self._transfer.numbers_of([*met.strategy.always, *met.strategy.rotating])
+        left.look_at({sources[place] for place in found.places_of(needed)})
+        left.indexes, left.newest_gaps = found.indexes(), found.gaps
+        self._ranks_there = found.ranks
 
     def leave_out(self, lost: Iterable[Copy]) -> bool:
         """Do without copies that some rank could not read; return whether any of them is new.
@@ -173,7 +188,7 @@ class Fetching:
         A unit that was never saved has nothing: another layout begins with other weights.
         """
         met, plan, left = self._met, self._plan, self._left
-        lost = {each.version.rank for each in self._sources} - left.indexes.keys()
+        lost = {each.version.rank for each in self._sources} - self._ranks_there
         if lost:
             names = tuple(f"index of rank {rank} of the other layout" for rank in sorted(lost))
             return Fetched(missing=names)
@@ -329,17 +344,16 @@ def _moved_index(indexes: Mapping[int, Index], plan: Plan, met: Met) -> Index:
     Raises:
         PlanError: if something that ranks had for themselves has no place here.
     """
-    ordered = dict(sorted(indexes.items()))
-    counted = [index.progress for index in ordered.values() if index.progress is not None]
+    counted = [index.progress for index in indexes.values() if index.progress is not None]
     return msgspec.structs.replace(
-        next(iter(ordered.values())),
+        next(iter(indexes.values())),
         rank=met.site.rank,
         node=met.site.node,
         units={},
         compute=(),
         parameters={},
         records=tuple(
-            make_record(ordered, met, position) for position in range(-plan.version.window, 0)
+            make_record(indexes, met, position) for position in range(-plan.version.window, 0)
         ),
         progress=merge_progress(counted),
         model=met.live.model_places,

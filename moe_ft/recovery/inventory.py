@@ -15,10 +15,9 @@ from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.private_files import open_private, read_private
+from moe_ft.files.private_files import open_private
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.boundary import BoundaryIndex, Direction
-from moe_ft.format.encoding import decode
 from moe_ft.format.identity import History, Identity, Start
 from moe_ft.format.index import IndexHead
 from moe_ft.format.manifest import Manifest
@@ -260,12 +259,8 @@ def look_at_logs(node_dir: Path, node: str, job_id: str) -> list[FoundLog]:
     Nothing is said of others: without its log a neighbour runs the iteration again too.
     """
     found = []
-    for path in sorted(node_dir.glob("rank_*/boundary_*.json")):
-        try:
-            index = decode(read_private(path), BoundaryIndex, str(path))
-        except OSError:
-            continue
-        if index.identity.job_id == job_id:
+    for path, index in find_indexes(node_dir, BoundaryIndex):
+        if not isinstance(index, OSError) and index.identity.job_id == job_id:
             found.append(_found_log(index, node, str(path.relative_to(node_dir))))
     return found
 

@@ -66,7 +66,8 @@ class Left:
     """Everything that was found of a state, and of single units in others. Owned by the training thread.
 
     Attributes:
-        indexes: of the state that is to be recovered, by rank; of each the best.
+        indexes: of the state that is to be recovered, by rank; of each the best. Of another layout those of
+            the overview.
         newest_gaps: by layer name, the start and iteration of the newest state, and its ``[expert]`` gaps.
         sources: of each copy, best first.
         copies: by position and unit name, best first.
@@ -106,6 +107,11 @@ class Left:
         self.lost: set[Copy] = set()
         self._failed: set[tuple[Copy, Source]] = set()
 
+    @property
+    def sources_to_open(self) -> list[Source]:
+        """Sources that were not looked at."""
+        return [source for source, _ in self._waiting]
+
     def look_further(self) -> bool:
         """Open the next source that can be read; return whether there is one."""
         while self._waiting:
@@ -119,6 +125,11 @@ class Left:
         """Open all sources."""
         while self.look_further():
             pass
+
+    def look_at(self, sources: Collection[Source]) -> None:
+        """Open some of the sources, and never another one."""
+        self._waiting = [each for each in self._waiting if each[0] in sources]
+        self.look_at_all()
 
     def _add(self, source: Source, index: Index, is_own: bool) -> None:
         version = source.version

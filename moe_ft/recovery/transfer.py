@@ -6,7 +6,7 @@ moves, recovery/left.py knows what there is, recovery/fetch.py which versions ar
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from moe_ft.planning.transfer import (
     runs_of,
 )
 from moe_ft.recovery.left import Copy, Held, Left, Position, model_blocks, own_blocks
+from moe_ft.recovery.overview import number_of
 from moe_ft.recovery.readers import FetchedUnit, read_unit
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import DTYPES, describe
@@ -73,6 +74,12 @@ class Transfer:
         """Return whether this rank needs, or has saved, something of a unit."""
         has_saved = not self._is_other_layout and (None, str(unit)) in self._left.copies
         return has_saved or bool(self._needed(unit, Level.FULL))
+
+    def numbers_of(self, units: Iterable[UnitId]) -> set[int]:
+        """Return the numbers of the model's tensors that this rank has something of, in another layout."""
+        levels = (Level.FULL, Level.COMPUTE)
+        needed = (part for unit in units for level in levels for part in self._needed(unit, level))
+        return {number_of(part.block.tensor) for part in needed}
 
     def versions(self, unit: UnitId, level: Level, position: Position) -> list[VersionNumber]:
         """Return the versions in which all of a unit is there, the newest first.

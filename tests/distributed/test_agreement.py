@@ -77,6 +77,8 @@ def decide(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     collected = agreement.collect(f"of {dist.get_rank()}")
     assert (collected is not None) == (dist.get_rank() == 0)
     assert agreement.hand_out(collected) == f"of {dist.get_rank()}"
+    in_order = [f"of {rank}" for rank in range(case.num_ranks)]
+    assert agreement.fold([f"of {dist.get_rank()}"], lambda found: sum(found, [])) == in_order
     agreement.barrier()
     decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from moe_ft.engine.memory.regions import BOUNDARY_INDEX_NAME
+from moe_ft.engine.memory.job_directory import indexes_in
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
@@ -57,12 +57,18 @@ def _describe(index: BoundaryIndex) -> str:
     return f"{index.file} of rank {index.rank}, iteration {index.iteration}"
 
 
-def open_slot(index_path: Path) -> LoggedIteration:
+def open_slot(index_path: Path, index: BoundaryIndex | OSError | None = None) -> LoggedIteration:
     """Return what a slot holds, mapped as long as something of it is used.
 
-    Raises OSError if it cannot be read, belongs to another user, or is damaged.
+    Args:
+        index: as `find_indexes` has found it; None to read it.
+
+    Raises:
+        OSError: if it cannot be read, belongs to another user, or is damaged.
     """
-    index = decode(read_private(index_path), BoundaryIndex, str(index_path))
+    if isinstance(index, OSError):
+        raise index
+    index = index or decode(read_private(index_path), BoundaryIndex, str(index_path))
     with open_private(index_path.parent / index.file) as file:
         try:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -84,10 +90,9 @@ def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
     """
     found: dict[int, LoggedIteration] = {}
     problems: list[str] = []
-    names = [each.name for each in directory.iterdir()] if directory.is_dir() else []
-    for name in sorted(filter(BOUNDARY_INDEX_NAME.fullmatch, names)):
+    for path, index in indexes_in(directory, BoundaryIndex) if directory.is_dir() else ():
         try:
-            logged = open_slot(directory / name)
+            logged = open_slot(path, index)
         except OSError as error:
             problems.append(str(error))
             continue

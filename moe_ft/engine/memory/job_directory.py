@@ -22,6 +22,7 @@ import psutil
 
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.private_files import make_private, open_directory, read_private
+from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, IndexHead
 
@@ -38,6 +39,7 @@ BREAKPOINT = (
     "breakpoint"  # the region of a rank's breakpoint, which has a number only next to another
 )
 INDEX_NAME = re.compile(rf"(region_\d+|{BREAKPOINT}(_\d+)?)\.json")
+_LOG_NAME = re.compile(r"boundary_\d+\.json")
 
 
 def job_directory(memory_dir: str, job_id: str) -> Path:
@@ -74,29 +76,47 @@ def rank_and_holder(name: str) -> tuple[int | None, int | None]:
     return owner, int(match["holder"] or owner)
 
 
-def find_indexes[Kind: (Index, IndexHead)](
+def find_indexes[Kind: (Index, IndexHead, BoundaryIndex)](
     node_dir: Path, kind: type[Kind]
 ) -> Iterator[tuple[Path, Kind | OSError]]:
-    """Yield the indexes in a node's memory directory, sorted; an index that cannot be read as its error.
+    """Yield the indexes of a kind in a node's memory directory, sorted; what cannot be read as its error.
 
     Directories that are a link or not ours are never looked at, and yielded with that: another user could
     have put them there.
     """
     names = sorted(entry.name for entry in node_dir.iterdir()) if node_dir.is_dir() else []
     for name in names:
-        if rank_and_holder(name)[0] is None:
-            continue
+        if rank_and_holder(name)[0] is not None:
+            yield from indexes_in(node_dir / name, kind)
+
+
+def find_indexes_below[Kind: (Index, IndexHead, BoundaryIndex)](
+    root: Path, kind: type[Kind]
+) -> Iterator[tuple[Path, Kind | OSError]]:
+    """Yield the same for all nodes below a directory, which may also be a node's or a rank's."""
+    inside = [root, *root.rglob("r*_*")] if root.is_dir() else []
+    nodes = {each.parent for each in inside if rank_and_holder(each.name) != (None, None)}
+    for path, index in (each for node in sorted(nodes) for each in find_indexes(node, kind)):
+        if path.is_relative_to(root):
+            yield path, index
+
+
+def indexes_in[Kind: (Index, IndexHead, BoundaryIndex)](
+    directory: Path, kind: type[Kind]
+) -> Iterator[tuple[Path, Kind | OSError]]:
+    """Yield the same for a directory of a rank; one that cannot be opened with its own path."""
+    pattern = _LOG_NAME if issubclass(kind, BoundaryIndex) else INDEX_NAME
+    try:
+        with open_directory(directory) as descriptor:
+            names = sorted(filter(pattern.fullmatch, os.listdir(descriptor)))
+    except OSError as error:
+        yield directory, error
+        return
+    for path in (directory / name for name in names):
         try:
-            with open_directory(node_dir / name) as descriptor:
-                names_in = sorted(filter(INDEX_NAME.fullmatch, os.listdir(descriptor)))
+            yield path, decode(read_private(path), kind, str(path))
         except OSError as error:
-            yield node_dir / name, error
-            continue
-        for path in (node_dir / name / index for index in names_in):
-            try:
-                yield path, decode(read_private(path), kind, str(path))
-            except OSError as error:
-                yield path, error
+            yield path, error
 
 
 def file_system_type(path: Path) -> str:

@@ -166,7 +166,6 @@ def _touch(mapping: mmap.mmap) -> None:
         pages |= 0
 
 
-BOUNDARY_INDEX_NAME = re.compile(r"boundary_\d+\.json")
 BOUNDARY_FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")
 
 

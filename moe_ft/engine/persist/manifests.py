@@ -7,14 +7,14 @@ Files themselves are files/storage.py, what is deleted engine/persist/retention.
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from moe_ft.engine.persist.soundness import check_manifest
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, iteration_directory, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.entries import FileEntry
-from moe_ft.format.index import Index
+from moe_ft.format.index import IndexSummary
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest, UnitSource
 
 _NAME = re.compile(r"manifest(_[A-Za-z0-9_-]+)?\.json")
@@ -72,14 +72,16 @@ def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) 
     """Make the files of all ranks a checkpoint; raises CorruptStateError if they are not of one state."""
     files: list[FileEntry] = []
     older: dict[str, FileEntry] = {}
-    indexes: list[Index] = []
+    positions: dict[str, int] = {}  # among all files, of older ones
+    found: dict[str, tuple[int, str, list[int]]] = {}
+    first: IndexSummary | None = None
     for rank in range(world_size):
         path = rank_path(iteration, rank, tag, "json")
         content = storage.read(path)
-        index = decode(content, Index, f"{storage.url}/{path}")
-        first = indexes[0] if indexes else index
-        found = (index.rank, index.iteration, index.identity, index.window)
-        if found != (rank, iteration, first.identity, first.window) or not index.is_whole:
+        index = decode(content, IndexSummary, f"{storage.url}/{path}")
+        first = first or index
+        is_of_state = (index.rank, index.iteration) == (rank, iteration) and index.is_whole
+        if not is_of_state or (index.identity, index.window) != (first.identity, first.window):
             raise CorruptStateError(f"{storage.url}/{path} does not belong to this checkpoint")
         files.append(
             FileEntry(
@@ -90,17 +92,28 @@ def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) 
                 num_bytes=index.file_bytes,
             )
         )
-        older.update({entry.data: entry for entry in index.older})
-        indexes.append(index)
+        for entry in index.older:
+            older[entry.data] = entry
+            positions.setdefault(entry.data, world_size + len(positions))
+        for name, unit in index.units.items():
+            if unit.file and unit.file not in positions:
+                raise CorruptStateError(f"{path}: unit {name} is in {unit.file}, an unknown file")
+            age, level, at = found.get(name, (unit.iteration, unit.level, []))
+            at.append(positions[unit.file] if unit.file else rank)
+            found[name] = (min(age, unit.iteration), level, at)
+    assert first is not None, "a job has ranks"
     manifest = Manifest(
         format=FORMAT,
-        identity=indexes[0].identity,
+        identity=first.identity,
         iteration=iteration,
         created_s=time.time(),  # for people
         files=tuple(files),
-        units=_sources(indexes, files, list(older)),
+        units={
+            name: UnitSource(iteration=age, level=level, files=tuple(at))
+            for name, (age, level, at) in found.items()
+        },
         older=tuple(older.values()),
-        window=indexes[0].window,
+        window=first.window,
     )
     path = _path_for(storage, iteration, manifest.identity.lineage)
     storage.write_atomically(path, encode(manifest))
@@ -118,23 +131,3 @@ def _path_for(storage: Storage, iteration: int, lineage: str) -> str:
     except CorruptStateError:
         is_own = False
     return path if is_own else f"{directory}/manifest_{lineage}.json"
-
-
-def _sources(
-    indexes: Sequence[Index], files: Sequence[FileEntry], older: Sequence[str]
-) -> dict[str, UnitSource]:
-    position_of = {file.data: position for position, file in enumerate(files)}
-    position_of.update({path: len(files) + position for position, path in enumerate(older)})
-    found: dict[str, tuple[int, str, list[int]]] = {}
-    for index, own in zip(indexes, files, strict=True):
-        for name, unit in index.units.items():
-            iteration, level, positions = found.get(name, (unit.iteration, unit.level, []))
-            path = unit.file or own.data
-            if path not in position_of:
-                raise CorruptStateError(f"{own.index}: unit {name} is in {path}, an unknown file")
-            positions.append(position_of[path])
-            found[name] = (min(iteration, unit.iteration), level, positions)
-    return {
-        name: UnitSource(iteration=iteration, level=level, files=tuple(positions))
-        for name, (iteration, level, positions) in found.items()
-    }

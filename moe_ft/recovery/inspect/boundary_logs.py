@@ -10,17 +10,17 @@ from pathlib import Path
 from tabulate import tabulate
 
 from moe_ft.engine.boundary.reading import LoggedIteration, open_slot
-from moe_ft.engine.memory.regions import BOUNDARY_INDEX_NAME
+from moe_ft.engine.memory.job_directory import find_indexes_below
+from moe_ft.format.boundary import BoundaryIndex
 
 
 def find_logs(directory: str) -> Iterator[tuple[Path, LoggedIteration | str]]:
     """Yield the indexes below a directory, each with what it describes, or why that cannot be read."""
-    root = Path(directory)
-    for path in sorted(root.rglob("boundary_*.json")) if root.is_dir() else ():
-        if not BOUNDARY_INDEX_NAME.fullmatch(path.name):
-            continue
+    for path, index in find_indexes_below(Path(directory), BoundaryIndex):
+        if path.is_dir():
+            continue  # holdings.py says that it is not ours
         try:
-            yield path, open_slot(path)
+            yield path, open_slot(path, index)
         except OSError as error:
             yield path, str(error)
 

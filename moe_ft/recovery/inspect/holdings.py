@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint, rank_and_holder
+from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.errors import ConfigError, UnsafePathError
 from moe_ft.files.patience import PATIENCE_S
@@ -138,12 +138,7 @@ def _checkpoint(storage: Storage, path: str, manifest: Manifest, with_indexes: b
 
 
 def _in_memory(directory: str) -> Iterator[Holding]:
-    root = Path(directory)
-    inside = [root, *root.rglob("r*_*")] if root.is_dir() else []
-    nodes = {each.parent for each in inside if rank_and_holder(each.name) != (None, None)}
-    for path, index in (each for node in sorted(nodes) for each in find_indexes(node, Index)):
-        if not path.is_relative_to(root):  # that of one rank
-            continue
+    for path, index in find_indexes_below(Path(directory), Index):
         tier = "replica" if path.parent.name.startswith("replica_") else "memory"
         tier = "breakpoint" if is_breakpoint(path) else tier
         if isinstance(index, OSError):

@@ -26,10 +26,12 @@ from moe_ft.recovery import transfer
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import Left as Findings
 from moe_ft.recovery.left import model_blocks
+from moe_ft.recovery.overview import Overview, in_order, look_at_share
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.recovery.transfer import Transfer
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import (
     make_identity,
@@ -42,6 +44,7 @@ from tests.unit.moe_ft.builders import (
 EMBEDDING = UnitId(kind=UnitKind.EMBEDDING)
 EXPERT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=1)
 UNITS = (EMBEDDING, EXPERT)
+OTHER = UnitId(kind=UnitKind.EXPERT, layer=1, expert=0)
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 IDENTITY = make_identity(world_size=2)
 NOW = 5
@@ -68,10 +71,12 @@ class Left(StateReader):
     Attributes:
         ages: iterations of the units; a unit without one was not saved.
         absent: kinds that do not exist yet.
+        unit: the only one that the rank has, which is not one of ours; None for ours.
     """
 
     rank: int
     node: str = "n"
+    unit: UnitId | None = None
     ages: Mapping[UnitId, int] = field(default_factory=lambda: dict.fromkeys(UNITS, NOW))
     absent: Sequence[str] = ()
     is_damaged: bool = False
@@ -80,6 +85,15 @@ class Left(StateReader):
     def __post_init__(self) -> None:
         self.content = bytearray()
         units = {str(unit): self._add(unit, age) for unit, age in self.ages.items()}
+        names: tuple[UnitId, ...] = UNITS
+        if self.unit is not None:
+            like = units[str(EXPERT)]
+            tensors = [
+                msgspec.structs.replace(each, parameter=f"{self.unit}.weight")
+                for each in like.tensors
+            ]
+            like = msgspec.structs.replace(like, tensors=tuple(tensors))
+            names, units = (self.unit,), {str(self.unit): like}
         index = msgspec.structs.replace(
             make_window(length=1).index,
             rank=self.rank,
@@ -87,7 +101,7 @@ class Left(StateReader):
             identity=IDENTITY,
             header_checksum=checksum(b""),
             units=units,
-            parameters={f"{unit}.weight": entry_of(unit, 4, 4 * self.rank) for unit in UNITS},
+            parameters={f"{unit}.weight": entry_of(unit, 4, 4 * self.rank) for unit in names},
             records=(make_record(NOW),),
             compute=(),
         )
@@ -162,6 +176,10 @@ def plan_of(left: Sequence[Left]) -> Plan:
     return plan_recovery(versions, ["n"])[0][0]
 
 
+def rank_info(rank: int) -> RankInfo:
+    return RankInfo(rank=rank, node="n", stage=0, pid=1, address=None, region_bytes=1)
+
+
 Fetch = Callable[..., tuple[Fetched, Readers]]
 
 
@@ -188,9 +206,25 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     monkeypatch.setattr(fetching, "make_record", record_of)
     parameters = [local_rows(unit, 8, 0) for unit in UNITS]
 
-    def run(*left: Left, rotates: bool = False) -> tuple[Fetched, Readers]:
+    def run(*left: Left, rotates: bool = False, others: int = 0) -> tuple[Fetched, Readers]:
+        topology = Topology(ranks=tuple(map(rank_info, range(1 + others))))
+        by_path = {each.path: each for each in left}
+
+        def open_source(source: Source) -> StateReader:
+            return by_path[source.version.path]
+
+        def fold(own: Overview, merge_all: Callable[[Sequence[Overview]], Overview]) -> Overview:
+            sources = plan_of(left).sources_of(0)
+            return merge_all(
+                [own]
+                + [
+                    look_at_share(in_order(sources), sources, Readers(open_source), topology, rank)
+                    for rank in range(1, 1 + others)
+                ]
+            )
+
         met: Any = SimpleNamespace(
-            site=SimpleNamespace(rank=0, node="n"),
+            site=SimpleNamespace(rank=0, node="n", topology=topology),
             strategy=SimpleNamespace(
                 always=UNITS[:1] if rotates else UNITS,
                 rotating=frozenset(UNITS[1:] if rotates else ()),
@@ -200,13 +234,11 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
                 catalog=UnitCatalog(parameters, leaves_out_frozen=False),
                 model_places=ModelPlaces(),
             ),
-            ranks=SimpleNamespace(stage=SimpleNamespace(gather=lambda each: [each])),
+            ranks=SimpleNamespace(
+                stage=SimpleNamespace(gather=lambda each: [each]),
+                everyone=SimpleNamespace(fold=fold),
+            ),
         )
-        by_path = {each.path: each for each in left}
-
-        def open_source(source: Source) -> StateReader:
-            return by_path[source.version.path]
-
         readers = Readers(open_source)
         return fetching.Fetching(plan_of(left), met, readers, {}, None).fetch(), readers
 
@@ -284,6 +316,23 @@ def test_moments_that_nobody_has_stay_absent_and_those_that_some_have_are_refuse
         ]
     else:
         assert f"exp_avg of {EXPERT}.weight" in fetched.missing
+
+
+def test_a_rank_opens_no_index_that_has_nothing_of_what_it_needs(fetch: Fetch) -> None:
+    others = [Left(rank, unit=OTHER) for rank in (2, 3, 4)]
+    fetched, readers = fetch(Left(0), Left(1), *others, others=4)
+    assert fetched.missing == ()
+    check_is_whole(fetched, EXPERT)
+    assert {each.version.rank for each in readers._readers} == {0, 1}
+
+
+def test_a_rank_whose_index_nobody_can_read_is_named_though_others_need_nothing_of_it(
+    fetch: Fetch,
+) -> None:
+    other = Left(2, unit=OTHER)
+    other.index = msgspec.structs.replace(other.index, iteration=NOW + 1)
+    fetched, _ = fetch(Left(0), Left(1), other, others=1)
+    assert fetched.missing == ("index of rank 2 of the other layout",)
 
 
 def test_a_damaged_copy_is_replaced_by_one_of_another_node_or_refused(fetch: Fetch) -> None:
