@@ -86,8 +86,8 @@ docs: .venv/installed
 docs-serve: .venv/installed
 	$(MKDOCS) serve
 
-# Not here: partial_routing and selective_routing need a trace that is not part of the repository; partial_quality
-# and lossy_state train for hours, and keep their runs in a folder that has to be named.
+# Not here: partial_routing, selective_routing and expert_placement need a trace that is not part of the
+# repository; partial_quality and lossy_state train for hours, and keep their runs in a folder to be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout kernel_code streams paper_tables gradient_replicas

@@ -24,6 +24,7 @@ from moe_ft.commands.plan_words import Told, as_html, as_json, as_text
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
+from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines
 from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 from moe_ft.planning.report import boundary_line, table
@@ -148,7 +149,8 @@ def run(options: argparse.Namespace) -> int:
     notes += planned.command.config.warnings(job.train_iterations)
     lines = "\n".join(f"note: {line}" for line in notes)
     survival = f"memory survives the loss of {_survival(job)}"
-    parts = [kind.report(job), survival, *log, *planned.values.text(), lines]
+    lost = [*live_replica_lines(job), *rerouting_lines(job)]
+    parts = [kind.report(job), survival, *lost, *log, *planned.values.text(), lines]
     print("\n\n".join(filter(None, parts)))
     return 0
 

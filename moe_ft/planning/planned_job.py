@@ -220,6 +220,8 @@ class PlannedJob:
         by_sharding: likewise, if replicated state were divided as "none" and "equal" do.
         dp, ep, tp, expert_tp: data-parallel ranks (context parallelism included), those that divide the
             experts of a layer, and those that divide tensors, outside experts and in them.
+        cp: context-parallel ranks.
+        global_batch_size, micro_batch_size: samples of an iteration, None if not known, and of a micro-batch.
         is_optimizer_distributed: whether each rank owns a slice of the optimizer's state, which it saves
             whatever the sharding.
         train_iterations: of the whole training, None if that is not known.
@@ -245,6 +247,9 @@ class PlannedJob:
     traffic: PipelineTraffic | None = None
     by_sharding: Mapping[str, tuple[PlannedStage, ...]] = field(default_factory=dict)
     reduced_bytes: int = 4
+    cp: int = 1
+    global_batch_size: int | None = None
+    micro_batch_size: int = 1
 
     def boundary_bytes(self, longest_window: int) -> int:
         """Return the bytes of the boundary log of the rank with the largest one; 0 without a log."""

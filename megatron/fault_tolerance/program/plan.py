@@ -140,6 +140,9 @@ def plan_job(
         traffic=pipeline_traffic(args) if config.memory.upstream_log else None,
         by_sharding=built.by_sharding,
         reduced_bytes=2 if is_reduced_in_16_bits(args) else 4,
+        cp=args.context_parallel_size,
+        global_batch_size=given.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
     )
     notes.append(_what_was_built(job))
     return job, notes

@@ -18,7 +18,10 @@ BENCHMARKS = sorted(
     if path.stem not in _OF_RANKS
 )
 # The Makefile says why.
-_NOT_IN_BENCH = {"partial_routing", "selective_routing", "partial_quality", "lossy_state"}
+_NOT_IN_BENCH = {
+    *("partial_routing", "selective_routing", "expert_placement"),
+    *("partial_quality", "lossy_state"),
+}
 
 
 @pytest.mark.rest

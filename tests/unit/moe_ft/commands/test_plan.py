@@ -32,6 +32,11 @@ SAME_PLANS = {
         *("--pipeline-model-parallel-size", "2", "--moe-ft-strategy", "dense"),
         *("--moe-ft-persist-dir", "/x"),
     ),
+    "lost_node": (
+        *("plan", *SPEEDS, "--world-size", "24", "--ranks-per-node", "2", "--", *LARGE),
+        *("--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"),
+        *("--micro-batch-size", "1", "--global-batch-size", "36", "--moe-ft-strategy", "dense"),
+    ),
 }
 
 

@@ -1,0 +1,93 @@
+"""Cells of a global batch: samples of one micro-batch of one data-parallel rank, equal ones or not.
+
+Whatever ranks are left, an iteration has the same samples. Where cells differ in size, that needs
+`--calculate-per-token-loss`: the mean is then over all tokens.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from moe_ft.arithmetic import ceil_div
+from moe_ft.errors import PlanError
+
+Sizes = tuple[tuple[int, ...], ...]  # [micro-batch][data-parallel rank] samples
+
+
+def cell_sizes(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> Sizes:
+    """Divide a global batch into cells whose sizes differ by 1 at most, all ranks in every micro-batch.
+
+    Ranks with all experts of a layer need the same number of micro-batches: each takes part in every
+    all-to-all.
+
+    Args:
+        global_batch_size: samples of an iteration.
+        micro_batch_size: samples of a cell, at most.
+        num_ranks: data-parallel ranks.
+
+    Returns:
+        ``[micro-batch][rank]`` samples, as few micro-batches as can be. If the ranks divide the batch, they
+        are Megatron's.
+
+    Raises:
+        PlanError: if there are fewer samples than cells.
+    """
+    count = ceil_div(global_batch_size, micro_batch_size * num_ranks)
+    size, rest = divmod(global_batch_size, count * num_ranks)
+    if not size:
+        raise PlanError(
+            f"a global batch of {global_batch_size} samples has none for some of {num_ranks} data-parallel "
+            f"ranks, each with {count} micro-batches"
+        )
+    cells = [size + (cell < rest) for cell in range(count * num_ranks)]
+    return tuple(tuple(cells[row * num_ranks :][:num_ranks]) for row in range(count))
+
+
+def samples_of(sizes: Sizes, consumed: int, micro_batch: int, rank: int) -> range:
+    """Return the samples of a cell: micro-batch after micro-batch, in each rank after rank.
+
+    Args:
+        sizes: of the cells of the iteration.
+        consumed: samples of all iterations before.
+    """
+    before = sum(map(sum, sizes[:micro_batch])) + sum(sizes[micro_batch][:rank])
+    return range(consumed + before, consumed + before + sizes[micro_batch][rank])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """Ranks that hold a whole model, and what a job of several of them needs.
+
+    Attributes:
+        num_ranks: pipeline stages x the ranks of each that belong together.
+        num_readers: data-parallel ranks among those of one stage.
+        num_experts: of a layer; 0 for a model without experts.
+        num_slots: of all its ranks, for experts of one layer.
+        batch: global and micro-batch size.
+    """
+
+    num_ranks: int
+    num_readers: int = 1
+    num_experts: int = 0
+    num_slots: int = 0
+    batch: tuple[int, int]
+
+    def fit(self, num_ranks: int) -> tuple[Sizes, int]:
+        """Return the cells of as many data-parallel ranks as can train, and the ranks that are left over.
+
+        Raises:
+            PlanError: if the ranks are too few.
+        """
+        for size in range(num_ranks // self.num_ranks, 0, -1):
+            if size * self.num_slots < self.num_experts:
+                break
+            with suppress(PlanError):  # too many for the batch
+                sizes = cell_sizes(*self.batch, size * self.num_readers)
+                return sizes, num_ranks - size * self.num_ranks
+        raise PlanError(
+            f"{num_ranks} ranks are too few: a whole model takes {self.num_ranks}, "
+            f"{self.num_experts} experts of a layer {self.fewest_ranks()}"
+        )
+
+    def fewest_ranks(self) -> int:
+        """Return the fewest ranks on which it trains."""
+        return self.num_ranks * max(1, ceil_div(self.num_experts, self.num_slots or 1))

@@ -1,0 +1,149 @@
+"""Tables of slots: the expert of each slot of each rank, in one layer.
+
+Tables here level the load. Those that survive lost nodes are in replica_survival.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ft.errors import PlanError
+from moe_ft.planning.replica_counts import allocate, popular
+
+Table = tuple[tuple[int, ...], ...]  # [rank][slot] expert
+Replicas = npt.NDArray[np.int64]  # [expert, rank] slots
+
+_SCALE = 1 << 20  # of a token: work is compared in integers, so that all ranks choose alike
+
+
+def stock(num_experts: int, num_ranks: int) -> Table:
+    """Return Megatron's table: each rank has the next equal part of the experts, each once.
+
+    Raises:
+        PlanError: if the ranks do not divide the experts.
+    """
+    if num_experts % num_ranks:
+        raise PlanError(f"{num_ranks} ranks cannot have equal parts of {num_experts} experts")
+    slots = num_experts // num_ranks
+    return tuple(tuple(range(rank * slots, (rank + 1) * slots)) for rank in range(num_ranks))
+
+
+def balanced(load: Sequence[int], num_ranks: int, slots_per_rank: int, minimum: int) -> Table:
+    """Return a table in which ranks get about equally many tokens.
+
+    The replicas with the most tokens are placed first, each on the rank with the least work among those with
+    a free slot, if possible on one that has none of its expert.
+
+    Args:
+        load: ``[expert]`` tokens.
+        num_ranks: expert-parallel ranks of the layer's stage.
+        minimum: replicas that every expert should have, at least 1: as `allocate` takes it.
+
+    Returns:
+        ``[rank][slot]`` experts, ascending on each rank.
+
+    Raises:
+        PlanError: if there are fewer slots than experts, or the minimum is less than 1.
+    """
+    counts = allocate(load, num_ranks * slots_per_rank, minimum)
+    placing = _Placing(load, counts, [[] for _ in range(num_ranks)], slots_per_rank)
+    placing.fill(counts)
+    return placing.table()
+
+
+def contiguous(load: Sequence[int], num_ranks: int, slots_per_rank: int) -> Table:
+    """Return SYMI's table: replicas next to their share of the load, experts in order, slot after slot.
+
+    Args:
+        load: ``[expert]`` tokens of the last iteration.
+
+    Raises:
+        PlanError: if there are fewer slots than experts.
+
+    Source: SYMI, placement by the popularity of the last iteration.
+    """
+    counts = popular(load, num_ranks * slots_per_rank)
+    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    return cut(experts, slots_per_rank)
+
+
+def closest(previous: Table, load: Sequence[int], counts: Sequence[int]) -> Table:
+    """Return a table with given replicas that changes as few slots of another one as can be.
+
+    Replicas that are too many go from the busiest ranks; those that are missing come to the freed slots as in
+    `balanced`.
+
+    Args:
+        previous: a table of as many slots as there are replicas.
+        load: ``[expert]`` tokens.
+        counts: ``[expert]`` replicas.
+
+    Returns:
+        ``[rank][slot]`` experts, ascending on each rank.
+    """
+    placing = _Placing(load, counts, [list(row) for row in previous], len(previous[0]))
+    placing.thin(counts)
+    placing.fill(counts)
+    return placing.table()
+
+
+def replicas_of(table: Table, num_experts: int) -> Replicas:
+    """Return ``[expert, rank]`` how many slots of a rank have an expert."""
+    found = np.zeros((num_experts, len(table)), dtype=np.int64)
+    np.add.at(found, (np.array(table), np.arange(len(table))[:, None]), 1)
+    return found
+
+
+def cut(experts: Sequence[int], slots_per_rank: int) -> Table:
+    """Return the table whose slots, rank after rank, have these experts."""
+    starts = range(0, len(experts), slots_per_rank)
+    return tuple(tuple(experts[start : start + slots_per_rank]) for start in starts)
+
+
+class _Placing:
+    """Rows of a table that is being made, and the work of the ranks."""
+
+    def __init__(
+        self, load: Sequence[int], counts: Sequence[int], rows: list[list[int]], slots: int
+    ) -> None:
+        self._rows, self._slots = rows, slots
+        # Of one replica: tokens are divided equally among the replicas.
+        self._each = [_SCALE * tokens // count for tokens, count in zip(load, counts, strict=True)]
+        self._work = [sum(self._each[expert] for expert in row) for row in rows]
+
+    def table(self) -> Table:
+        """Return the table, experts ascending on each rank."""
+        return tuple(tuple(sorted(row)) for row in self._rows)
+
+    def fill(self, counts: Sequence[int]) -> None:
+        """Place the replicas that are missing, those with the most tokens first."""
+        placed = self._placed(len(counts))
+        for expert in sorted(range(len(counts)), key=lambda each: (-self._each[each], each)):
+            for _ in range(counts[expert] - placed[expert]):
+                free = [rank for rank, row in enumerate(self._rows) if len(row) < self._slots]
+                self._put(min(free, key=self._first(expert)), expert)
+
+    def thin(self, counts: Sequence[int]) -> None:
+        """Remove replicas that are too many, from the ranks that have several, then from the busiest."""
+        for expert, placed in enumerate(self._placed(len(counts))):
+            for _ in range(placed - counts[expert]):
+                rank = max(
+                    (rank for rank, row in enumerate(self._rows) if expert in row),
+                    key=lambda rank: (self._rows[rank].count(expert), self._work[rank], -rank),
+                )
+                self._rows[rank].remove(expert)
+                self._work[rank] -= self._each[expert]
+
+    def _placed(self, num_experts: int) -> list[int]:
+        placed = [0] * num_experts
+        for expert in (expert for row in self._rows for expert in row):
+            placed[expert] += 1
+        return placed
+
+    def _first(self, expert: int) -> Callable[[int], tuple[int, int, int]]:
+        return lambda rank: (self._rows[rank].count(expert), self._work[rank], rank)
+
+    def _put(self, rank: int, expert: int) -> None:
+        self._rows[rank].append(expert)
+        self._work[rank] += self._each[expert]
