@@ -261,6 +261,20 @@ def replay_one_iteration_too_few() -> None:
     _set_method(Replay, "run", changed)
 
 
+@breakage("slots")
+def skip_the_tables_of_slots() -> None:
+    """Keep the tables of the fresh start."""
+    from moe_ft.state.record import apply
+
+    def changed(original: Callable[..., Any], record: Any, *args: Any) -> None:
+        kept = {name: each for name, each in record.buffers.items() if "slot_table" not in name}
+        if len(kept) < len(record.buffers):
+            mark()
+        original(msgspec.structs.replace(record, buffers=kept), *args)
+
+    wrap(apply, changed)
+
+
 def _set_method(owner: type, name: str, method: object) -> None:
     assert name in vars(owner), f"{owner} has no {name}"
     setattr(owner, name, method)

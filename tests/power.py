@@ -41,6 +41,7 @@ _TESTS = {
     "buffers": _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1"),
     "scaled": _run_with(precision="fp16", layout="ep2", strategy="sparse-3"),
     "partial": _run_with(strategy="partial-4", layout="ep2"),
+    "slots": "test_slots.py::test_run_whose_tables_change_is_recovered_bitwise[whole state]",
     "sparse": "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it",
 }
 _MESSAGE_LENGTH = 150

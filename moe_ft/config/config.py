@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, override
 
+from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.rules import OF_REPAIRS, OF_SETTINGS, check_directories, check_rules
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
@@ -337,6 +338,7 @@ class MoeFtConfig:
     memory: MemoryConfig = MemoryConfig()
     storage: StorageConfig = StorageConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    elastic: ElasticConfig = ElasticConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     fault: FaultConfig = FaultConfig()
 

@@ -11,7 +11,7 @@ from moe_ft.loop.faults import Faults
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.progress import Digests, Progress
-from moe_ft.loop.routers import Routers
+from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.loop.training_loop import TrainingLoop
 
 
@@ -37,6 +37,7 @@ def listeners_of(
             Progress(config, training, loop, log),
             faults,
             routers,
+            SlotTables(log),
             Digests(config.observability, training, loop, log),
             PipelineLog(checkpoints, training, loop),
             checkpoints,

@@ -1,6 +1,7 @@
 """Tokens per expert: counted on the routers, written to the event log with --moe-ft-router-log.
 
-Counting is moe_ft/state/router_load.py. The strategies get the counts through checkpoints.py.
+Counting is moe_ft/state/router_load.py. The strategies get the counts through checkpoints.py. Tables of
+slots, which follow the tokens, are also written to the event log.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.elastic.slot_layer import SlotMoELayer, slot_layers
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import Built, EndedIteration, LoopListener
 from moe_ft.state.router_load import RouterLoad, table
@@ -66,3 +68,35 @@ class Routers(LoopListener):
     def close(self) -> None:
         """Remove the hooks."""
         self._load.close()
+
+
+class SlotTables(LoopListener):
+    """Writes the event "slot_table" where the experts of slots change, on one rank of each stage."""
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._log = event_log
+        self._layers: dict[str, SlotMoELayer] = {}
+
+    def after_setup(self, built: Built) -> None:
+        """Find the layers with slots."""
+        self._layers = {
+            name: layer
+            for name, layer in slot_layers(built[0])
+            if built[1] is not None and layer.ep_group.rank() == 0
+        }
+
+    def after_iteration(self, ended: EndedIteration) -> None:
+        """Write the tables that the next iteration begins with, if they are new."""
+        found = {
+            name: {
+                "table": new.table,
+                "tokens_before": new.before,
+                "tokens_after": new.after,
+                "moved_replicas": new.num_moved,
+            }
+            for name, layer in self._layers.items()
+            if (new := layer.new_table) is not None
+        }
+        if found:
+            sent_bytes = sum(layer.homes.take_sent_bytes() for layer in self._layers.values())
+            self._log.write("slot_table", ended.iteration, layers=found, sent_bytes=sent_bytes)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from moe_ft.format.entries import GlobalPlace, ModelPlaces
-from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.parameters import HomePart, LocalParameter, home_part
 from moe_ft.state.slices import dtype_name
 from moe_ft.state.tensors import buffer_places
 
@@ -71,6 +71,9 @@ def _find_places(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> Places:
                 found[sharded.data] = (*found.get(sharded.data, ()), *places)
             elif isinstance(sharded, ShardedObject):
                 objects.append(sharded.unique_key)
+        for parameter in module.parameters():
+            if (part := home_part(parameter)) is not None:
+                found[parameter] = tuple(_of_home(part, each) for each in found[part.like])
     return Places(found, tuple(objects))
 
 
@@ -97,6 +100,15 @@ def model_places(model: Sequence[torch.nn.Module], places: Places) -> ModelPlace
         if buffer is not None and buffer in places.of:
             found[name] = places.of[buffer]
     return ModelPlaces(buffers=found, objects=places.objects, problem=places.problem)
+
+
+def _of_home(part: HomePart, of_slot: GlobalPlace) -> GlobalPlace:
+    """Return the place of an expert from that of a slot: experts are stacked along the first axis."""
+    return msgspec.structs.replace(
+        of_slot,
+        shape=(part.num_experts, *of_slot.shape[1:]),
+        offset=(part.expert, *of_slot.offset[1:]),
+    )
 
 
 def _places_of(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[GlobalPlace]:

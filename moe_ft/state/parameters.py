@@ -21,6 +21,8 @@ _LAYER = re.compile(r"(?P<stack>decoder|mtp)\.layers\.(?P<layer>\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(?P<expert>\d+)\.")
 # Transformer Engine's grouped linear layers hold one parameter per expert: weight0, weight1, ...
 _GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc[12]\.(?:weight|bias)(?P<expert>\d+)$")
+# Homes of moe_ft/elastic: parts of experts' parameters, with dashes for dots in their names.
+_HOME = re.compile(r"\.homes\.(?P<expert>\d+)_(?P<name>[^.]+)$")
 _OUTSIDE_LAYERS = {
     "embedding.": UnitKind.EMBEDDING,
     "decoder.final_layernorm.": UnitKind.FINAL_NORM,
@@ -53,6 +55,44 @@ class StatePlaces:
     expt_tp: GroupPlace
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HomePart:
+    """Part of an expert's parameter that is a parameter of its own (moe_ft/elastic).
+
+    Attributes:
+        num_experts: of the layer.
+        start, end: flat range in the expert's parameter; the home may be longer.
+        like: parameter of a slot, with the shape of the whole.
+    """
+
+    expert: int
+    num_experts: int
+    start: int
+    end: int
+    like: torch.nn.Parameter
+
+
+def mark_home(parameter: Any, part: HomePart) -> None:
+    """Note that a parameter is a home."""
+    parameter.moe_ft_home = part
+
+
+def home_part(parameter: torch.nn.Parameter) -> HomePart | None:
+    """Return what a home is part of; None for any other parameter."""
+    found: HomePart | None = getattr(parameter, "moe_ft_home", None)
+    return found
+
+
+def mark_slot(parameter: Any) -> None:
+    """Note that a parameter is a copy of what lies in homes: it is no state."""
+    parameter.moe_ft_slot = True
+
+
+def is_slot(parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is a copy of what lies in homes."""
+    return getattr(parameter, "moe_ft_slot", False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalParameter:
     """One parameter of this rank.
@@ -60,10 +100,11 @@ class LocalParameter:
     Attributes:
         name: global name, the same in every layout.
         start, end: flat range in the parameter that this rank saves and restores; may be empty.
+        offset: where the live parameter begins in what is named; above 0 only in homes of experts.
         optimizer: Megatron's inner optimizer that updates it, None for a frozen parameter.
         master: tensor that the inner optimizer holds for it: the fp32 master weights (this rank's slice of
             them if `is_sharded`) or the parameter itself; None if the slices of other ranks cover it.
-        is_sharded: whether the distributed optimizer assigned the slice.
+        is_sharded: whether the distributed optimizer assigned the slice, or it is a home.
         is_expert: whether the expt_dp group, instead of dp, holds the same parameter.
     """
 
@@ -73,6 +114,7 @@ class LocalParameter:
     parameter: torch.nn.Parameter = field(repr=False)
     start: int
     end: int
+    offset: int = 0
     optimizer: Any = field(repr=False)
     master: torch.Tensor | None = field(repr=False)
     is_sharded: bool
@@ -108,9 +150,13 @@ def local_parameters(
     for chunk in model:
         modules = dict(chunk.named_modules())
         for local_name, parameter in chunk.named_parameters():
+            if is_slot(parameter):
+                continue
             unit, name = global_name(local_name, modules)
             _check_kind(unit, name, parameter)
             inner, master, slice_ = owners.get(parameter, (None, None, None))
+            if (part := home_part(parameter)) is not None:
+                slice_ = part.start, part.end
             found.append((unit, name, parameter, inner, master, slice_))
     _check_names([name for _, name, *_ in found])
     slices = _replicated_slices(found, places, assign_slices)
@@ -122,6 +168,7 @@ def local_parameters(
             parameter=parameter,
             start=(slice_ or slices[name])[0],
             end=(slice_ or slices[name])[1],
+            offset=part.start if (part := home_part(parameter)) else 0,
             optimizer=inner,
             master=master,
             is_sharded=slice_ is not None,
@@ -149,8 +196,13 @@ def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tupl
     # Decoder layers know their global number, from 1. All multi-token prediction layers are on one stage.
     layer = int(match["layer"]) if is_mtp else _number(modules[path], path) - 1
     name = f"{match['stack']}.layers.{layer}.{name[match.end() :]}"
-    expert_match = _LOCAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)
     block = "mtp" if is_mtp else "layer"
+    if (home := _HOME.search(name)) is not None:
+        weight = home["name"].replace("-", ".")
+        name = f"{name[: home.start()]}.experts.local_experts.{home['expert']}.{weight}"
+        expert = int(home["expert"])
+        return UnitId(kind=UnitKind.EXPERT, block=block, layer=layer, expert=expert), name
+    expert_match = _LOCAL_EXPERT.search(name) or _GROUPED_EXPERT.search(name)
     if expert_match is not None:
         moe_path = local_name[: local_name.rindex(".experts.")]
         indices: Any = modules[moe_path].local_expert_indices
@@ -239,7 +291,8 @@ def _replicated_slices(
 def _entry(
     name: str, parameter: torch.nn.Parameter, config: Any, places: StatePlaces
 ) -> ParameterEntry:
-    shape = tuple(parameter.shape)
+    part = home_part(parameter)
+    shape = tuple((parameter if part is None else part.like).shape)
     num_halves = 2 if config.gated_linear_unit and ".linear_fc1." in name else 1
     if not getattr(parameter, "tensor_model_parallel", False):
         return ParameterEntry(shape=shape, num_halves=num_halves)

@@ -102,8 +102,9 @@ def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
 def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, flat."""
     flat = whole.detach().view(-1)
-    is_cut = key != "weight" and local.is_sharded  # the distributed optimizer holds slices only
-    return flat if is_cut else flat[local.start : local.end]
+    if key != "weight" and local.is_sharded:  # the distributed optimizer holds slices only
+        return flat[: local.end - local.start]  # a home may be longer
+    return flat[local.start - local.offset : local.end - local.offset]
 
 
 def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:

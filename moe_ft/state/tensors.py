@@ -13,10 +13,14 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def named_parameters(model: Sequence[torch.nn.Module]) -> NamedTensors:
-    """Yield (name, parameter) of all model chunks; names start with the chunk's index."""
+    """Yield (name, parameter) of all model chunks; names start with the chunk's index.
+
+    Slots of experts are left out: they are copies of what lies in homes.
+    """
     for chunk_index, chunk in enumerate(model):
         for name, parameter in chunk.named_parameters():
-            yield f"chunk{chunk_index}.{name}", parameter
+            if not getattr(parameter, "moe_ft_slot", False):
+                yield f"chunk{chunk_index}.{name}", parameter
 
 
 def named_buffers(model: Sequence[torch.nn.Module]) -> NamedTensors:

@@ -162,6 +162,17 @@ def test_stock_megatron_continues_other_models(name: str, place: Place) -> None:
 
 
 @pytest.mark.rest
+def test_stock_megatron_continues_what_slots_of_experts_have_trained(place: Place) -> None:
+    # Each expert in one slot, and without clipping: nothing else rounds as in stock Megatron.
+    case = (4, {"ep": 4}, SMALL | {"hidden_dropout": 0.0, "clip_grad": 0.0})
+    runs = Runs(case, place)
+    slots = ("--moe-ft-expert-slots", "1", "--moe-ft-rebalance-interval", "1")
+    ours = second_half(runs.ours(*slots))[LOSS]
+    stock = second_half(runs.stock("--load", str(runs.converted())))[LOSS]
+    assert stock == ours and len(ours) == END - MIDDLE
+
+
+@pytest.mark.rest
 def test_masters_that_are_split_are_put_together(place: Place) -> None:
     runs = Runs((1, {}, SMALL), place)
     check_continues_bitwise(runs, "--moe-ft-state-dtype", "master=split")

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fault_tolerance.seams import versions
-from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
 from megatron.fault_tolerance.seams.settings import (
     check_event_log,
     check_state_dtype,
@@ -33,6 +33,13 @@ _OF_MEGATRONS_LOOP = (
         lambda config: config.memory.upstream_log,
         "a Checkpointer does not know what another loop sends between stages",
         problem="needs Megatron's own training loop",
+    ),
+    Rule(
+        "",
+        SLOTS,
+        lambda config: config.elastic.expert_slots > 0,
+        "only that puts slots into the layers of the model",
+        problem="needs pretrain_gpt_moe.py",
     ),
     Rule(
         "",

@@ -17,6 +17,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.program import slots
 from megatron.fault_tolerance.program.forward_step import check_splits
 from megatron.fault_tolerance.program.text_dataset import (
     BYTE_VOCABULARY,
@@ -154,8 +155,11 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     with refusals_of_megatron():
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
-    check_refusals(args, REFUSALS)  # Megatron's validation may have changed them
+    check_refusals(
+        args, (*REFUSALS, *slots.SLOT_REFUSALS)
+    )  # Megatron's validation may have changed them
     check_model(args, config)
+    slots.complete(args)
     warn(args, [*untested, *void_settings(args, config, command_line), *lines_on_megatron(args)])
     return args, config
 
@@ -219,6 +223,7 @@ def refusals_of_megatron() -> Iterator[None]:
 def check_program(args: argparse.Namespace) -> None:
     """Raise ConfigError on the first rule that Megatron's parsed arguments break."""
     check_rules(_LOCAL, args)
+    check_refusals(args, slots.SLOT_REFUSALS)
     _check_transformer_engine(args)
     _check_data(args)
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import argument_utils
 
-from megatron.fault_tolerance.program import older_gpt
+from megatron.fault_tolerance.program import older_gpt, slots
 from megatron.fault_tolerance.program.arguments import refusals_of_megatron
 from megatron.fault_tolerance.program.local_attention import (
     LocalAttention,
@@ -51,7 +51,8 @@ def stock_config(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from_args = later("megatron.training.argument_utils", "gpt_config_from_args")
     model_config = (from_args or older_gpt.gpt_config_from_args)(args)
     # Keep a spec that --spec gives.
-    model_config.transformer_layer_spec = model_config.transformer_layer_spec or layer_spec
+    spec = model_config.transformer_layer_spec or layer_spec
+    model_config.transformer_layer_spec = slots.layer_spec_of(args, spec)
     # Megatron builds the layers of multi-token prediction from a separate spec.
     gpt.mtp_block_spec = mtp_spec
     config = argument_utils.pretrain_cfg_container_from_args(

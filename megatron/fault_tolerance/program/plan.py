@@ -35,7 +35,12 @@ from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
+from megatron.fault_tolerance.seams.refusals import (
+    SCRIPT_REFUSALS,
+    SLOTS,
+    check_refusals,
+    check_yaml,
+)
 from megatron.fault_tolerance.seams.settings import (
     check_sizes,
     check_state_dtype,
@@ -66,6 +71,14 @@ _PRECISIONS = {
 _MOST_RANKS = 1_000_000  # a plan lists each
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (*_REQUIRED, "vocab_size", "padded_vocab_size", "micro_batch_size", "seq_length")
+_NO_SLOTS = Rule(
+    "moe_ft_expert_slots",
+    SLOTS,
+    lambda args: args.moe_ft_expert_slots > 0,
+    "it counts the state of experts where Megatron puts them",
+    "Leave the flag out: each rank then keeps the same bytes of experts, of fewer of them",
+    problem="is not known to plan",
+)
 _ANY_LENGTH = 4096  # of sequences, where no size depends on it
 # What only Transformer Engine or a GPU can do: no size depends on it, a note says so, or it is described.
 _NEEDS_KERNELS = {
@@ -229,7 +242,7 @@ def _read(
     args.rank, args.world_size = 0, world_size
     args.use_gloo_process_groups, args.fake_process_group = False, False
     notes = _unknown(parsers[0], flags, runs_script=runs_script)
-    _check(args, SEAM_REFUSALS if runs_script else REFUSALS)
+    _check(args, SCRIPT_REFUSALS if runs_script else (*REFUSALS, _NO_SLOTS))
     _complete(args)
     for name in ("fp8", "fp4", "te_precision_config_file"):
         if getattr(args, name):

@@ -2,10 +2,12 @@
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
 megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
-iteration_seams.py wraps its step. moe_ft/loop/listeners.py says in which order listeners are called.
+iteration_seams.py wraps its step. In models with slots of experts the optimizer's `step` is wrapped, too, and
+what DDP does before an iteration and when backward is over. moe_ft/loop/listeners.py says in which order
+listeners are called.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
+from moe_ft.elastic.slot_layer import SlotMoELayer, slot_layers
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
@@ -64,6 +67,7 @@ class _Seams:
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
         model, optimizer, scheduler = original(*args, **kwargs)
+        connect_slots(model, optimizer, self._patches)
         if optimizer is not None:  # --skip-train builds none
             self._patches.wrap(optimizer, "zero_grad", self._zero_grad)
             self._iteration.install(optimizer, self._patches)
@@ -142,3 +146,37 @@ class _Seams:
         # a paged stash overflows.
         self._listeners.begin_attempt()
         return original(*args, **kwargs)
+
+
+def connect_slots(model: Sequence[Any], optimizer: Any, patches: Patches) -> None:
+    """Connect slots and homes of a model that has them. Called by all ranks.
+
+    Args:
+        model: chunks as DDP wraps them.
+        optimizer: Megatron's outermost; None with --skip-train.
+    """
+    layers = [layer for _, layer in slot_layers(model)]
+    if not layers or optimizer is None:
+        return
+    for layer in layers:
+        layer.start()
+    optimizer.reload_model_params()
+    for chunk in model:
+        own = [layer for _, layer in slot_layers([chunk])]
+        patches.wrap(chunk, "zero_grad_buffer", partial(_first, own, SlotMoELayer.begin))
+        # Virtual stages may start to reduce gradients before they finish; DDP scales them then.
+        for name in ("start_grad_sync", "finish_grad_sync"):
+            patches.wrap(chunk, name, partial(_first, own, SlotMoELayer.reduce))
+    patches.wrap(optimizer, "step", partial(_first, layers, SlotMoELayer.end))
+
+
+def _first(
+    layers: Sequence[SlotMoELayer],
+    act: Callable[[SlotMoELayer], None],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for layer in layers:
+        act(layer)
+    return original(*args, **kwargs)

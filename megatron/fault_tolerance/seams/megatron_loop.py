@@ -31,6 +31,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
 from megatron.fault_tolerance.seams.versions import installed_version, setting
+from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
 from moe_ft.loop.training_loop import LoopParts, state_places
@@ -83,6 +84,7 @@ class MegatronLoop(CoreLoop):
     @override
     def job_facts(self, began_with: str) -> JobFacts:
         args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
+        has_homes = getattr(args, "moe_ft_expert_slots", 0) > 0
         num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         defaults = parser.parse_args([])
@@ -92,14 +94,17 @@ class MegatronLoop(CoreLoop):
             stage=groups.pp.rank(),
             places=state_places(groups),
             groups=groups,
-            fingerprint=fingerprint(args),
-            replay_settings=replay_settings(args),
+            fingerprint={**fingerprint(args), **_slot_settings(args, "expert_slots")},
+            replay_settings={
+                **replay_settings(args),
+                **_slot_settings(args, "rebalance_interval", "min_replicas"),
+            },
             record_settings=record_settings(args),
             script_settings=script_settings(args, defaults),
             experts=ExpertFacts(
                 num_experts=args.num_experts or 0,
-                ep_rank=groups.ep.rank(),
-                ep_size=groups.ep.size(),
+                ep_rank=0 if has_homes else groups.ep.rank(),
+                ep_size=1 if has_homes else groups.ep.size(),
                 tokens_per_sample=args.seq_length * args.moe_router_topk,
                 planned_samples=num_planned,
                 samples_per_iteration=num_planned // max(1, args.train_iters or 0),
@@ -222,6 +227,13 @@ class MegatronLoop(CoreLoop):
                 board.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
+
+
+def _slot_settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return settings of the slots of experts by flag; none without slots."""
+    if not getattr(args, "moe_ft_expert_slots", 0):
+        return {}
+    return {flag_of(name): getattr(args, f"moe_ft_{name}") for name in names}
 
 
 def planned_samples(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import StrategyKind
@@ -45,11 +46,13 @@ def _any(kind: StrategyKind) -> bool:
     return True
 
 
-def _loses_tokens(kind: StrategyKind) -> bool:
+def loses_tokens(kind: StrategyKind) -> bool:
+    """Return whether recoveries of a strategy lose tokens."""
     return not kind.is_exact
 
 
-def _replays(kind: StrategyKind) -> bool:
+def replays(kind: StrategyKind) -> bool:
+    """Return whether recoveries of a strategy run iterations again."""
     return kind.replays
 
 
@@ -151,7 +154,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         _has_graphs,
         "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
         "Use --cuda-graph-impl none",
-        strategies=_loses_tokens,
+        strategies=loses_tokens,
     ),
     Rule(
         "cuda_graph_impl",
@@ -160,20 +163,20 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
         "units or not",
         "Use --cuda-graph-impl none",
-        strategies=_replays,
+        strategies=replays,
     ),
     refused_flag(
         "qk_clip",
         "it changes weights after the optimizer step, which a recovery runs again without it",
         "Leave it out, or use {others}",
-        _replays,
+        replays,
     ),
     refused_flag(
         "phase_transition_iterations",
         "Megatron reads a phase's data from where training continues, and a recovery runs iterations before "
         "that again",
         "Use --moe-ft-strategy {others}",
-        _replays,
+        replays,
     ),
     # Features that leave the seams no run to follow.
     refused_flag(
@@ -191,6 +194,20 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "yaml_cfg",
         "Megatron then reads no other flag, those of moe_ft included",
         "Give the settings as flags",
+    ),
+)
+
+SLOTS = flag_of("expert_slots")
+# Those of scripts: pretrain_gpt_moe.py has its own, and builds what these would have to build.
+SCRIPT_REFUSALS = (
+    *SEAM_REFUSALS,
+    Rule(
+        "moe_ft_expert_slots",
+        SLOTS,
+        lambda args: args.moe_ft_expert_slots > 0,
+        "only that puts slots into the layers of the model",
+        "Leave it out",
+        problem="needs pretrain_gpt_moe.py",
     ),
 )
 
@@ -215,7 +232,7 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSA
 def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:
     """Raise ConfigError if arguments use what no replay can repeat, with a flag that needs replays."""
     for rule in SEAM_REFUSALS:
-        if rule.strategies is _replays:
+        if rule.strategies is replays:
             with_flag = f"{rule.problem} with {flag}"
             check_rules([replace(rule, problem=with_flag, remedy="Leave one of them out")], args)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import (
-    SEAM_REFUSALS,
+    SCRIPT_REFUSALS,
     check_no_replay_is_refused,
     check_refusals,
 )
@@ -66,7 +66,7 @@ def is_off(args: argparse.Namespace) -> bool:
 
 
 def checked_config(
-    args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS
+    args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_REFUSALS
 ) -> MoeFtConfig:
     """Return the settings, checked without the model: it may still change. Nothing is built yet.
 
@@ -130,7 +130,7 @@ def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
         say(f"warning: {line}")
 
 
-def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SEAM_REFUSALS) -> None:
+def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
     versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
     check_sizes(args)

@@ -12,9 +12,12 @@ from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.progress import Digests, Progress
-from moe_ft.loop.routers import Routers
+from moe_ft.loop.routers import Routers, SlotTables
 
-ALL = (Progress, Faults, Routers, Digests, PipelineLog, Checkpoints, FailureReport)
+ALL = (
+    *(Progress, Faults, Routers, SlotTables, Digests, PipelineLog, Checkpoints),
+    FailureReport,
+)
 
 
 def test_log_is_opened_first_and_closed_last_and_checkpoints_follow_what_reads_their_states() -> (

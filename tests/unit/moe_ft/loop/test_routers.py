@@ -1,11 +1,15 @@
 """Tokens are counted on the routers where somebody reads them, and written if asked for."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
 from moe_ft.config.strategy import StrategyConfig
+from moe_ft.elastic.slot_layer import NewTable
 from moe_ft.events import EventLog
-from moe_ft.loop.routers import Routers
+from moe_ft.loop import routers
+from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.strategies.sparse.config import SparseConfig
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
 from tests.unit.moe_ft.one_router import LAYER, NUM_EXPERTS, NUM_TOKENS, Model
@@ -83,3 +87,33 @@ def test_hooks_are_removed_at_the_end(event_log: EventLog, model: Model) -> None
     routers.close()
     model()
     assert routers.counts() == {}
+
+
+def test_new_tables_of_slots_are_written_by_the_first_rank_of_a_stage(
+    event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = NewTable(table=((0, 0), (1, 1)), before=(5, 1), after=(3, 3), num_moved=2)
+    homes = SimpleNamespace(take_sent_bytes=lambda: 7)
+
+    def layer(rank: int, new_table: NewTable | None) -> SimpleNamespace:
+        group = SimpleNamespace(rank=lambda: rank)
+        return SimpleNamespace(ep_group=group, homes=homes, new_table=new_table)
+
+    layers = {"layer.0": layer(0, new), "layer.1": layer(0, None), "layer.2": layer(1, new)}
+    monkeypatch.setattr(routers, "slot_layers", lambda model: layers.items())
+    tables = SlotTables(event_log)
+    tables.after_setup(([], "any", None))
+    tables.after_iteration(ended(6))
+    assert last_event(event_log) == {
+        "event": "slot_table",
+        "iteration": 6,
+        "layers": {
+            "layer.0": {
+                "table": [[0, 0], [1, 1]],
+                "tokens_before": [5, 1],
+                "tokens_after": [3, 3],
+                "moved_replicas": 2,
+            }
+        },
+        "sent_bytes": 14,
+    }

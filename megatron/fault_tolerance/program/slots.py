@@ -1,0 +1,156 @@
+"""Slots of experts in pretrain_gpt_moe.py: what they cannot be used with, their layout, the model's spec."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fault_tolerance.seams.refusals import SLOTS, loses_tokens
+from megatron.fault_tolerance.seams.settings import config_from_arguments
+from moe_ft.config.fields import flag_of
+from moe_ft.config.rules import Rule
+from moe_ft.elastic.slot_layer import with_slots
+
+_UNTESTED = "nobody has tried it"
+_SAVED = "Megatron's checkpoints hold experts, and their state lies in homes"
+
+
+def num_ranks(args: argparse.Namespace) -> int:
+    """Return the expert-parallel ranks of a job with slots: all ranks of a pipeline stage."""
+    return int(args.world_size // args.pipeline_model_parallel_size)
+
+
+def _refused(
+    is_used: Callable[[Any], Any],
+    problem: str,
+    reason: str,
+    remedy: str = "Leave one of the two out",
+    **options: Any,
+) -> Rule:
+    return Rule(
+        "moe_ft_expert_slots",
+        SLOTS,
+        lambda args: args.moe_ft_expert_slots > 0 and bool(is_used(args)),
+        reason,
+        remedy,
+        problem=problem,
+        **options,
+    )
+
+
+def _refused_flag(dest: str, reason: str = _UNTESTED) -> Rule:
+    flag = "--" + dest.replace("_", "-")
+    return _refused(lambda args: getattr(args, dest, None), f"cannot be used with {flag}", reason)
+
+
+def _num_slots(args: argparse.Namespace) -> int:
+    return num_ranks(args) * int(args.moe_ft_expert_slots)
+
+
+SLOT_REFUSALS: tuple[Rule, ...] = (
+    _refused(
+        lambda args: not args.num_experts,
+        "needs --num-experts",
+        "the model has no experts",
+        "Give their number, or leave the flag out",
+    ),
+    _refused(
+        lambda args: args.expert_model_parallel_size not in (1, num_ranks(args)),
+        "needs all ranks of a pipeline stage in one expert-parallel group",
+        "every rank has a part of every expert",
+        "Leave --expert-model-parallel-size out",
+    ),
+    _refused(
+        lambda args: (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1,
+        "needs --expert-tensor-parallel-size 1",
+        "a slot holds a whole expert",
+        "Give it",
+    ),
+    _refused(
+        lambda args: _num_slots(args) < args.num_experts,
+        "gives fewer slots than --num-experts",
+        "every expert of a layer needs one",
+        "Give more, or start more ranks",
+    ),
+    _refused(
+        lambda args: _num_slots(args) < args.num_experts * args.moe_ft_min_replicas,
+        f"gives too few slots for {flag_of('min_replicas')}",
+        "every expert of a layer needs as many",
+        "Give more slots, or fewer replicas",
+    ),
+    _refused(
+        lambda args: args.transformer_impl != "local",
+        "needs --transformer-impl local",
+        "Transformer Engine's experts have been tried by nobody",
+        "Give it, or leave the flag out",
+    ),
+    _refused_flag("moe_grouped_gemm", "its experts are no modules of their own"),
+    _refused(
+        lambda args: args.moe_token_dispatcher_type not in ("alltoall", "allgather"),
+        "needs --moe-token-dispatcher-type alltoall or allgather",
+        _UNTESTED,
+        "Give one of them",
+    ),
+    _refused(
+        lambda args: (args.moe_expert_capacity_factor or -1) >= 0,
+        "cannot be used with --moe-expert-capacity-factor",
+        "Megatron would count the capacity of an expert whose replicas share its tokens",
+    ),
+    _refused(
+        lambda args: args.cuda_graph_impl not in (None, "none"),
+        "needs --cuda-graph-impl none",
+        "dispatch reads counts on the host",
+        "Give it, or leave the flag out",
+    ),
+    _refused_flag("skip_train", "nothing fills the slots without an optimizer"),
+    _refused_flag("fp8"),
+    _refused_flag("fp4"),
+    _refused_flag("moe_latent_size"),
+    _refused_flag("delay_wgrad_compute"),
+    _refused_flag("overlap_moe_expert_parallel_comm"),
+    _refused_flag("overlap_dispatch_backward_with_experts_wgrad"),
+    _refused_flag("overlap_param_gather_with_optimizer_step"),
+    _refused_flag("log_params_norm", "it would add up slots and homes"),
+    _refused_flag("save", _SAVED),
+    _refused_flag("non_persistent_save_interval", _SAVED),
+    _refused_flag("load", _SAVED),
+    _refused_flag("pretrained_checkpoint", _SAVED),
+    _refused(
+        lambda args: args.moe_ft_repair != "off",
+        f"cannot be used with {flag_of('repair')} {'auto'}",
+        "a rank that replaces another one has no slots yet",
+    ),
+    _refused(
+        lambda args: args.moe_ft_replicate != "state",
+        f"cannot be used with {flag_of('replicate')} gradients",
+        "peers would need the gradients of homes",
+    ),
+    _refused(
+        lambda args: args.moe_ft_layout != "same",
+        f"cannot be used with {flag_of('layout')} any",
+        _UNTESTED,
+    ),
+    _refused(
+        lambda args: True, "cannot be used", _UNTESTED, "Use {others}", strategies=loses_tokens
+    ),
+)
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Put all ranks of a pipeline stage into one expert-parallel group.
+
+    Their number need not divide the experts, which Megatron's validation asks for.
+    """
+    if args.moe_ft_expert_slots:
+        args.expert_model_parallel_size = num_ranks(args)
+
+
+def layer_spec_of(args: argparse.Namespace, spec: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes the spec of a stage's layers, with slots if the arguments ask for them."""
+    if not args.moe_ft_expert_slots:
+        return spec
+    settings = config_from_arguments(args).elastic
+
+    def slotted(config: Any, vp_stage: int | None = None) -> Any:
+        return with_slots(spec(config, vp_stage), settings)
+
+    return slotted

@@ -1,0 +1,45 @@
+"""Settings of experts whose replicas follow their load."""
+
+from dataclasses import dataclass
+from typing import override
+
+from moe_ft.config.fields import Bounds, Part, flag_of, setting
+from moe_ft.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig(Part):
+    """Slots of experts, whose state lies on all ranks."""
+
+    expert_slots: int = setting(
+        0,
+        "slots of each rank in an MoE layer: an expert may have several, and they move to where tokens go; "
+        "0 = each expert where Megatron puts it",
+        metavar="C",
+        bounds=Bounds(at_least=0),
+        remedy="Give the slots of a rank, or leave the flag out",
+    )
+    rebalance_interval: int = setting(
+        0,
+        "choose the experts of the slots again every N iterations, by their tokens; 0 = never",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations, or leave the flag out",
+    )
+    min_replicas: int = setting(
+        1,
+        "slots that every expert of a layer has at least",
+        metavar="F",
+        bounds=Bounds(at_least=1),
+        remedy="Give a number of slots, or leave the flag out",
+    )
+
+    @override
+    def check(self, world_size: int) -> None:
+        for name, default in (("rebalance_interval", 0), ("min_replicas", 1)):
+            value = getattr(self, name)
+            if value != default and not self.expert_slots:
+                raise ConfigError(
+                    f"{flag_of(name)}={value} needs slots, and {flag_of('expert_slots')} is 0. Give it the "
+                    f"slots of a rank, or leave {flag_of(name)} out."
+                )

@@ -1,0 +1,1 @@
+"""Unit tests of moe_ft.elastic."""
