@@ -87,10 +87,11 @@ docs-serve: .venv/installed
 	$(MKDOCS) serve
 
 # Not here: partial_routing, selective_routing and expert_placement need a trace that is not part of the
-# repository; partial_quality and lossy_state train for hours, and keep their runs in a folder to be named.
+# repository; partial_quality, selective_quality and lossy_state train for hours, and keep their runs in a folder to
+# be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout kernel_code streams paper_tables gradient_replicas
+    other_layout kernel_code streams paper_tables gradient_replicas replica_sources
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

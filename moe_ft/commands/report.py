@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import chain, islice, pairwise, takewhile
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Literal
 
 import msgspec
 from tabulate import tabulate
 
 from moe_ft.commands.pages import shares_table
+from moe_ft.config.fields import size_text
 from moe_ft.errors import ConfigError
 from moe_ft.events import (
     Event,
@@ -63,6 +64,15 @@ class _Recovery(_Line, frozen=True, kw_only=True):
     phases_s: dict[str, float] = {}
 
 
+class _Replicate(_Line, frozen=True, kw_only=True):
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+class _AtRisk(_Line, frozen=True, kw_only=True):
+    tokens: dict[str, int]
+
+
 class _Repair(_Line, frozen=True, kw_only=True):
     dead_ranks: tuple[int, ...]
     hung_s: dict[str, float]
@@ -88,6 +98,8 @@ _KINDS: dict[str, type[_Line]] = {
     "iteration": _Iteration,
     "recovery": _Recovery,
     "repair": _Repair,
+    "replicate": _Replicate,
+    "at_risk": _AtRisk,
     "fault_injected": _Fault,
     "stopped": _Stopped,
     "end": _End,
@@ -152,6 +164,7 @@ class RunSummary:
         recoveries: rows of a table for people.
         repairs: rows of another one; each has a recovery of the same start.
         shares: of the time from the first iteration to the last.
+        snapshots: rows on what one rank has sent, and on tokens that are not everywhere.
         left_out: a line on each part of the log that could not be read.
     """
 
@@ -165,6 +178,7 @@ class RunSummary:
     recoveries: tuple[dict[str, object], ...]
     repairs: tuple[dict[str, object], ...]
     shares: TimeShares
+    snapshots: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
 
 
@@ -176,19 +190,17 @@ def summarize(directory: Path) -> RunSummary:
     """
     left_out = _LeftOut()
     found = (_summarize_rank(directory, rank, left_out) for rank in _ranks(directory))
-    summaries = tuple(summary for summary in found if summary is not None)
+    summaries = tuple(filter(None, found))
     if not summaries:
         if reasons := "; ".join(left_out.describe()):
             raise ConfigError(
                 f"the event log in {directory} holds nothing that can be read: {reasons}. Give the "
                 "directory that --moe-ft-event-log named, and run this as a user who may read it."
             )
-        raise ConfigError(
-            f"the event log in {directory} is empty: no rank came as far as training."
-        )
+        raise ConfigError(f"the event log in {directory} is empty: no rank has trained.")
     # Every rank has the times; the loss is on the last stage, where the last rank always is.
     events = _read_course(directory, summaries[-1].rank, left_out)
-    courses = [event for event in events if not isinstance(event, _Recovery | _Repair)]
+    courses = [event for event in events if isinstance(event, _Start | _Iteration)]
     # The first iteration of a start pays for warming up.
     steady = [
         event
@@ -209,6 +221,7 @@ def summarize(directory: Path) -> RunSummary:
         recoveries=tuple(_summarize_recoveries(events)),
         repairs=tuple(_summarize_repair(event) for event in events if isinstance(event, _Repair)),
         shares=_share_time(events),
+        snapshots=tuple(_summarize_snapshots(events)),
         left_out=left_out.describe(),
     )
 
@@ -231,12 +244,12 @@ def _ranks(directory: Path) -> Sequence[int]:
 
 
 def _read_course(directory: Path, rank: int, left_out: _LeftOut) -> list[_Line]:
-    """Return a rank's starts, iterations, recoveries and repairs."""
+    """Return the events of a rank that a summary is made of."""
     path = event_path(directory, rank)
     course: list[_Line] = []
     try:
         for event in left_out.typed(rank, read_lines(path)):
-            if isinstance(event, _Start | _Iteration | _Recovery | _Repair):
+            if isinstance(event, _Start | _Iteration | _Recovery | _Repair | _Replicate | _AtRisk):
                 course.append(event)
     except OSError as error:
         left_out.add_file(path, error)
@@ -318,6 +331,20 @@ def _summarize_recoveries(events: Sequence[_Line]) -> Iterator[dict[str, object]
         }
 
 
+def _summarize_snapshots(events: Sequence[_Line]) -> Iterator[tuple[str, str]]:
+    """Yield what the last rank has sent to peers, and what failures would have lost, as rows for people."""
+    sent = [event for event in events if isinstance(event, _Replicate)]
+    if state := sum(each.state_bytes for each in sent):
+        gradients = sum(each.gradient_bytes for each in sent)
+        yield "state, gradients to peers", f"{size_text(state)}, {size_text(gradients)} (last rank)"
+    risks = [event.tokens for event in events if isinstance(event, _AtRisk)]
+    for target in sorted({*chain(*risks)}):
+        yield (
+            f"tokens not in {target} (mean)",
+            f"{mean(each[target] for each in risks if target in each):,.0f}",
+        )
+
+
 def _summarize_repair(repair: _Repair) -> dict[str, object]:
     """Return the row of a repair. Iterations are counted from 1, as log lines do."""
     return {
@@ -389,14 +416,13 @@ def render(summary: RunSummary, directory: Path) -> str:
         ("seconds per iteration (median)", show(summary.iteration_s)),
         ("tokens per second", show(summary.tokens_per_s, ",.0f")),
         ("seconds idle, by rank (median)", _idle(summary)),
+        *summary.snapshots,
         ("events", str(directory)),
     ]
     text = tabulate(rows, tablefmt="simple", disable_numparse=True)
     text += "\n\n" + shares_table({"share": summary.shares})
-    if summary.recoveries:
-        text += "\n\n" + tabulate(summary.recoveries, headers="keys", disable_numparse=True)
-    if summary.repairs:
-        text += "\n\n" + tabulate(summary.repairs, headers="keys", disable_numparse=True)
+    for table in filter(None, (summary.recoveries, summary.repairs)):
+        text += "\n\n" + tabulate(table, headers="keys", disable_numparse=True)
     if any(rank.ending != "finished" for rank in summary.ranks):
         ranks = map(astuple, summary.ranks)
         headers = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
@@ -407,9 +433,8 @@ def render(summary: RunSummary, directory: Path) -> str:
 
 
 def _median_idle(steps: Sequence[_Line]) -> float | None:
-    known = [
-        each.idle_s for each in steps if isinstance(each, _Iteration) and each.idle_s is not None
-    ]
+    iterations = (step for step in steps if isinstance(step, _Iteration))
+    known = [step.idle_s for step in iterations if step.idle_s is not None]
     return median(known) if known else None
 
 

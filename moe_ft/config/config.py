@@ -232,6 +232,15 @@ class RecoveryConfig(Part):
         "divided again among the ranks of this start",
         choices=("same", "any"),
     )
+    capacity_boost: float = setting(
+        0.0,
+        "by how much of its capacity (--moe-expert-capacity-factor) an expert may exceed it after a recovery "
+        "that lost some of its tokens, until as many are made up, or for 500 iterations; 0 = never",
+        metavar="FRACTION",
+        bounds=Bounds(at_least=0, at_most=1),
+        reason="it is a fraction of the capacity",
+        remedy="Write 0.1 for ten percent",
+    )
     on_missing: str = setting(
         "start",
         "when there is nothing to recover from: start (from --load, or afresh) or fail; state that is there "

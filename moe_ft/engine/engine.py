@@ -41,6 +41,7 @@ from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import Counts
+from moe_ft.planning.lost_tokens import Debts
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.record import CapturedRecord
 from moe_ft.strategies.interface import Strategy
@@ -152,6 +153,11 @@ class CheckpointEngine:
         self._forward_start_s: float | None = None
         self._start_iteration = self._iteration = 0
         self._outcome_without_training = LastState.NOTHING_NEW
+
+    @property
+    def debts(self) -> Debts | None:
+        """Tokens that experts are to get above their capacity; None without a boost, or agreement on it."""
+        return None if self._decisions.is_off else self._strategy.debts
 
     def start(self, iteration: int, restored: Handover | None) -> None:
         """Open memory, accept replicas, start workers and the writer; raises OSError if there is no room."""
@@ -320,6 +326,8 @@ class CheckpointEngine:
         self._strategy.note_complete(window.plan, last.iteration)
         if votes.is_protected and last.request.is_sent_to_peers:
             self._strategy.note_sent(window.plan)
+        if risk := self._strategy.at_risk():
+            self._reports.add("at_risk", self._iteration, tokens=dict(risk))
         if self.boundary is not None:
             self.boundary.keep(window.jobs[0].iteration)
         for job in window.jobs:

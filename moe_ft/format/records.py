@@ -113,7 +113,7 @@ def numbers_of(record: IterationRecord) -> JobNumbers:
     )
 
 
-class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Training progress of a stage's experts, and their losses in recoveries.
 
     Attributes:
@@ -123,6 +123,8 @@ class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         routed_tokens: ``[expert]`` by MoE layer, tokens that the experts have received so far.
         gaps: ``[expert]`` by MoE layer, ranges of these tokens whose updates recoveries have dropped.
         planned_tokens: tokens times top-k that a layer processes in the whole planned run.
+        owed: ``[expert]`` by MoE layer, tokens that experts are to get above their capacity.
+        boost_left: iterations for which the capacity is still raised.
     """
 
     cursor: Count
@@ -133,3 +135,5 @@ class ExpertProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routed_tokens: dict[str, tuple[Count, ...]]
     gaps: dict[str, tuple[Gaps, ...]]
     planned_tokens: Count
+    owed: dict[str, tuple[Count, ...]] = {}
+    boost_left: Count = 0

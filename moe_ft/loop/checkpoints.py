@@ -173,9 +173,15 @@ class Checkpoints(LoopListener):
             self._seam.pass_postponed()
 
     def begin_iteration(self) -> None:
-        """Restore the random numbers: nothing draws any before forward."""
+        """Restore the random numbers, as nothing draws any before forward; raise the capacity of experts."""
         if self._resumption is not None:
             self._resumption.restore_rng()
+        if self._running is not None:
+            met = self._running.met
+            stages = [info.stage for info in met.site.topology.ranks]
+            num_ranks = stages.count(stages[met.site.rank])
+            debts = self._running.engine.debts
+            self._routers.make_up(debts, met.strategy.counted_layers, num_ranks)
 
     def before_step(self) -> None:
         """Wait until no copy reads weights any more, and count the tokens of the experts."""

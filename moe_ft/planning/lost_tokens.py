@@ -17,6 +17,7 @@ from moe_ft.format.records import Gaps
 from moe_ft.planning.experts import Counts, Expert
 
 MAX_GAPS = 32
+BOOST_ITERATIONS = 500
 
 
 def gaps_after(routed: int, version_routed: int, version_gaps: Gaps) -> Gaps:
@@ -168,6 +169,40 @@ class Loss:
     accumulated: Mapping[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Debts:
+    """Tokens that experts of a stage are to get above their capacity, in the place of lost ones.
+
+    Source: MoEtion, capacity boost.
+
+    Attributes:
+        tokens: ``[layer, expert]`` that are not made up yet.
+        num_left: iterations in which that may still happen; 0 once it is over.
+    """
+
+    tokens: Counts
+    num_left: int = 0
+
+    @property
+    def num_open(self) -> int:
+        """Number of tokens that may still be made up."""
+        return int(self.tokens.sum()) if self.num_left else 0
+
+    def paid(self, made_up: Counts) -> "Debts":
+        """Return what is owed after an iteration with these tokens above the capacity."""
+        if not self.num_left:
+            return self
+        left = np.maximum(0, self.tokens - made_up)
+        return Debts(tokens=left, num_left=self.num_left - 1 if left.any() else 0)
+
+    def owing(self, lost: Counts) -> "Debts":
+        """Return what is owed after a recovery; what was given up stays so."""
+        if not lost.any():
+            return self
+        open_tokens = self.tokens if self.num_left else 0
+        return Debts(tokens=np.asarray(open_tokens + lost), num_left=BOOST_ITERATIONS)
+
+
 class TokenLedger:
     """Owned by the training thread.
 
@@ -220,9 +255,7 @@ class TokenLedger:
             restored: the versions that the experts get; one that is not there gets the first state.
             gaps_before: ``[expert]`` by layer name, of the newest state that is known.
         """
-        nothing = (0,) * self._shape[1]
-        rows = [routed.get(layer, nothing) for layer in self.layers]
-        self.routed = np.array(rows, np.int64).reshape(self._shape)
+        self.routed = self.table(routed)
         lost, repeated = np.zeros_like(self.routed), np.zeros_like(self.routed)
         for index, layer in enumerate(self.layers):
             gaps = []
@@ -250,6 +283,12 @@ class TokenLedger:
                     trained[index, expert] = version.routed_tokens - num_lost(version.gaps)
                     iterations[index, expert] = version.iteration
         return trained, iterations
+
+    def table(self, by_layer: Mapping[str, Sequence[int]]) -> Counts:
+        """Return ``[expert]`` counts by layer name as ``[layer, expert]``, 0 where there are none."""
+        nothing = (0,) * self._shape[1]
+        rows = [by_layer.get(layer, nothing) for layer in self.layers]
+        return np.array(rows, np.int64).reshape(self._shape)
 
     def by_layer(self, counts: Counts) -> dict[str, tuple[int, ...]]:
         """Return ``[layer, expert]`` counts as ``[expert]`` by layer name."""

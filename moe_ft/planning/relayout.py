@@ -84,7 +84,12 @@ def merge_progress(found: Sequence[ExpertProgress]) -> ExpertProgress | None:
         raise PlanError(f"stages save different numbers of experts: {sorted(choices)}")
     tokens: dict[str, tuple[int, ...]] = {}
     gaps: dict[str, tuple[Gaps, ...]] = {}
+    owed: dict[str, tuple[int, ...]] = {}
     for each in found:
         tokens |= each.routed_tokens
         gaps |= each.gaps
-    return msgspec.structs.replace(found[0], routed_tokens=tokens, gaps=gaps)
+        owed |= each.owed
+    left = max(each.boost_left for each in found)
+    return msgspec.structs.replace(
+        found[0], routed_tokens=tokens, gaps=gaps, owed=owed, boost_left=left
+    )

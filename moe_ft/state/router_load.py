@@ -31,14 +31,11 @@ class RouterLoad:
 
     def start(self, model: Sequence[torch.nn.Module], *, sums_probabilities: bool = False) -> None:
         """Hook all routers of the model chunks; on request also sum the gate's probabilities."""
-        for chunk in model:
-            modules = dict(chunk.named_modules())
-            for path, module in modules.items():
-                if isinstance(module, TopKRouter):
-                    self._names[module] = global_name(f"{path}.weight", modules)[0].layer_name
-                    self._remove.append(module.register_forward_hook(self._count).remove)
-                    if sums_probabilities:
-                        self._watch_gate(module)
+        self._names = routers_of(model)
+        for module in self._names:
+            self._remove.append(module.register_forward_hook(self._count).remove)
+            if sums_probabilities:
+                self._watch_gate(module)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -105,6 +102,17 @@ class RouterLoad:
             self._counts[name] += tokens
         else:
             self._counts[name] = tokens
+
+
+def routers_of(model: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, str]:
+    """Return the routers of the model chunks, and the names of their layers ("layer.3")."""
+    found = {}
+    for chunk in model:
+        modules = dict(chunk.named_modules())
+        for path, module in modules.items():
+            if isinstance(module, TopKRouter):
+                found[module] = global_name(f"{path}.weight", modules)[0].layer_name
+    return found
 
 
 def table(

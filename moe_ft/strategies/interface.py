@@ -19,7 +19,7 @@ from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.costs import Costs
 from moe_ft.planning.experts import Counts, ExpertFacts
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.lost_tokens import Loss, UnitVersion
+from moe_ft.planning.lost_tokens import Debts, Loss, UnitVersion
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.units import Level, UnitId
 
@@ -152,6 +152,9 @@ class Strategy(ABC):
     counted_layers: tuple[str, ...] = ()
     """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""
 
+    debts: Debts | None = None
+    """Tokens of these layers to be made up above the capacity of experts; None without such a boost."""
+
     @property
     @abstractmethod
     def always(self) -> Collection[UnitId]:
@@ -209,7 +212,14 @@ class Strategy(ABC):
         return PersistPlan()
 
     def add_tokens(self, counts: Counts) -> None:
-        """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration."""
+        """Note the ``[layer, expert]`` tokens that the experts of the stage got in an iteration.
+
+        With `debts`, those above their capacity follow as further rows.
+        """
+
+    def at_risk(self) -> Mapping[str, int]:
+        """Return by target the tokens of the stage whose updates are not there yet; nothing if none count."""
+        return {}
 
     def note_measured(self, measured: Measured) -> None:
         """Note what this rank can do in an iteration, before `values` are asked for."""

@@ -82,6 +82,13 @@ def check(config: MoeFtConfig, model: ModelFacts) -> None:
             "leads from a whole state to the next one, and its snapshots do not follow each other so. "
             f"Use {able}, or --moe-ft-replicate state."
         )
+    if config.recovery.capacity_boost and kind.is_exact:
+        lossy = " or ".join(each.name for each in kinds() if not each.is_exact)
+        raise ConfigError(
+            f"--moe-ft-capacity-boost={config.recovery.capacity_boost} cannot be used with "
+            f"--moe-ft-strategy={kind.name}: its recoveries lose no tokens. Leave it out, "
+            f"or use {lossy}."
+        )
     if kind.is_exact:
         config.precision.check_is_exact(kind.name)
     kind.check(config, model)

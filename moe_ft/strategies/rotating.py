@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, override
 
 import numpy as np
 
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.format.records import ExpertProgress, Gaps
-from moe_ft.planning.experts import Counts, Expert, ExpertLayout
-from moe_ft.planning.lost_tokens import NEVER, Loss, TokenLedger, UnitVersion, job_plt
+from moe_ft.planning.experts import Counts, Expert, ExpertFacts, ExpertLayout
+from moe_ft.planning.lost_tokens import NEVER, Debts, Loss, TokenLedger, UnitVersion, job_plt
 from moe_ft.strategies.interface import (
     JobLoss,
     PersistPlan,
@@ -77,12 +78,25 @@ class PlannedRun:
         planned_tokens: tokens times top-k that a layer processes in the whole run.
         tokens_per_iteration: tokens times top-k of an iteration, on average.
         takes_whole: whether some snapshots hold all experts (--moe-ft-persist-dense-interval).
+        makes_up: whether lost tokens are owed to their experts (--moe-ft-capacity-boost).
     """
 
     interval: int | None
     planned_tokens: int
     tokens_per_iteration: int
     takes_whole: bool = False
+    makes_up: bool = False
+
+    @classmethod
+    def of(cls, config: MoeFtConfig, experts: ExpertFacts) -> "PlannedRun":
+        """Return the plan that settings and a job make."""
+        return cls(
+            interval=config.strategy.interval_iterations,
+            planned_tokens=experts.planned_tokens,
+            tokens_per_iteration=experts.tokens_per_iteration,
+            takes_whole=config.storage.persists_dense,
+            makes_up=config.recovery.capacity_boost > 0,
+        )
 
 
 class Turn(NamedTuple):
@@ -181,6 +195,7 @@ class RotatingExperts(Strategy):
         self.counted_layers = tuple(layers)
         self._experts, self._run = experts, run
         self._ledger = TokenLedger(layers, experts.num_experts, frozen)
+        self.debts = Debts(tokens=np.zeros_like(self._ledger.routed)) if run.makes_up else None
         self._saved = Versions.none(experts.num_layers, experts.num_experts)  # in memory
         self._persisted = self._saved  # on storage
         self._interval, self._saved_iteration = run.interval or 1, -1
@@ -201,7 +216,7 @@ class RotatingExperts(Strategy):
         return SnapshotPlan(
             levels=self._always,
             rotating=self._of_this_rank(selection, routed, gaps),
-            progress=bind(self._progress, turn, routed, gaps),
+            progress=bind(self._progress, turn, routed, gaps, self.debts),
         )
 
     def _of_this_rank(
@@ -222,37 +237,58 @@ class RotatingExperts(Strategy):
     @override
     def plan_breakpoint(self) -> PlanBreakpoint:
         routed, gaps, turn = self._ledger.routed, dict(self._ledger.gaps), self._turn
+        debts = self.debts
         levels = {**self._always, **dict.fromkeys(self._own, Level.FULL)}
         everything = tuple(tuple(range(self._experts.num_experts)) for _ in self.counted_layers)
 
         def plan(tokens: Callable[[], Counts | None]) -> SnapshotPlan:
             counts = tokens()
-            now = routed if counts is None else self._ledger.after(routed, counts)
+            now, owed = routed, debts
+            if counts is not None:
+                trained, made_up = np.split(counts, [len(self.counted_layers)])
+                now, owed = self._ledger.after(routed, trained), debts and debts.paid(made_up)
             return SnapshotPlan(
                 levels=levels,
                 rotating=self._of_this_rank(everything, now, gaps),
-                progress=bind(self._progress, turn, now, gaps),
+                progress=bind(self._progress, turn, now, gaps, owed),
             )
 
         return plan
 
     def _progress(
-        self, turn: Turn, routed: Counts, gaps: dict[str, tuple[Gaps, ...]]
+        self,
+        turn: Turn,
+        routed: Counts,
+        gaps: dict[str, tuple[Gaps, ...]],
+        debts: Debts | None,
     ) -> ExpertProgress:
         """Return the progress as it was when these numbers were taken."""
         return ExpertProgress(
             **turn._asdict(),
-            routed_tokens={
-                layer: tuple(routed[index].tolist())
-                for index, layer in enumerate(self.counted_layers)
-            },
+            routed_tokens=self._ledger.by_layer(routed),
             gaps=gaps,
             planned_tokens=self._run.planned_tokens,
+            owed=self._ledger.by_layer(debts.tokens) if debts and debts.num_left else {},
+            boost_left=debts.num_left if debts else 0,
         )
 
     @override
     def add_tokens(self, counts: Counts) -> None:
-        self._ledger.add(counts)
+        tokens, made_up = np.split(counts, [len(self.counted_layers)])
+        self._ledger.add(tokens)
+        self.debts = self.debts and self.debts.paid(made_up)
+
+    @override
+    def at_risk(self) -> dict[str, int]:
+        return {
+            target: int(np.maximum(0, self._ledger.trained - there.trained).sum())
+            for target, there in self._targets().items()
+            if (there.iterations != NEVER).any()
+        }
+
+    def _targets(self) -> dict[str, Versions]:
+        """Return the versions of the experts that are known to be somewhere."""
+        return {"memory": self._saved, "storage": self._persisted}
 
     def _note_saved(self, selection: Selection, trained: Counts, iteration: int) -> None:
         """Note that all ranks have a snapshot with these experts in memory."""
@@ -293,9 +329,13 @@ class RotatingExperts(Strategy):
         if progress is None:  # nothing was counted
             nothing = np.zeros_like(self._ledger.routed)
             turn = self._turn._replace(cursor=0)
-            progress = self._progress(turn, nothing, dict(self._ledger.gaps))
+            progress = self._progress(turn, nothing, dict(self._ledger.gaps), None)
         self._continue(progress)
-        return self._ledger.recover(progress.routed_tokens, restored, resumed.gaps_before)
+        loss = self._ledger.recover(progress.routed_tokens, restored, resumed.gaps_before)
+        if self.debts is not None:
+            before = Debts(tokens=self._ledger.table(progress.owed), num_left=progress.boost_left)
+            self.debts = before.owing(self._ledger.table(loss.lost))
+        return loss
 
     @override
     def settle_losses(self, losses: Sequence[Loss | None]) -> JobLoss:

@@ -88,11 +88,22 @@ def test_replica_made_of_gradients_is_the_state_of_its_owner_bit_for_bit(
         assert has_skipped == ("fp16" in name)
 
 
-def test_peers_of_partial_follow_in_what_every_snapshot_holds_and_get_experts_as_state(
-    job: CheckpointJob,
+# A rank has 150 kB besides 4 experts of 37 kB each.
+TURNS = {
+    "partial": (*PARTIAL, "--moe-ft-k-snapshot", "1"),
+    "selective": (
+        *("--moe-ft-strategy", "selective"),
+        *("--moe-ft-local-budget", "260000", "--moe-ft-remote-budget", "220000"),
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", share_of([*TURNS], "selective"))
+def test_peers_follow_in_what_every_snapshot_holds_and_get_experts_that_take_turns_as_state(
+    job: CheckpointJob, strategy: str
 ) -> None:
     set_model(job, {}, 20)
-    flags = (*PARTIAL, "--moe-ft-interval", "1", "--moe-ft-k-snapshot", "1", *FOLLOWED)
+    flags = (*TURNS[strategy], "--moe-ft-interval", "1", *FOLLOWED)
     job.run(*flags, "--exit-interval", "10", nodes=TWO_NODES).check()
     memory = job.memory_dir / "test"
     own, kept = (dict(regions(memory, each)) for each in ("rank_?????", "*_at_*"))
@@ -101,7 +112,7 @@ def test_peers_of_partial_follow_in_what_every_snapshot_holds_and_get_experts_as
     for rank in range(NUM_RANKS):
         sent = [line for line in check_sent(job, rank) if line["gradient_bytes"]]
         assert sent
-        assert all(line["state_bytes"] for line in sent)  # an expert of each layer
+        assert sum(line["state_bytes"] > 0 for line in sent) >= len(sent) - 1  # experts
     assert [kept[each] for each in sorted(common)] == [own[each] for each in sorted(common)]
     shutil.rmtree(memory / "node1")
     job.resume(*flags, nodes=TWO_NODES)

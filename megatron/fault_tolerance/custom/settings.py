@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
 from megatron.fault_tolerance.seams.settings import (
+    check_capacity_boost,
     check_event_log,
     check_state_dtype,
 )
@@ -73,6 +74,7 @@ def checked_config(
     registry.check(config, model)
     strategy = config.strategy.strategy
     check_refusals(argparse.Namespace(**vars(megatron), moe_ft_strategy=strategy))
+    check_capacity_boost(megatron, config)
     if config.strategy.is_on:
         check_state_dtype(megatron, config.precision)
     return config

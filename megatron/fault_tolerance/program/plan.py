@@ -42,6 +42,7 @@ from megatron.fault_tolerance.seams.refusals import (
     check_yaml,
 )
 from megatron.fault_tolerance.seams.settings import (
+    check_capacity_boost,
     check_sizes,
     check_state_dtype,
     check_upstream_log,
@@ -294,7 +295,9 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
         )
     check_sizes(args)
     check_refusals(args, refusals)
-    check_state_dtype(args, config_from_arguments(args).precision)
+    config = config_from_arguments(args)
+    check_state_dtype(args, config.precision)
+    check_capacity_boost(args, config)
     check_upstream_log(args)
     missing = [
         flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)

@@ -77,6 +77,7 @@ def checked_config(
     config = config_from_arguments(args)
     config.validate(args.world_size)
     check_upstream_log(args)
+    check_capacity_boost(args, config)
     if config.strategy.is_on:  # known only here, and needed only then
         check_state_dtype(args, config.precision)
         config.memory.resolve_job_id(os.environ)
@@ -185,6 +186,32 @@ def check_upstream_log(args: argparse.Namespace) -> None:
     if args.moe_ft_upstream_log:
         check_rules([_NO_STAGES], args)
         check_no_replay_is_refused(args, "--moe-ft-upstream-log")
+
+
+_BOOST = "--moe-ft-capacity-boost"
+_NO_CAPACITY = (
+    Rule(
+        "",
+        _BOOST,
+        lambda args: getattr(args, "moe_expert_capacity_factor", None) is None,
+        "without one no token is dropped, so none can be made up",
+        problem="needs --moe-expert-capacity-factor",
+    ),
+    Rule(
+        "",
+        _BOOST,
+        lambda args: getattr(args, "moe_pad_expert_input_to_capacity", False),
+        "all inputs of experts then have one size",
+        "Leave one of the two out",
+        problem="cannot be used with --moe-pad-expert-input-to-capacity",
+    ),
+)
+
+
+def check_capacity_boost(args: argparse.Namespace, config: MoeFtConfig) -> None:
+    """Raise ConfigError if experts are to exceed a capacity that they do not have, or may not exceed."""
+    if config.recovery.capacity_boost and config.strategy.is_on:
+        check_rules(_NO_CAPACITY, args)
 
 
 _SIZES = (

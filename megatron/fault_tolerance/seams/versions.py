@@ -96,6 +96,11 @@ SEAMS = (
         name="P2PCommunicator._communicate",
         named=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
     ),
+    Seam(
+        module="megatron.core.transformer.moe.router",
+        name="apply_router_token_dropping",
+        named=("router_topk", "capacity_factor", "drop_policy"),
+    ),
     Seam(module="megatron.core.transformer.moe.moe_logging", name="get_moe_metrics_tracker"),
     Seam(module="megatron.core.rerun_state_machine", name="RerunDataIterator.__next__"),
 )

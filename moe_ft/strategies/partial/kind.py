@@ -105,12 +105,7 @@ class Partial(StrategyKind):
         layout = ExpertLayout(
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
         )
-        run = PlannedRun(
-            interval=config.strategy.interval_iterations,
-            planned_tokens=experts.planned_tokens,
-            tokens_per_iteration=experts.tokens_per_iteration,
-            takes_whole=config.storage.persists_dense,
-        )
+        run = PlannedRun.of(config, experts)
         own = [unit for unit in rotating if catalog.owns(unit)]
         share = RankShare(
             always_bytes=sum(map(catalog.num_bytes, always)),

@@ -113,17 +113,13 @@ class Selective(StrategyKind):
                     f"--moe-ft-{flag}-budget={text} must be at least {loads.least_budget} bytes "
                     f"({size_text(loads.least_budget)}): the state outside experts, and one expert. Raise it."
                 )
-        run = PlannedRun(
-            interval=config.strategy.interval_iterations,
-            planned_tokens=experts.planned_tokens,
-            tokens_per_iteration=experts.tokens_per_iteration,
-            takes_whole=config.storage.persists_dense,
-        )
+        run = PlannedRun.of(config, experts)
         return SelectiveStrategy(
             *(always, own, layers, layout, options, run, loads),
             [rank for rank, _, _ in everyone].index(facts.rank),
             frozen,
             has_peers=config.memory.num_replicas != 0,
+            are_followed=config.memory.sends_gradients,
         )
 
 
@@ -141,4 +137,10 @@ def _loads(
     return RankLoads([always for _, always, _ in everyone], costs)
 
 
-SELECTIVE = Selective(name=NAME, options=SelectiveConfig, is_exact=False, leaves_out_frozen=True)
+SELECTIVE = Selective(
+    name=NAME,
+    options=SelectiveConfig,
+    is_exact=False,
+    follows_gradients=True,
+    leaves_out_frozen=True,
+)

@@ -104,6 +104,7 @@ class SelectiveSizes:
                     region_bytes=_always(rank),
                     pool_bytes=num_slots(len(sizes) + retained, most) * slot,
                     breakpoint_bytes=job.breakpoint_bytes,
+                    gradient_bytes=job.gradient_bytes(has_experts=False),
                 )
             )
         return max(shares, key=lambda share: share.own_bytes(persists=False))

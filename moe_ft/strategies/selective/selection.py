@@ -72,11 +72,17 @@ class RankLoads:
         """Budget with which every snapshot can hold an expert, and none holds more than its budget."""
         return int((self._always + self._most).max(initial=0))
 
-    def rooms(self, budget_bytes: int | None) -> npt.NDArray[np.int64]:
-        """Return ``[rank]`` bytes that are left for experts; None for a budget without limit."""
+    def rooms(
+        self, budget_bytes: int | None, *, are_followed: bool = False
+    ) -> npt.NDArray[np.int64]:
+        """Return ``[rank]`` bytes that are left for experts; None for a budget without limit.
+
+        Args:
+            are_followed: whether gradients stand for the state outside experts: 4 bytes for 12, or less.
+        """
         if budget_bytes is None:
             return np.full_like(self._always, np.iinfo(np.int64).max // 2)
-        return np.asarray(budget_bytes - self._always)
+        return np.asarray(budget_bytes - (-(-self._always // 3) if are_followed else self._always))
 
     def old_rooms(self, rooms: npt.NDArray[np.int64], turn: int) -> npt.NDArray[np.int64]:
         """Return ``[rank]`` bytes for experts beyond the age limit: a quarter, in whole experts.

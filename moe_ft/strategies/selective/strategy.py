@@ -4,8 +4,9 @@ selection.py chooses them; what it has in common with other strategies is in str
 are kept per target. What goes to peers is chosen among the versions in memory, so peers have what memory has
 or something older. All ranks of a stage make the same choices, each within its own bytes.
 
-Experts with gradients as their replicas would leave the selection here: they cost their gradient in every
-snapshot, and need no turn.
+With --moe-ft-replicate gradients peers follow the state outside experts, which leaves them room for more
+experts. No expert is followed: its step leads from the version before, and every snapshot of its owner would
+have to hold it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -91,17 +92,19 @@ class SelectiveStrategy(RotatingExperts):
         frozen: Collection[Expert] = (),
         *,
         has_peers: bool,
+        are_followed: bool = False,
     ) -> None:
         """Make the strategy of one rank at the start of a run.
 
         Args:
             layers: names of the stage's MoE layers, in the order of the counts.
             place: of this rank among those of the stage.
+            are_followed: whether peers get gradients of the state outside experts.
         """
         super().__init__(always, rotating, layers, experts, run, frozen)
         self._options, self._loads, self._place = options, loads, place
         self.local, self.remote = Budget(options.local_bytes), Budget(options.remote_bytes)
-        self._has_peers = has_peers
+        self._has_peers, self._are_followed = has_peers, are_followed
         self._takes_all = self.local.is_auto or run.takes_whole
         self._sent: Versions | None = None  # at peers; None until they have whatever memory has
         self._whole = np.zeros((experts.num_layers, experts.num_experts), np.bool_)
@@ -171,7 +174,8 @@ class SelectiveStrategy(RotatingExperts):
         """Return the experts that go to peers, of those that memory will have in these versions."""
         if not self._has_peers or self._sent is None or self.remote.num_bytes is None:
             return None
-        return self._choose(Need.between(self._sent, saved), self._rooms(self.remote))
+        rooms = self._loads.rooms(self.remote.num_bytes, are_followed=self._are_followed)
+        return self._choose(Need.between(self._sent, saved), rooms)
 
     def _select_whole(self, iteration: int) -> Selection:
         """Return experts that are not of this iteration yet: all, or as many as memory has room for."""
@@ -216,6 +220,11 @@ class SelectiveStrategy(RotatingExperts):
             self._sent = self._saved
         else:
             self._sent = self._sent.replaced(memo.remote, self._saved)
+
+    @override
+    def _targets(self) -> dict[str, Versions]:
+        found = super()._targets()
+        return found if self._sent is None else {**found, "peers": self._sent}
 
     @override
     def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:

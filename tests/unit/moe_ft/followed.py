@@ -21,6 +21,7 @@ from moe_ft.format.index import Index
 from moe_ft.state.gradients import check_repeatable
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor
+from moe_ft.topology import RankInfo
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_record, make_state
 from tests.unit.moe_ft.peer import SOURCE, TOKEN, Peer, replica_of
@@ -38,9 +39,14 @@ class Owner:
     """A rank with an optimizer, whose peer keeps replicas of each of its iterations."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype = torch.float32, *, factor: int = 1
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        *,
+        factor: int = 1,
+        peer: RankInfo | None = None,
     ) -> None:
-        """Begin with parameters of `SIZES` numbers times a factor."""
+        """Begin with parameters of `SIZES` numbers times a factor, and another peer than one of its own."""
         self.generator = torch.Generator().manual_seed(3)
         self.dtype, self.iteration = dtype, 0
         self.complete: int | None = None
@@ -61,9 +67,11 @@ class Owner:
         for region in self.regions:
             region.open()
             region.begin(self.layout.header)
-        self.peer, self.reports = Peer(folder, size), Reports()
-        self.faults: set[int] = set()
-        self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook, Clock())
+        self.reports, self.faults = Reports(), set[int]()
+        if peer is None:
+            self.peer = Peer(folder, size)
+            peer = self.peer.info
+        self.replicator = PeerReplicator([peer], TOKEN, self.reports, self._hook, Clock())
 
     def _random(self, size: int) -> torch.Tensor:
         return torch.randn(size, generator=self.generator)
@@ -165,4 +173,5 @@ class Owner:
 
     def close(self) -> None:
         self.replicator.close()
-        self.peer.close()
+        if hasattr(self, "peer"):
+            self.peer.close()

@@ -84,6 +84,25 @@ def test_help_can_be_printed_whatever_percent_signs_other_flags_have() -> None:
     assert "by default 0.5" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "needs --moe-expert-capacity-factor: without one no token is dropped.*Leave it out"),
+        (
+            ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
+            "cannot be used with --moe-pad-expert-input-to-capacity: all inputs.*Leave one",
+        ),
+    ],
+)
+def test_capacity_that_no_expert_may_exceed_is_not_raised(
+    flags: tuple[str, ...], message: str
+) -> None:
+    job = ("--mock-data", "--moe-ft-strategy", "partial", "--moe-ft-job-id", "test", *flags)
+    with pytest.raises(ConfigError, match=f"--moe-ft-capacity-boost {message}"):
+        checked_config(parse(*job, "--moe-ft-capacity-boost", "0.1"))
+    checked_config(parse(*job))
+
+
 def test_log_of_what_crosses_stages_needs_stages() -> None:
     flags = (
         "--mock-data",

@@ -23,6 +23,18 @@ def test_summary_of_a_finished_run_leaves_the_warming_up_out(tmp_path: Path) -> 
     assert "how it ended" not in text and "left out" not in text
 
 
+def test_bytes_to_peers_are_told_by_kind_and_tokens_at_risk_by_target(tmp_path: Path) -> None:
+    log = write_run(tmp_path, 0, [5.0])
+    for state, gradients in ((2048, 0), (1024, 1024)):
+        log.write("replicate", 1, state_bytes=state, gradient_bytes=gradients)
+    log.write("at_risk", 1, tokens={"memory": 10})
+    log.write("at_risk", 2, tokens={"memory": 30, "peers": 50})
+    text = " ".join(render(summarize(tmp_path), tmp_path).split())
+    assert "state, gradients to peers 3.00 KiB, 1.00 KiB (last rank)" in text
+    assert "tokens not in memory (mean) 20 tokens not in peers (mean) 50" in text
+    log.write("end", 2, reason="finished")
+
+
 def test_every_ending_is_told_apart(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0]).write(
         "stopped", 1, phase="forward", reason="RuntimeError: lost", silent_ranks=[1, 2]

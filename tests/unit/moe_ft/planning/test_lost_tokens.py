@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from moe_ft.format.records import Gaps
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.lost_tokens import (
+    BOOST_ITERATIONS,
     MAX_GAPS,
+    Debts,
     expected_plt,
     gaps_after,
     job_plt,
@@ -132,3 +134,21 @@ def test_plt_of_a_job_is_the_mean_over_layers_of_all_stages() -> None:
     lost, share = job_plt({"layer.0": (5, 5), "layer.1": (0, 2)}, 100)
     assert lost == 12
     assert share == pytest.approx(0.06)
+
+
+def test_debts_end_when_they_are_paid_or_given_up_and_a_recovery_adds_to_open_ones_alone() -> None:
+    one, two = np.array([[3, 0]]), np.array([[1, 2]])
+    debts = Debts(tokens=np.zeros((1, 2), np.int64))
+    assert debts.owing(0 * one) is debts
+    debts = debts.owing(one)
+    assert (debts.num_open, debts.num_left) == (3, BOOST_ITERATIONS)
+    debts = debts.paid(two)
+    assert (debts.tokens.tolist(), debts.num_left) == ([[2, 0]], BOOST_ITERATIONS - 1)
+    assert debts.owing(two).tokens.tolist() == [[3, 2]]
+    paid = debts.paid(one)
+    assert (paid.num_open, paid.num_left) == (0, 0)
+    for _ in range(BOOST_ITERATIONS - 1):
+        assert debts.num_open == 2
+        debts = debts.paid(0 * one)
+    assert (debts.num_open, debts.tokens.tolist()) == (0, [[2, 0]])  # given up
+    assert debts.owing(two).tokens.tolist() == [[1, 2]]

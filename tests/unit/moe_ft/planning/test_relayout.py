@@ -59,7 +59,7 @@ def test_versions_of_which_all_is_there_come_newest_first(
     assert complete_versions(parts, wanted) == expected
 
 
-def progress(layer: str, *, k: int = 1, cursor: int = 0) -> ExpertProgress:
+def progress(layer: str, *, k: int = 1, cursor: int = 0, left: int = 0) -> ExpertProgress:
     return ExpertProgress(
         cursor=cursor,
         k_snapshot=k,
@@ -69,15 +69,19 @@ def progress(layer: str, *, k: int = 1, cursor: int = 0) -> ExpertProgress:
         routed_tokens={layer: (3, 4)},
         gaps={layer: (((0, 1),), ())},
         planned_tokens=100,
+        owed={layer: (5 * left, 0)} if left else {},
+        boost_left=left,
     )
 
 
 def test_progress_of_all_stages_is_put_together_by_layer() -> None:
-    merged = merge_progress([progress("layer.0", cursor=2), progress("layer.1", cursor=3)])
+    parts = [progress("layer.0", cursor=2), progress("layer.1", cursor=3, left=7)]
+    merged = merge_progress(parts)
     assert merged is not None
     assert merged.cursor == 2
     assert merged.routed_tokens == {"layer.0": (3, 4), "layer.1": (3, 4)}
     assert merged.gaps.keys() == {"layer.0", "layer.1"}
+    assert (merged.owed, merged.boost_left) == ({"layer.1": (35, 0)}, 7)
     assert merge_progress([]) is None
 
 

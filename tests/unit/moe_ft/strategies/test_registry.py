@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
 from moe_ft.config.fields import Part
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
@@ -106,6 +106,11 @@ def test_settings_that_go_together_are_accepted(config: MoeFtConfig) -> None:
             ),
             MODEL,
             "--moe-ft-replicate=gradients cannot be used with --moe-ft-master-always-full: .*Leave one",
+        ),
+        (
+            replace(config_of("dense"), recovery=RecoveryConfig(capacity_boost=0.1)),
+            MODEL,
+            "--moe-ft-capacity-boost=0.1 cannot be used with --moe-ft-strategy=dense: .*or use partial",
         ),
         (
             config_of("sparse", SparseConfig(window="11")),

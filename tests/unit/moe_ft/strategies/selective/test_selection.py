@@ -1,6 +1,7 @@
 """Selection within budgets: the rule, its limits, and Algorithm 1, compared with all selections there are."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -181,3 +182,12 @@ def test_no_rank_holds_more_bytes_than_its_budget_however_experts_are_cut() -> N
             most = [loads.most_on_rank(rank, budget) for rank in range(num_ranks)]
             counts = (costs[:, picked] > 0).sum(axis=1)
             assert all(counts <= most)
+
+
+def test_gradients_in_place_of_state_outside_experts_leave_room_for_more_of_them() -> None:
+    loads = loads_of(layout(2, 4))
+    limit = ALWAYS + 3 * SIZE
+    assert loads.rooms(limit).tolist() == [3 * SIZE]
+    followed = loads.rooms(limit, are_followed=True).tolist()
+    assert followed == [3 * SIZE + ALWAYS - math.ceil(ALWAYS / 3)]
+    assert loads.rooms(None, are_followed=True).tolist() == loads.rooms(None).tolist()

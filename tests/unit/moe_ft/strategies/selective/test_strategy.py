@@ -143,6 +143,22 @@ def test_after_a_recovery_peers_get_whatever_they_lack() -> None:
     assert take([rank], 3)[0].remote is None
 
 
+def test_tokens_at_risk_are_those_that_each_target_lacks() -> None:
+    rank = strategy_of(layout(1, 4), **run_of(4, 1))
+    assert rank.at_risk() == {}
+    train([rank], np.array([[5, 6, 7, 8]]))
+    take([rank], 1)
+    assert rank.at_risk() == {"memory": 0, "peers": 0}
+    train([rank], np.array([[1, 0, 9, 0]]))
+    assert rank.at_risk() == {"memory": 10, "peers": 10}
+    take([rank], 2)  # all to memory, one expert to peers
+    assert rank.at_risk() == {"memory": 0, "peers": 1}
+    plan = rank.plan_persist()
+    train([rank], np.array([[0, 3, 0, 0]]))
+    rank.note_persisted(plan)
+    assert rank.at_risk() == {"memory": 3, "peers": 4, "storage": 3}
+
+
 @pytest.mark.parametrize("takes_whole", [False, True])
 def test_last_state_is_whole_after_as_many_snapshots_as_memory_makes_necessary(
     takes_whole: bool,
