@@ -91,7 +91,7 @@ docs-serve: .venv/installed
 # be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout kernel_code streams paper_tables gradient_replicas replica_sources
+    other_layout kernel_code streams paper_tables gradient_replicas replica_sources simulator_vs_measured
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

@@ -24,6 +24,8 @@ _LAZARUS = {
     "GPT-M": (12, 12, 1024, 1.3e9),
     "GPT-L": (16, 12, 1024, 1.7e9),
 }
+# Lazarus, Fig. 4, plan A: nodes of each expert. Its text prints the pairs that survive, not the placement.
+SPREAD = ({0, 1}, {1, 2, 3}, {0, 3, 4}, {0, 1, 2, 3, 4})
 _SKEWNESS = {0.25: 0.0469, 0.5: 0.0156, 0.75: 0.0052, 0.99: 0.000158}  # MoEvement, Appendix D
 
 # Figures that cannot be calculated: papers and places, and the reason.
@@ -221,16 +223,21 @@ def lazarus_rows() -> Iterator[Row]:
         if name != "GPT-M":
             size = 14 * shape.expert_parameters / 2**20
             yield _row("6.3", f"{name}, an expert, MiB", size, 63 if name == "GPT-S" else 112)
-    for plan, places, printed in (
-        ("A: spread", ({0, 1}, {1, 2, 3}, {2, 3, 4}, {0, 1, 2, 3, 4}), 5),
-        ("B: the rarest expert's nodes have all", ({0, 1}, {0, 1, 2}, {0, 1, 3}, {0, 1, 4}), 7),
+    for plan, places, printed, note in (
+        ("A: spread", SPREAD, 5, "one of the placements that leave the 5 pairs which it prints"),
+        (
+            *("B: the rarest expert's nodes have all", ({0, 1}, {0, 1, 2}, {0, 1, 3}, {0, 1, 4})),
+            *(7, "1 - C(3,2) / C(5,2)"),
+        ),
     ):
-        alive = [{*pair} for pair in itertools.combinations(range(5), 2)]
-        odds = sum(all(each & nodes for nodes in places) for each in alive)
-        note = (
-            "places read from the pairs of its drawing" if printed == 5 else "1 - C(3,2) / C(5,2)"
-        )
+        odds = len(surviving_pairs(places))
         yield _row("Fig. 4", f"{plan}, survivals of 10", odds, printed, ".0f", note)
+
+
+def surviving_pairs(places: Sequence[set[int]]) -> list[tuple[int, int]]:
+    """Return the pairs of five nodes that have all experts, given the nodes of each expert."""
+    pairs = itertools.combinations(range(5), 2)
+    return [pair for pair in pairs if all({*pair} & nodes for nodes in places)]
 
 
 def _windows() -> list[Row]:

@@ -23,7 +23,7 @@ from moe_ft.format.encoding import finite_or_name
 from moe_ft.saying import say
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
-_PROGRESS_BYTES = 64
+_PROGRESS_BYTES = 192
 _FIRST_BLOCK_BYTES = 1 << 16
 _MAX_TAIL_BYTES = 64 << 20  # hundreds of the longest lines, which hold the loads of all experts
 _MAX_LINE_BYTES = 16 << 20
@@ -52,6 +52,7 @@ class EventLog:
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank = directory, rank
         self.incarnation = 0
+        self.spent: tuple[float, ...] = ()  # what `Progress` has of them
         self._events_fd: int | None = None
         self._progress_fd: int | None = None
         # Keeps a file from being closed during a write. Reentrant, because a failed write closes the files.
@@ -117,7 +118,8 @@ class EventLog:
 
     def progress(self, iteration: int, phase: Phase) -> None:
         """Overwrite the progress record of this rank; takes about a microsecond."""
-        record = f"{self.incarnation} {iteration} {phase}".ljust(_PROGRESS_BYTES - 1) + "\n"
+        words = f"{self.incarnation} {iteration} {phase}", *(f"{each:.3f}" for each in self.spent)
+        record = " ".join(words).ljust(_PROGRESS_BYTES - 1) + "\n"
         with self._lock:
             if self._progress_fd is None:
                 return
@@ -134,11 +136,16 @@ class EventLog:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Progress of a rank: the last phase that it entered."""
+    """Progress of a rank: the last phase that it entered.
+
+    Attributes:
+        spent: what its time went into so far, as planning/time_shares.py has it; empty if nobody said.
+    """
 
     incarnation: int
     iteration: int
     phase: Phase
+    spent: tuple[float, ...] = ()
 
 
 def read_progress(directory: Path, rank: int) -> Progress | None:
@@ -146,7 +153,12 @@ def read_progress(directory: Path, rank: int) -> Progress | None:
     try:
         with _open(progress_path(directory, rank)) as file:
             words = file.read(_PROGRESS_BYTES).decode().split()
-        return Progress(incarnation=int(words[0]), iteration=int(words[1]), phase=Phase(words[2]))
+        return Progress(
+            incarnation=int(words[0]),
+            iteration=int(words[1]),
+            phase=Phase(words[2]),
+            spent=tuple(map(float, words[3:])),
+        )
     except (OSError, ValueError, IndexError):
         return None
 

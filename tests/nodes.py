@@ -88,9 +88,9 @@ class Nodes:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
-    def wait(self) -> list[int]:
+    def wait(self, deadline_s: float = _DEADLINE_S) -> list[int]:
         """Return how all agents that were started have ended."""
-        return [agent.wait(timeout=_DEADLINE_S) for _, agent in self._agents]
+        return [agent.wait(timeout=deadline_s) for _, agent in self._agents]
 
     def kill(self, name: str) -> None:
         """Kill all processes of a node, its agent first, which would start them again."""

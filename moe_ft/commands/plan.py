@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command, refuse
 from moe_ft.commands.pages import check_page, write_page
-from moe_ft.commands.plan_advice import Advice, Advisor
+from moe_ft.commands.plan_advice import Advice, Advisor, check_room
 from moe_ft.commands.plan_inputs import (
     Cluster,
     Model,
@@ -20,7 +20,8 @@ from moe_ft.commands.plan_inputs import (
     read_model,
     read_run,
 )
-from moe_ft.commands.plan_words import Told, as_html, as_json, as_text
+from moe_ft.commands.plan_words import Told, word
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
@@ -120,13 +121,19 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planned:
-    """A job, and what its plan rests on; no kind where all strategies are compared."""
+    """A job, and what its plan rests on.
+
+    Attributes:
+        kind: None where all strategies are compared.
+        limit: host memory of a node that checkpoints may take; None if nobody knows.
+    """
 
     job: PlannedJob
     kind: StrategyKind | None
     command: TrainingCommand
     values: "_Values"
     notes: list[str]
+    limit: float | None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -134,11 +141,10 @@ def run(options: argparse.Namespace) -> int:
     check_page(options.html)
     planned = _plan(options)
     if planned.kind is None or options.json or options.html is not None:
-        told = _advise(planned)
-        if options.html is not None:
-            write_page(options.html, as_html(told))
+        answer = word(_advise(planned))
+        write_page(options.html, answer)
         if planned.kind is None or options.json:
-            print(as_json(told) if options.json else as_text(told))
+            print(answer.as_json() if options.json else answer.as_text())
             return 0
     job, kind, notes = planned.job, registry.chosen(planned.job.config), planned.notes
     registry.check(
@@ -149,10 +155,28 @@ def run(options: argparse.Namespace) -> int:
     notes += planned.command.config.warnings(job.train_iterations)
     lines = "\n".join(f"note: {line}" for line in notes)
     survival = f"memory survives the loss of {_survival(job)}"
-    lost = [*live_replica_lines(job), *rerouting_lines(job)]
-    parts = [kind.report(job), survival, *lost, *log, *planned.values.text(), lines]
+    parts = [
+        _no_room(planned, kind),
+        kind.report(job),
+        survival,
+        *live_replica_lines(job),
+        *rerouting_lines(job),
+        *log,
+        *planned.values.text(),
+        lines,
+    ]
     print("\n\n".join(filter(None, parts)))
     return 0
+
+
+def _no_room(planned: _Planned, kind: StrategyKind) -> str:
+    """Return why the host memory of a node is too small; empty if it is not, or nobody knows."""
+    if planned.limit is None:
+        return ""
+    job, share = planned.job, kind.footprint(planned.job).share
+    num_bytes = share.total_bytes(persists=job.persists, replication_factor=job.replication_factor)
+    num_bytes += job.boundary_bytes(kind.longest_window(job.config))
+    return check_room(job, num_bytes, planned.limit)[1]
 
 
 def compare(words: Sequence[str]) -> Told:
@@ -187,7 +211,8 @@ def _plan(options: argparse.Namespace) -> _Planned:
         _check_fits(job, cluster)
     values.estimate_iteration(job)
     job = replace(job, measured=values.measured())
-    return _Planned(job=job, kind=kind, command=command, values=values, notes=notes)
+    limit = values.memory_limit(command.config)
+    return _Planned(job=job, kind=kind, command=command, values=values, notes=notes, limit=limit)
 
 
 def _survival(job: PlannedJob) -> str:
@@ -209,13 +234,7 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     """Compare all strategies, or look at the one that was chosen."""
     job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
-    limit = command.config.memory.host_memory_limit_bytes
-    if limit is None and values.cluster is not None:
-        limit = int(values.cluster.host_bytes * _TMPFS_SHARE)
-        values.assume(
-            "host memory for checkpoints", f"{limit / 2**30:,.0f} GiB", "half of a node's"
-        )
-    advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, limit)
+    advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, planned.limit)
     found = advisor.compare() if kind is None else advisor.examine(kind)
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
     return Told(job=job, advice=advice, assumptions=values.assumptions, notes=planned.notes)
@@ -282,6 +301,15 @@ class _Values:
     def assume(self, name: str, value: str, source: str) -> None:
         """Note an assumption."""
         self.assumptions.append((name, value, source))
+
+    def memory_limit(self, config: MoeFtConfig) -> float | None:
+        """Return the host memory of a node that checkpoints may take; None if nobody knows."""
+        limit = config.memory.host_memory_limit_bytes
+        if limit is None and self.cluster is not None:
+            limit = int(self.cluster.host_bytes * _TMPFS_SHARE)
+            found = f"{limit / 2**30:,.0f} GiB"
+            self.assume("host memory for checkpoints", found, "half of a node's")
+        return limit
 
     def measured(self) -> Measured:
         """Return the values; raise ConfigError for the first that cannot be."""

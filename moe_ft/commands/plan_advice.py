@@ -86,6 +86,22 @@ class Advice:
         return max(fitting, key=lambda each: (each.is_exact, each.ettr), default=None)
 
 
+def check_room(job: PlannedJob, rank_bytes: float, limit: float | None) -> tuple[float, str]:
+    """Return the host memory of a node, and why it does not fit; empty if it does.
+
+    Args:
+        rank_bytes: host memory of the rank with the most.
+        limit: bytes that checkpoints may take of a node; None if that is not known.
+    """
+    node_bytes = min(job.ranks_per_node, job.num_ranks) * rank_bytes
+    if limit is None or node_bytes <= limit:
+        return node_bytes, ""
+    return node_bytes, (
+        f"does not fit: needs {node_bytes / 2**30:,.0f} GiB of host memory per node, and "
+        f"{limit / 2**30:,.0f} GiB may be used"
+    )
+
+
 class Advisor:
     """Compares strategies for a job."""
 
@@ -160,13 +176,7 @@ class Advisor:
             costs, footprint = kind.costs(job), kind.footprint(job)
         except ConfigError as error:
             return self._alternative(name, kind, flags, problem=str(error))
-        node_bytes = min(job.ranks_per_node, job.num_ranks) * costs.host_bytes
-        problem = ""
-        if self._limit is not None and node_bytes > self._limit:
-            problem = (
-                f"does not fit: needs {node_bytes / 2**30:,.0f} GiB of host memory per node, and "
-                f"{self._limit / 2**30:,.0f} GiB may be used"
-            )
+        node_bytes, problem = check_room(job, costs.host_bytes, self._limit)
         stored = footprint.num_stored(job.config.storage.keep) * footprint.checkpoint_bytes
         return self._alternative(
             name,

@@ -4,25 +4,14 @@ plan_advice.py has the numbers, presets/plan.html the page.
 """
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_ft.commands.pages import (
-    LEFT,
-    WIDTH,
-    bar,
-    fill_page,
-    html_table,
-    key_of_colours,
-    label,
-    shares_table,
-    svg,
-)
+from moe_ft.commands.pages import LEFT, WIDTH, Answer, bar, key_of_colours, label, svg
 from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import describe_layout, describe_model, table
+from moe_ft.planning.report import table
 from moe_ft.planning.time_shares import Spent, TimeShares
 
 _HEADERS = (
@@ -54,45 +43,50 @@ class Told:
     assumptions: Sequence[tuple[str, str, str]]
     notes: Sequence[str]
 
-    @property
-    def headline(self) -> str:
-        """The recommendation in a sentence."""
-        best = self.advice.best
-        if best is None:
-            return "nothing fits: the table says what each alternative needs"
+
+def word(told: Told) -> Answer:
+    """Return advice in words."""
+    best, found = told.advice.best, told.advice.alternatives
+    flags: tuple[str, ...] = ()
+    headline, ettr = "nothing fits: the table says what each alternative needs", 0.0
+    limit = "fewer replicas, other formats (--moe-ft-state-dtype) or more nodes need less of a node"
+    if best is not None:
+        flags, ettr = best.flags, best.ettr
         lossy = "" if best.is_exact else "; recoveries lose tokens"
-        return f"recommended: {best.name}, {best.ettr:.2%} of the time is training (ETTR){lossy}"
-
-    @property
-    def limit(self) -> str:
-        """The largest share of the time that the recommendation loses, and its remedy."""
-        best = self.advice.best
-        if best is None:
-            return "fewer replicas, other formats (--moe-ft-state-dtype) or more nodes need less of a node"
-        lost = {name: best.shares[name] for name in _LIMITS}
-        most = max(lost, key=lambda name: lost[name])
-        return f"{lost[most]:.2%} of the time: {_LIMITS[most]}"
-
-
-def as_text(told: Told) -> str:
-    """Return the advice as people read it in a terminal."""
-    best, job = told.advice.best, told.job
-    parts = [f"{describe_model(job.model)}\n{describe_layout(job)}", told.headline]
-    if best is not None:
-        parts.append("\n".join(f"    {flag}" for flag in best.flags))
-    parts.append(table([_cells(each) for each in told.advice.alternatives], _HEADERS))
-    problems = [f"{each.name}: {each.problem}" for each in told.advice.alternatives if each.problem]
-    parts.append("\n".join(problems))
-    if best is not None:
-        parts.append(shares_table({best.name: best.shares}))
-    parts.append(f"what limits it: {told.limit}")
-    if best is not None:
-        parts.append(
-            table(_tornado(told.advice, best.ettr), ("input", "value", "x 0.5", "x 2", "swing"))
-        )
-    parts.append(table(told.assumptions, ("assumption", "value", "from")))
-    parts.append("\n".join(f"note: {line}" for line in told.notes))
-    return "\n\n".join(filter(None, parts))
+        headline = f"recommended: {best.name}, {ettr:.2%} of the time is training (ETTR){lossy}"
+        most = max(_LIMITS, key=lambda name: best.shares[name])
+        limit = f"{best.shares[most]:.2%} of the time: {_LIMITS[most]}"
+    tornado = table(_tornado(told.advice, ettr), ("input", "value", "x 0.5", "x 2", "swing"))
+    last = f"what limits it: {limit}"
+    return Answer(
+        job=told.job,
+        headline=headline,
+        headers=_HEADERS,
+        rows=[_cells(each) for each in found],
+        problems=[f"{each.name}: {each.problem}" for each in found if each.problem],
+        shares={} if best is None else {best.name: best.shares},
+        assumptions=told.assumptions,
+        notes=told.notes,
+        page="plan.html",
+        first="\n".join(f"    {flag}" for flag in flags),
+        last=last if best is None else f"{last}\n\n{tornado}",
+        values={
+            "recommended": None if best is None else best.name,
+            "flags": list(flags),
+            "limit": limit,
+            "parameters": told.job.model.num_parameters,
+            "active_parameters": round(told.job.model.active_parameters),
+            "alternatives": [_as_object(each) for each in found],
+            "sensitivities": [asdict(each) for each in told.advice.sensitivities],
+        },
+        parts={
+            "flags": "\n".join(map(html.escape, flags)),
+            "limit": html.escape(limit),
+            "keys": key_of_colours([*_LIMITS]),
+            "shares": _draw_shares([(each.name, each.shares) for each in found if each.ettr]),
+            "tornado": _draw_tornado(told.advice.sensitivities, ettr) if flags else "",
+        },
+    )
 
 
 def _cells(found: Alternative) -> tuple[str, ...]:
@@ -126,25 +120,6 @@ def _tornado(advice: Advice, ettr: float) -> list[tuple[str, ...]]:
     ]
 
 
-def as_json(told: Told) -> str:
-    """Return the advice for programs. Times are in seconds, sizes in bytes."""
-    best = told.advice.best
-    value = {
-        "recommended": None if best is None else best.name,
-        "flags": [] if best is None else list(best.flags),
-        "limit": told.limit,
-        "parameters": told.job.model.num_parameters,
-        "active_parameters": round(told.job.model.active_parameters),
-        "alternatives": [_as_object(each) for each in told.advice.alternatives],
-        "sensitivities": [asdict(each) for each in told.advice.sensitivities],
-        "assumptions": [
-            dict(zip(("name", "value", "from"), each, strict=True)) for each in told.assumptions
-        ],
-        "notes": list(told.notes),
-    }
-    return json.dumps(value, indent=1)
-
-
 def _as_object(found: Alternative) -> Mapping[str, Any]:
     value = {**asdict(found), "ettr": found.ettr}
     if found.costs is not None:
@@ -152,31 +127,6 @@ def _as_object(found: Alternative) -> Mapping[str, Any]:
         value["badput"] = found.shares.badput
         value["failure_s"] = found.costs.failure_s(found.costs.fastest)
     return value
-
-
-def as_html(told: Told) -> str:
-    """Return the advice as one page without scripts and without anything from elsewhere."""
-    best = told.advice.best
-    fitting = [each for each in told.advice.alternatives if each.ettr]
-    return fill_page(
-        "plan.html",
-        model=html.escape(describe_model(told.job.model)),
-        layout=html.escape(describe_layout(told.job)),
-        headline=html.escape(told.headline),
-        flags="\n".join(map(html.escape, () if best is None else best.flags)),
-        limit=html.escape(told.limit),
-        keys=key_of_colours([*_LIMITS]),
-        shares=_draw_shares([(each.name, each.shares) for each in fitting]),
-        alternatives=html_table(_HEADERS, [_cells(each) for each in told.advice.alternatives]),
-        problems="".join(
-            f"<p>{html.escape(f'{each.name}: {each.problem}')}</p>"
-            for each in told.advice.alternatives
-            if each.problem
-        ),
-        tornado="" if best is None else _draw_tornado(told.advice.sensitivities, best.ettr),
-        assumptions=html_table(("assumption", "value", "from"), told.assumptions),
-        notes="".join(f"<li>{html.escape(line)}</li>" for line in told.notes),
-    )
 
 
 def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> str:

@@ -25,7 +25,7 @@ from moe_ft.events import (
     read_lines_backwards,
     read_progress,
 )
-from moe_ft.planning.time_shares import Spent, TimeShares
+from moe_ft.planning.time_shares import TimeShares, TimeSpent
 
 _NUM_AROUND_RECOVERY = 5
 _NUM_RECENT = 20  # iterations of a rank, for a median
@@ -264,34 +264,18 @@ def _loss(event: _Line) -> float | None:
 
 
 def _share_time(events: Sequence[_Line]) -> TimeShares:
-    """Return what the time of a run went into.
-
-    Evaluation and logging between iterations count as productive. A log cannot tell recoveries from waits
-    for machines: the time between the iterations of two starts is that of recoveries, but for their replays.
-    """
-    seconds = dict.fromkeys(Spent, 0.0)
-    now_s, reached, replay_s, is_first = None, 0, 0.0, True
+    """Return what the time of a run went into."""
+    spent, replay_s, is_first = TimeSpent(), 0.0, True
     for event in events:
         if isinstance(event, _Start):
             is_first = True
         elif isinstance(event, _Recovery):
             replay_s += event.phases_s.get("replay", 0.0)
         elif isinstance(event, _Iteration):
-            elapsed_s = event.iteration_s if now_s is None else max(0.0, event.time - now_s)
-            if is_first:
-                gap_s = max(0.0, elapsed_s - event.iteration_s)
-                seconds[Spent.REDONE] += min(gap_s, replay_s)
-                seconds[Spent.RECOVERING] += gap_s - min(gap_s, replay_s)
-                elapsed_s -= gap_s
-            if event.iteration > reached:
-                stall_s = min(event.stall_s, elapsed_s)
-                seconds[Spent.BLOCKED] += stall_s
-                seconds[Spent.PRODUCTIVE] += elapsed_s - stall_s
-            else:
-                seconds[Spent.REDONE] += elapsed_s
-            now_s, reached = event.time, max(reached, event.iteration)
+            times = event.time, event.iteration_s, event.stall_s
+            spent.add(event.iteration, *times, replay_s if is_first else None)
             replay_s, is_first = 0.0, False
-    return TimeShares.of(seconds)
+    return TimeShares.of(spent.seconds)
 
 
 def show(value: float | None, form: str = ".3f") -> str:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from moe_ft.commands.pages import check_page, write_page
 from moe_ft.commands.plan import OPTIONS, compare
 from moe_ft.commands.plan_advice import Alternative
-from moe_ft.commands.simulate_words import Outcome, Simulation, as_html, as_json, as_text
+from moe_ft.commands.simulate_words import Outcome, Simulation, word
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import RecoveryKind
 from moe_ft.simulate.course import Pool
@@ -28,6 +28,10 @@ from moe_ft.simulate.repetitions import MOST, Setting, simulate
 
 FASTEST = "fastest"
 _MOST_FAILURES = 100_000  # of a run, which then takes seconds
+_SHRINKS = [
+    ("speed of n of N nodes", "n / N", "assumption: training does not shrink yet"),
+    ("a node that comes back", "a recovery, nothing redone", "assumption: likewise"),
+]
 _RECOVERIES = (FASTEST, *RecoveryKind)
 
 
@@ -56,6 +60,9 @@ _ABOVE = _Rule(words="a number above 0", fits=lambda value: _number(value) and 0
 _COUNT = _Rule(
     words="a whole number, at least 0", fits=lambda value: _integer(value) and value >= 0
 )
+_ONE_OR_MORE = _Rule(
+    words="a whole number, at least 1", fits=lambda value: _integer(value) and value >= 1
+)
 _TABLES: Mapping[str, Mapping[str, _Rule]] = {
     "job": {"flags": _TEXT, **dict.fromkeys(OPTIONS, _ANY)},
     "failures": {
@@ -64,9 +71,7 @@ _TABLES: Mapping[str, Mapping[str, _Rule]] = {
             words="from 0.2 to 10", fits=lambda value: _number(value) and 0.2 <= value <= 10
         ),
         "crash_share": _SHARE,
-        "rack_nodes": _Rule(
-            words="a whole number, at least 1", fits=lambda value: _integer(value) and value >= 1
-        ),
+        "rack_nodes": _ONE_OR_MORE,
         "rack_share": _SHARE,
     },
     "machines": {
@@ -75,6 +80,7 @@ _TABLES: Mapping[str, Mapping[str, _Rule]] = {
             words="seconds, at least 0", fits=lambda value: _number(value) and 0 <= value < math.inf
         ),
         "return_h": _ABOVE,
+        "least_nodes": _ONE_OR_MORE,
     },
     "run": {
         "hours": _ABOVE,
@@ -102,9 +108,9 @@ def run(options: argparse.Namespace) -> int:
     """Simulate the run that a file describes, and print how it went."""
     check_page(options.html)
     result = simulate_file(options.config)
-    if options.html is not None:
-        write_page(options.html, as_html(result))
-    print(as_json(result) if options.json else as_text(result))
+    answer = word(result)
+    write_page(options.html, answer)
+    print(answer.as_json() if options.json else answer.as_text())
     return 0
 
 
@@ -133,9 +139,8 @@ def simulate_file(path: Path) -> Simulation:
         for each in told.advice.alternatives
     ]
     outcomes.sort(key=lambda each: 0.0 if each.result is None else -each.result.ettr)
-    return Simulation(
-        job=told.job, setting=setting, outcomes=outcomes, assumptions=told.assumptions
-    )
+    assumptions = [*told.assumptions, *_SHRINKS] if setting.pool.least_nodes else told.assumptions
+    return Simulation(job=told.job, setting=setting, outcomes=outcomes, assumptions=assumptions)
 
 
 def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
@@ -171,6 +176,12 @@ def _setting(
             f"{horizon_s / mtbf_s:,.0f} failures, which must be at most {_MOST_FAILURES:,}. "
             "Lower the hours, or raise job.mtbf_s."
         )
+    least_nodes = machines.get("least_nodes")
+    if least_nodes is not None and least_nodes > num_nodes:
+        raise ConfigError(
+            f"machines.least_nodes={least_nodes} must be at most the {num_nodes} nodes of the job. Lower it, "
+            "or leave it out."
+        )
     return_h = machines.get("return_h", math.inf if "spares" in machines else 0.0)
     given.pop("trace", None)
     return Setting(
@@ -181,6 +192,7 @@ def _setting(
             replace_s=machines.get("replace_s", 0.0),
             return_s=3600 * return_h,
             are_there=trace is None,
+            least_nodes=least_nodes,
         ),
         horizon_s=horizon_s,
         seed=run.get("seed", 0),

@@ -4,7 +4,6 @@ presets/simulate.html has the page, planning/time_shares.py the words for the us
 """
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,16 +13,14 @@ from moe_ft.commands.pages import (
     LEFT,
     ROW,
     WIDTH,
+    Answer,
     bar,
-    fill_page,
     html_table,
     key_of_colours,
     label,
-    shares_table,
     svg,
 )
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import describe_layout, describe_model, table
 from moe_ft.planning.time_shares import Spent
 from moe_ft.simulate.course import Course
 from moe_ft.simulate.failures import Failures
@@ -60,39 +57,55 @@ class Simulation:
         """Names and results of those that can be."""
         return [(each.name, each.result) for each in self.outcomes if each.result is not None]
 
-    @property
-    def headline(self) -> str:
-        """The setting in a sentence."""
-        pool, failures = self.setting.pool, self.setting.failures
-        comes = "as the trace has them"
-        if isinstance(failures, Failures):
-            comes = f"every {failures.mtbf_s:,.6g} s on average"
-        return (
-            f"{self.job.num_ranks:,} ranks on {pool.num_nodes:,} nodes, {pool.num_spares:,} spare; "
-            f"{self.setting.horizon_s / 3600:.4g} hours, failures {comes}; seed {self.setting.seed}"
-        )
 
-    @property
-    def problems(self) -> list[str]:
-        """Lines on what cannot be, and on intervals that are wider than wanted."""
-        lines = [f"{each.name}: {each.problem}" for each in self.outcomes if each.problem]
-        return lines + [
-            f"{name}: the interval is wider than {self.setting.tolerance:.2%} of ETTR after "
-            f"{found.num_repetitions:,} runs"
-            for name, found in self.done
-            if not found.is_converged
-        ]
-
-
-def as_text(result: Simulation) -> str:
-    """Return the result as people read it in a terminal."""
-    parts = [f"{describe_model(result.job.model)}\n{describe_layout(result.job)}", result.headline]
-    parts.append(table([_cells(each) for each in result.outcomes], _HEADERS))
-    parts.append("\n".join(result.problems))
-    if result.done:
-        parts.append(shares_table({name: found.shares for name, found in result.done}))
-    parts.append(table(result.assumptions, ("assumption", "value", "from")))
-    return "\n\n".join(filter(None, parts))
+def word(simulation: Simulation) -> Answer:
+    """Return a simulation in words."""
+    setting, done, outcomes = simulation.setting, simulation.done, simulation.outcomes
+    pool, failures = setting.pool, setting.failures
+    comes, drawn = "as the trace has them", None
+    if isinstance(failures, Failures):
+        comes, drawn = f"every {failures.mtbf_s:,.6g} s on average", asdict(failures)
+    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
+    problems += [
+        f"{name}: the interval is wider than {setting.tolerance:.2%} of ETTR after "
+        f"{found.num_repetitions:,} runs"
+        for name, found in done
+        if not found.is_converged
+    ]
+    num_ranks = simulation.job.num_ranks
+    courses = [(name, found.first) for name, found in done]
+    shares = {name: found.shares for name, found in done}
+    return Answer(
+        job=simulation.job,
+        headline=f"{num_ranks:,} ranks on {pool.num_nodes:,} nodes, {pool.num_spares:,} spare; "
+        f"{setting.horizon_s / 3600:.4g} hours, failures {comes}; seed {setting.seed}",
+        headers=_HEADERS,
+        rows=[_cells(each) for each in outcomes],
+        problems=problems,
+        shares=shares,
+        assumptions=simulation.assumptions,
+        page="simulate.html",
+        values={
+            "nodes": pool.num_nodes,
+            "spares": pool.num_spares,
+            "hours": setting.horizon_s / 3600,
+            "seed": setting.seed,
+            "failures": drawn or "trace",
+            "alternatives": [_as_object(each) for each in outcomes],
+        },
+        parts={
+            "shares": html_table(
+                ("time", *shares),
+                [(use, *(f"{each[use]:.2%}" for each in shares.values())) for use in Spent],
+            ),
+            "keys": key_of_colours([*Spent]),
+            "timeline": _draw_timeline(courses, setting.horizon_s),
+            "curves": "".join(
+                f"<h3>{html.escape(name)}</h3>{_draw_curve(course, setting.horizon_s)}"
+                for name, course in courses
+            ),
+        },
+    )
 
 
 def _cells(each: Outcome) -> tuple[str, ...]:
@@ -110,23 +123,6 @@ def _cells(each: Outcome) -> tuple[str, ...]:
         f"{found.lost_iterations:.1f} iterations" if found.lost_iterations else "none",
         f"{found.num_repetitions:,}",
     )
-
-
-def as_json(result: Simulation) -> str:
-    """Return the result for programs. Times are in seconds, sizes in bytes."""
-    failures, pool = result.setting.failures, result.setting.pool
-    value = {
-        "nodes": pool.num_nodes,
-        "spares": pool.num_spares,
-        "hours": result.setting.horizon_s / 3600,
-        "seed": result.setting.seed,
-        "failures": asdict(failures) if isinstance(failures, Failures) else "trace",
-        "alternatives": [_as_object(each) for each in result.outcomes],
-        "assumptions": [
-            dict(zip(("name", "value", "from"), each, strict=True)) for each in result.assumptions
-        ],
-    }
-    return json.dumps(value, indent=1)
 
 
 def _as_object(each: Outcome) -> dict[str, Any]:
@@ -153,31 +149,6 @@ def _as_object(each: Outcome) -> dict[str, Any]:
     return value
 
 
-def as_html(result: Simulation) -> str:
-    """Return the result as one page without scripts and without anything from elsewhere."""
-    horizon_s = result.setting.horizon_s
-    courses = [(name, found.first) for name, found in result.done]
-    return fill_page(
-        "simulate.html",
-        model=html.escape(describe_model(result.job.model)),
-        layout=html.escape(describe_layout(result.job)),
-        headline=html.escape(result.headline),
-        alternatives=html_table(_HEADERS, [_cells(each) for each in result.outcomes]),
-        problems="".join(f"<p>{html.escape(line)}</p>" for line in result.problems),
-        shares=html_table(
-            ("time", *(name for name, _ in result.done)),
-            [(use, *(f"{found.shares[use]:.2%}" for _, found in result.done)) for use in Spent],
-        ),
-        keys=key_of_colours([*Spent]),
-        timeline=_draw_timeline(courses, horizon_s),
-        curves="".join(
-            f"<h3>{html.escape(name)}</h3>{_draw_curve(course, horizon_s)}"
-            for name, course in courses
-        ),
-        assumptions=html_table(("assumption", "value", "from"), result.assumptions),
-    )
-
-
 def _draw_timeline(courses: Sequence[tuple[str, Course]], horizon_s: float) -> str:
     """Return a row of spans for each course."""
     scale, parts = (WIDTH - LEFT) / horizon_s, []
@@ -190,7 +161,7 @@ def _draw_timeline(courses: Sequence[tuple[str, Course]], horizon_s: float) -> s
 
 def _draw_curve(course: Course, horizon_s: float) -> str:
     """Return the share of the time so far that was productive: goodput, from 0 to 1."""
-    running_s = course.seconds[Spent.PRODUCTIVE] + course.seconds[Spent.BLOCKED]
+    running_s = sum(end - start for start, end, use in course.spans if use is Spent.PRODUCTIVE)
     useful = course.seconds[Spent.PRODUCTIVE] / running_s if running_s else 0.0
     scale, height = (WIDTH - LEFT) / horizon_s, ROW * _CURVE_ROWS
     done_s, points = 0.0, []

@@ -155,6 +155,7 @@ class Checkpoints(LoopListener):
     def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
+        self._loop.replay_s = outcome.phases_s.get("replay", 0.0)
         self._log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
         if self._log.rank == 0:
             say(continuation_of(outcome))

@@ -46,6 +46,7 @@ class LoopState:
         most_iteration: the latest that may be recovered, in a repair; None for any.
         stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
         num_replayed: iterations that this rank ran again in it.
+        replay_s: their time.
     """
 
     iteration: int = 0
@@ -61,6 +62,7 @@ class LoopState:
     most_iteration: int | None = None
     stages_alone: Sequence[int] = ()
     num_replayed: int = 0
+    replay_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ The events are its start, its iterations and its end; a record that is overwritt
 
 import os
 import socket
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from moe_ft.loop.listeners import (
     Repair,
 )
 from moe_ft.loop.training_loop import TrainingLoop
+from moe_ft.planning.time_shares import Spent, TimeShares, TimeSpent
 from moe_ft.saying import say
 from moe_ft.state.digest import digest_state
 
@@ -37,12 +39,17 @@ class Progress(LoopListener):
         self._config, self._training = config, training
         self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
+        self._spent, self._is_first = TimeSpent(), True  # iteration of this start
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
     def before_setup(self) -> None:
         """Read how far this rank has come in the start before."""
         before = read_progress(self._log.directory, self._log.rank)
-        if before is not None and before.phase is Phase.BETWEEN:
+        if before is None or not self._has_log:
+            return
+        self._spent = TimeSpent.continue_from(before.spent)
+        self._log.spent = self._spent.numbers
+        if before.phase is Phase.BETWEEN:
             self._unlogged = before.iteration + 1
 
     def after_setup(self, built: Built) -> None:
@@ -59,6 +66,7 @@ class Progress(LoopListener):
 
     def after_recovery(self) -> None:
         """Write the event "start", and what the loop will not do any more."""
+        self._is_first = True
         if not self._has_log:
             return
         iteration, fields = self._loop.iteration, self._training.start_fields()
@@ -87,7 +95,18 @@ class Progress(LoopListener):
         """Write the event "iteration", and its times where the loop writes its own numbers."""
         times = {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}
         idle_s = self._loop.idle_s
-        known = times if idle_s is None else {**times, "idle_s": idle_s}
+        self._spent.add(
+            ended.iteration,
+            time.time(),
+            iteration_s=ended.seconds,
+            stall_s=self._loop.stall_s,
+            replay_s=self._loop.replay_s if self._is_first else None,
+        )
+        self._is_first, self._log.spent = False, self._spent.numbers
+        shares = TimeShares.of(self._spent.seconds)
+        known = {**times, **{f"time/{use}": shares[use] for use in Spent}}
+        if idle_s is not None:
+            known["idle_s"] = idle_s
         self._training.write_numbers(known, iteration=ended.iteration)
         if not self._has_log:
             return  # reading a loss waits for the GPU

@@ -1,11 +1,11 @@
 """Shares of the time of a job: the one vocabulary of plans, simulations and reports of runs.
 
-Here they are calculated from costs. moe_ft/simulate draws failures over these, and `moe_ft report` reads them
-from an event log.
+Here they are calculated from costs, and noted as a run goes: for TensorBoard, and for `moe_ft report`, which
+reads an event log. moe_ft/simulate draws failures over the costs.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from moe_ft.planning.costs import Costs, RecoveryKind, ettr
@@ -70,6 +70,67 @@ class TimeShares:
     def badput(self) -> dict[str, float]:
         """The shares that are not productive, by BadputType of ml-goodput-measurement."""
         return {name: sum(self[use] for use in uses) for name, uses in _BADPUT.items()}
+
+
+@dataclass(kw_only=True, slots=True)
+class TimeSpent:
+    """Uses of the time of a run so far, from its first iteration on, as one rank sees them.
+
+    Evaluation and logging between iterations count as productive. A rank cannot tell recoveries from waits
+    for machines: the time between the iterations of two starts is that of recoveries, but for their replays.
+
+    Attributes:
+        seconds: by use.
+        reached: the latest iteration that was done.
+        ended_s: when the last one ended, in seconds since 1970; 0 before it.
+    """
+
+    seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
+    reached: int = 0
+    ended_s: float = 0.0
+
+    def add(
+        self,
+        iteration: int,
+        ended_s: float,
+        iteration_s: float,
+        stall_s: float,
+        replay_s: float | None = None,
+    ) -> None:
+        """Note an iteration.
+
+        Args:
+            ended_s: in seconds since 1970.
+            replay_s: of the recovery before it, if it is the first one of a start; None if it is not.
+        """
+        seconds = self.seconds
+        elapsed_s = max(0.0, ended_s - self.ended_s) if self.ended_s else iteration_s
+        if replay_s is not None:
+            gap_s = max(0.0, elapsed_s - iteration_s)
+            seconds[Spent.REDONE] += min(gap_s, replay_s)
+            seconds[Spent.RECOVERING] += gap_s - min(gap_s, replay_s)
+            elapsed_s -= gap_s
+        if iteration > self.reached:
+            stall_s = min(stall_s, elapsed_s)
+            seconds[Spent.BLOCKED] += stall_s
+            seconds[Spent.PRODUCTIVE] += elapsed_s - stall_s
+        else:
+            seconds[Spent.REDONE] += elapsed_s
+        self.ended_s, self.reached = ended_s, max(self.reached, iteration)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers that `continue_from` takes."""
+        return self.reached, self.ended_s, *self.seconds.values()
+
+    @classmethod
+    def continue_from(cls, numbers: Sequence[float]) -> "TimeSpent":
+        """Return what an earlier process has noted; nothing if these are not its numbers."""
+        if len(numbers) != 2 + len(Spent):
+            return cls()
+        reached, ended_s, *seconds = numbers
+        by_use = dict(zip(Spent, seconds, strict=True))
+        return cls(seconds=by_use, reached=int(reached), ended_s=ended_s)
 
 
 def calculate_shares(costs: Costs, kind: RecoveryKind, mtbf_s: float) -> TimeShares:

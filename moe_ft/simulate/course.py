@@ -20,11 +20,14 @@ class Pool:
     """Machines that a job may have.
 
     Attributes:
-        num_nodes: that it trains on; it waits until it has all of them.
+        num_nodes: that it trains on; it waits until it has all of them, or `least_nodes`.
         num_spares: idle ones, ready to take the place of a lost one.
         replace_s: until a spare has taken a place.
         return_s: until a lost machine is mended and a spare; infinite for never.
         are_there: whether all are there at the start. With a trace they come as it says.
+        least_nodes: with which it trains while others are missing; None if it needs all. An assumption: with
+            n of N nodes it has n / N of its speed, and a node that comes stops it for as long as a recovery
+            takes until state is back.
     """
 
     num_nodes: int
@@ -32,6 +35,7 @@ class Pool:
     replace_s: float = 0.0
     return_s: float = math.inf
     are_there: bool = True
+    least_nodes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +103,7 @@ class _Run:
         reached: the farthest that it was. An iteration is productive until then, and redone from then on.
         state: the iteration of the first snapshot of the newest state that a recovery can begin with.
         stored: that of the newest one on storage.
+        next_state: the earliest first snapshot of a state after the last recovery.
         lost: places whose memory is gone since copies of all states were complete.
         getting_ready_s, replaying_s: that are left of the recovery.
         places: machines that the job has, None for one that it lacks.
@@ -117,6 +122,7 @@ class _Run:
     state: float = 0.0
     stored: float = 0.0
     recovered: float = -1.0
+    next_state: float = 0.0
     lost: set[int] = field(default_factory=set)
     getting_ready_s: float = 0.0
     replaying_s: float = 0.0
@@ -155,38 +161,53 @@ class _Run:
         if self.events:
             until_s = min(until_s, self.events[0][0])
         most_s = max(0.0, until_s - self.now_s)
-        if self.num_missing:
+        speed = 1 - self.num_missing / self.pool.num_nodes
+        if self.is_short:
             self._spend(Spent.WAITING, most_s)
         elif self.getting_ready_s > 0:
             self.getting_ready_s -= self._spend(Spent.RECOVERING, min(most_s, self.getting_ready_s))
         elif self.replaying_s > 0:
-            self.replaying_s -= self._spend(Spent.REDONE, min(most_s, self.replaying_s))
+            self.replaying_s -= speed * self._spend(
+                Spent.REDONE, min(most_s, self.replaying_s / speed), speed
+            )
         elif self.is_recovering:
             self._recover()
         elif self.position < self.reached:
-            left_s = (self.reached - self.position) * redo_s
-            spent_s = self._spend(Spent.REDONE, min(most_s, left_s))
-            self.position = self.reached if spent_s == left_s else self.position + spent_s / redo_s
+            left_s = (self.reached - self.position) * redo_s / speed
+            spent_s = self._spend(Spent.REDONE, min(most_s, left_s), speed)
+            done = spent_s * speed / redo_s
+            self.position = self.reached if spent_s == left_s else self.position + done
         else:
-            num_iterations = most_s / step_s
-            self._spend(Spent.PRODUCTIVE, most_s)
+            num_iterations = most_s * speed / step_s
+            self._spend(Spent.PRODUCTIVE, most_s, speed)
             self.seconds[Spent.PRODUCTIVE] -= num_iterations * costs.blocked_s
             self.seconds[Spent.BLOCKED] += num_iterations * costs.blocked_s
             self.position = self.reached = self.position + num_iterations
 
-    def _spend(self, use: Spent, seconds: float) -> float:
+    @property
+    def is_short(self) -> bool:
+        """True if training waits for machines."""
+        least, num_nodes = self.pool.least_nodes, self.pool.num_nodes
+        return num_nodes - self.num_missing < (num_nodes if least is None else least)
+
+    def _spend(self, use: Spent, seconds: float, speed: float = 1.0) -> float:
+        """Let time go by. What missing machines would have done counts as waiting."""
         if seconds > 0:
             start_s = self.now_s
             if self.spans and self.spans[-1][2] is use:
                 start_s = self.spans.pop()[0]
             self.now_s += seconds
-            self.seconds[use] += seconds
+            self.seconds[use] += seconds * speed
+            if speed < 1:
+                self.seconds[Spent.WAITING] += seconds * (1 - speed)
             self.spans.append((start_s, self.now_s, use))
         return seconds
 
     def _recover(self) -> None:
         """End a recovery: the state is there, and has all its copies again."""
         self.position = self.state + self.costs.window - 1 if self.state else 0.0
+        if self.kind is RecoveryKind.LOCAL:  # no snapshots are taken while a stage computes alone
+            self.next_state = math.floor(self.reached) + 1.0
         self.is_recovering = False
         self.lost.clear()
         self.num_recoveries += 1
@@ -239,7 +260,7 @@ class _Run:
 
     def _newest(self, state: float, first: float, interval: float, lag: float) -> float:
         """Return the newest state that is complete, given the last one that was, 0 for none."""
-        following = state + interval if state else first
+        following = max(state + interval if state else first, self.next_state)
         complete = following + self.costs.window - 1 + lag
         if self.position < complete or not math.isfinite(interval):
             return state
@@ -276,4 +297,6 @@ class _Run:
         elif self.joining.get(machine) == place:
             del self.joining[machine]
             self.places[place] = machine
+            if self.reached and not (self.is_short or self.is_recovering):  # trains without it
+                self.getting_ready_s = self.costs.recoveries[self.kind].ready_s
             self.num_missing -= 1

@@ -14,14 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize, training
 
@@ -86,9 +85,14 @@ def build_stages(
     kinds: dict[Hashable, _Ranks] = {}
     parameters: dict[UnitId, int] = {}
     pipeline = [0]  # the first rank of each stage, known once a world is made
+    # Megatron lists the ranks of every group for each world; all worlds have the same groups.
+    rank_groups = functools.cache(_rank_groups)
     for number in range(args.pipeline_model_parallel_size):
         model_config, described = stock_config(args)
-        with _world(args, model_config, pipeline[number]) as world, _without_memory():
+        with (
+            _world(args, model_config, pipeline[number], rank_groups) as world,
+            _without_memory(),
+        ):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             model = builder(model_config).build_distributed_models(
                 pg_collection=groups,
@@ -146,8 +150,19 @@ class _World:
         }
 
 
+_list_groups: Callable[..., list[list[int]]] = parallel_state.generate_masked_orthogonal_rank_groups
+
+
+def _rank_groups(
+    world_size: int, parallel_size: tuple[int, ...], mask: tuple[bool, ...]
+) -> list[list[int]]:
+    return _list_groups(world_size, [*parallel_size], [*mask])
+
+
 @contextmanager
-def _world(args: argparse.Namespace, model_config: Any, rank: int) -> Iterator[_World]:
+def _world(
+    args: argparse.Namespace, model_config: Any, rank: int, rank_groups: Function
+) -> Iterator[_World]:
     """Let this process be a rank of the job, whose peers do not exist."""
     assert not dist.is_initialized(), "a plan is made where nothing trains"
     world = _World(rank)
@@ -155,6 +170,13 @@ def _world(args: argparse.Namespace, model_config: Any, rank: int) -> Iterator[_
     with Patches() as patches:
         patches.set(global_vars, "_GLOBAL_ARGS", args)
         patches.wrap(parallel_state, "create_group", world.note)
+        patches.set(
+            parallel_state,
+            "generate_masked_orthogonal_rank_groups",
+            lambda size, parallel, mask: [
+                [*ranks] for ranks in rank_groups(size, tuple(parallel), tuple(mask))
+            ],
+        )
         try:
             initialize._initialize_distributed(
                 functools.partial(embedding_ranks, model_config), None, None
@@ -320,16 +342,18 @@ class _Ranks:
         for buffer in self._buffers() if names else ():
             if buffer.params[0] not in names:
                 continue
-            shard = SimpleNamespace(rank=lambda: place.rank, size=lambda: place.size)
-            with Patches() as patches:
-                patches.set(buffer, "data_parallel_group", shard)
-                (buckets,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
-            for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    slices[names[parameter]] = ranges["param"].start, ranges["param"].end
+            for bucket in buffer.buckets:
+                # Megatron's own map of a bucket lists the shards of all ranks for each of them.
+                size = bucket.grad_data.numel() // place.size
+                start = bucket.offset + place.rank * size
+                ranges = DistributedOptimizer._build_model_gbuf_param_range_map(
+                    buffer.param_index_map, Range(start, start + size), bucket.offset
+                )
+                for parameter, found in ranges.items():
+                    slices[names[parameter]] = found["param"].start, found["param"].end
         shared = [each for each in own if not each.is_sharded]
-        assign = slice_assignment(sharding)
-        assigned = assign([each.parameter.numel() for each in shared], place.size)[place.rank]
+        elements = tuple(each.parameter.numel() for each in shared)
+        assigned = _assign(sharding, elements, place.size)[place.rank]
         return slices | {each.name: one for each, one in zip(shared, assigned, strict=True)}
 
     @functools.cached_property
@@ -340,6 +364,13 @@ class _Ranks:
             shared, leaves_out_frozen=False, packings=self._config.precision.packings
         )
         return sum(each.parameter.numel() for each in shared), replicated_bytes(catalog)
+
+
+@functools.lru_cache(maxsize=8)  # each rank of a stage asks for all
+def _assign(
+    sharding: str, num_elements: tuple[int, ...], num_ranks: int
+) -> Sequence[Sequence[tuple[int, int]]]:
+    return slice_assignment(sharding)(num_elements, num_ranks)
 
 
 def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes:

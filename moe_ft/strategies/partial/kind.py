@@ -101,15 +101,18 @@ class Partial(StrategyKind):
         always, rotating = divide_units(
             catalog.units, master_always_full=options.master_always_full
         )
-        layers, frozen = experts_of_stage(facts.gather(catalog.units), experts.num_experts)
+        own = [unit for unit in rotating if catalog.owns(unit)]
+        # One exchange: a plan asks all ranks of a stage for what they give before the first can be built.
+        most = max(map(catalog.num_bytes, own), default=0)
+        everyone = facts.gather((catalog.units, most))
+        layers, frozen = experts_of_stage([units for units, _ in everyone], experts.num_experts)
         layout = ExpertLayout(
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
         )
         run = PlannedRun.of(config, experts)
-        own = [unit for unit in rotating if catalog.owns(unit)]
         share = RankShare(
             always_bytes=sum(map(catalog.num_bytes, always)),
-            unit_bytes=max(facts.gather(max(map(catalog.num_bytes, own), default=0))),
+            unit_bytes=max(num_bytes for _, num_bytes in everyone),
             replicated_bytes=facts.replicated_bytes * (config.strategy.sharding == "adaptive"),
             ep_ranks=tuple(facts.dp_ep_ranks),
         )

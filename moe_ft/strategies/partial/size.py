@@ -6,22 +6,25 @@ planning/planned_job.py. The paper counts other bytes and other slices: benchmar
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.planning.host_memory import MemoryShare, num_slots
-from moe_ft.planning.planned_job import PlannedJob, PlannedRank, PlannedStage
+from moe_ft.planning.planned_job import PlannedJob, PlannedRank, PlannedStage, UnitBytes
 from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.strategy import PartialStrategy
-from moe_ft.units import UnitId, UnitKind
+from moe_ft.units import Level, Part, UnitId, UnitKind
 
 Build = Callable[[MoeFtConfig, RankFacts], Strategy]
+Sizes = npt.NDArray[np.int64]  # [rank] bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +119,7 @@ class _Stage:
     def __init__(self, job: PlannedJob, stage: PlannedStage, build: Build) -> None:
         self._job, self._stage, self._build = job, stage, build
         self._gathered: list[list[Any]] = []
-        largest: dict[UnitId, PlannedRank] = {}
-        for rank in stage.ranks:
-            for unit in rank.units:
-                known = largest.setdefault(unit, rank)
-                if rank.num_bytes(unit) > known.num_bytes(unit):
-                    largest[unit] = rank
-        # It has every expert of the stage, so its plans say which are selected.
-        self._whole = replace(
-            stage.ranks[0], sizes={unit: rank.sizes[unit] for unit, rank in largest.items()}
-        )
+        self._bytes, self._whole = _tabulate(stage)
 
     def _strategy(self, config: MoeFtConfig, rank: PlannedRank) -> PartialStrategy:
         """Return the strategy of a rank, which gathers values of all ranks of the stage."""
@@ -165,46 +159,53 @@ class _Stage:
     def rotation(self, config: MoeFtConfig, k: int) -> Iterator[list[int]]:
         """Yield ``[rank]`` bytes, for each snapshot until the selection is that of the first."""
         strategy = self._strategy(config, self._whole)
-        units = {unit: place for place, unit in enumerate(sorted(strategy.rotating))}
-        rotating = np.array([[_bytes(rank, unit) for unit in units] for rank in self._stage.ranks])
         num_experts = self._job.model.num_experts
-        always: dict[tuple[int, ...] | None, list[int]] = {}  # by the division of replicated state
+        always: dict[tuple[int, ...] | None, Sizes] = {}  # by the division of replicated state
         for number in range(num_experts // math.gcd(num_experts, k)):
             window = strategy.plan_window(number)
             (plan,) = window.snapshots
-            chosen = [units[unit] for unit in plan.rotating]
             if plan.shares not in always:
-                always[plan.shares] = [_always_bytes(rank, plan) for rank in self._stage.ranks]
-            yield (rotating[:, chosen].sum(axis=1, dtype=np.int64) + always[plan.shares]).tolist()
+                always[plan.shares] = self._always(plan)
+            yield (self._bytes.of(plan.rotating) + always[plan.shares]).tolist()
             strategy.note_begun(window)
             strategy.note_complete(window, number)
 
+    def _always(self, plan: SnapshotPlan) -> Sizes:
+        """Return ``[rank]`` bytes of what every snapshot holds, replicated state as a plan divides it."""
+        if plan.shares is None:
+            return self._bytes.of(plan.levels)
+        ends, shared = list(accumulate(plan.shares, initial=0)), []
+        for rank in self._stage.ranks:
+            elements, num_bytes = rank.replicated
+            first, last = (elements * ends[rank.dp_rank + each] // ends[-1] for each in (0, 1))
+            shared.append((last - first) * (num_bytes // elements))
+        experts = [unit for unit in plan.levels if unit.kind is UnitKind.EXPERT]
+        return self._bytes.of(experts) + np.array(shared, np.int64)
+
     def heaviest(self, config: MoeFtConfig) -> PartialStrategy:
         """Return the strategy of the rank with the most in every snapshot."""
-        always = self._strategy(config, self._whole).always
-        return self._strategy(
-            config,
-            max(self._stage.ranks, key=lambda rank: sum(_bytes(rank, unit) for unit in always)),
-        )
+        always = self._bytes.of(self._strategy(config, self._whole).always)
+        return self._strategy(config, self._stage.ranks[int(always.argmax())])
 
     def memory_shares(self, config: MoeFtConfig) -> Iterator[MemoryShare]:
         """Yield what the checkpoints take of the heaviest rank among those that save as much of experts."""
         plans = [
             each.snapshots[0] for each in self._strategy(config, self._whole).possible_windows()
         ]
-        by_experts: dict[tuple[int, ...], tuple[int, PlannedRank]] = {}
-        for rank in self._stage.ranks:
-            most = max(_always_bytes(rank, plan) for plan in plans)
+        most = np.max([self._always(plan) for plan in plans], axis=0)
+        by_experts: dict[tuple[int, ...], int] = {}
+        for place, rank in enumerate(self._stage.ranks):
             key = tuple(
                 each.full for unit, each in rank.sizes.items() if unit.kind is UnitKind.EXPERT
             )
-            if key not in by_experts or most > by_experts[key][0]:
-                by_experts[key] = most, rank
-        for most, rank in by_experts.values():
+            if most[by_experts.setdefault(key, place)] < most[place]:
+                by_experts[key] = place
+        for place in by_experts.values():
+            rank = self._stage.ranks[place]
             strategy = self._strategy(config, rank)
             slots = num_slots(len(strategy.rotating), strategy.most_rotating)
             slot = max(map(rank.slot_bytes, strategy.rotating), default=0)
-            yield MemoryShare(region_bytes=most, pool_bytes=slots * slot)
+            yield MemoryShare(region_bytes=int(most[place]), pool_bytes=slots * slot)
 
 
 class _GatherError(Exception):
@@ -215,19 +216,34 @@ class _GatherError(Exception):
         self.value = value
 
 
-def _bytes(rank: PlannedRank, unit: UnitId) -> int:
-    return rank.num_bytes(unit) if unit.whole in rank.sizes else 0
+class _Bytes:
+    """Bytes that the ranks of a stage save, by unit and part."""
+
+    def __init__(self, stage: PlannedStage) -> None:
+        units = dict.fromkeys(unit for rank in stage.ranks for unit in rank.sizes)
+        parts = [replace(unit, part=part) for unit in units for part in Part]
+        self._columns = {unit: column for column, unit in enumerate(parts)}
+        self._bytes = np.zeros((len(stage.ranks), len(parts)), np.int64)
+        for row, rank in zip(self._bytes, stage.ranks, strict=True):
+            for unit, sizes in rank.sizes.items():
+                first = self._columns[unit.whole]
+                row[first : first + len(Part)] = [sizes.at(part, Level.FULL) for part in Part]
+
+    def of(self, units: Iterable[UnitId]) -> Sizes:
+        """Return ``[rank]`` the bytes of some units."""
+        columns = [self._columns[unit] for unit in units]
+        return cast(Sizes, self._bytes[:, columns].sum(axis=1, dtype=np.int64))
 
 
-def _always_bytes(rank: PlannedRank, plan: SnapshotPlan) -> int:
-    """Return the bytes of what every snapshot holds, with the replicated state as a plan divides it."""
-    if plan.shares is None:
-        return sum(_bytes(rank, unit) for unit in plan.levels)
-    elements, num_bytes = rank.replicated
-    ends = list(accumulate(plan.shares, initial=0))
-    first, last = (elements * ends[rank.dp_rank + each] // ends[-1] for each in (0, 1))
-    experts = (unit for unit in plan.levels if unit.kind is UnitKind.EXPERT)
-    return sum(_bytes(rank, unit) for unit in experts) + (last - first) * (num_bytes // elements)
+@lru_cache(maxsize=16)  # advice asks for the same stages again and again
+def _tabulate(stage: PlannedStage) -> tuple[_Bytes, PlannedRank]:
+    """Return the bytes of all ranks, and a rank with every expert: its plans say which are selected."""
+    largest: dict[UnitId, UnitBytes] = {}
+    for rank in stage.ranks:
+        for unit, sizes in rank.sizes.items():
+            if unit not in largest or sizes.full > largest[unit].full:
+                largest[unit] = sizes
+    return _Bytes(stage), replace(stage.ranks[0], sizes=largest)
 
 
 def largest_hidden_k(

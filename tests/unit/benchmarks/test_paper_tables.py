@@ -69,3 +69,9 @@ def test_every_row_of_the_data_has_its_cells() -> None:
         tables = json.load(file)
     for table, mtbfs in paper_ettr.MTBF_S.items():
         assert len(cells(table)) == len(tables[table]) * len(mtbfs)
+
+
+def test_spread_placement_of_lazarus_leaves_the_pairs_that_its_text_prints() -> None:
+    printed = [(1, 2), (1, 3), (1, 4), (2, 4), (2, 5)]
+    found = paper_tables.surviving_pairs(paper_tables.SPREAD)
+    assert [(one + 1, other + 1) for one, other in found] == printed

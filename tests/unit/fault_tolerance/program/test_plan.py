@@ -1,8 +1,11 @@
 """Command lines that are planned: what is completed, noted and refused, and the stages that are built."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
+from megatron.fault_tolerance.program import stages
 from megatron.fault_tolerance.program.plan import plan_job
 from moe_ft.commands.command_line import read_command
 from moe_ft.errors import ConfigError
@@ -69,6 +72,25 @@ def test_stages_that_differ_in_the_numbers_of_layers_alone_are_planned_once() ->
     assert job.num_ranks == 8
     assert job.by_rank([["a"], ["b"], ["c"]]) == ["a", "b", "b", "c"]
     assert job.model.num_moe_layers == 8
+
+
+def test_groups_of_all_ranks_are_listed_as_often_for_many_stages_as_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def num_lists(num_stages: int) -> int:
+        lists: list[int] = []
+
+        def count(world_size: int, *of: list[Any]) -> list[list[int]]:
+            lists.append(world_size)
+            return list_groups(world_size, *of)
+
+        monkeypatch.setattr(stages, "_list_groups", count)
+        words = "--num-layers", "8", "--pipeline-model-parallel-size", f"{num_stages}"
+        planned(*SMALL, *words, world_size=8)
+        return len(lists)
+
+    list_groups = stages._list_groups
+    assert num_lists(2) == num_lists(4) > 0
 
 
 def test_tensor_parallel_ranks_save_what_one_rank_would() -> None:

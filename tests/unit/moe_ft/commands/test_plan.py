@@ -124,6 +124,20 @@ def test_plan_says_which_failures_memory_survives(
     assert found in text
 
 
+@pytest.mark.parametrize("strategy", ["dense", "sparse"])
+def test_strategy_that_does_not_fit_the_host_is_an_answer(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*SMALL, "--moe-ft-strategy", strategy, "--moe-ft-window", "2"]
+    assert main(["plan", "--world-size", "4", "--", *flags]) == 0
+    fits = capsys.readouterr().out
+    limit = ["--moe-ft-host-memory-limit", "1KB"]
+    assert main(["plan", "--world-size", "4", "--", *flags, *limit]) == 0
+    problem, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert problem == "does not fit: needs 0 GiB of host memory per node, and 0 GiB may be used"
+    assert rest == fits
+
+
 def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "--world-size", "8", "--ranks-per-node", "4", "--", "torchrun")
     launch = ("--nproc-per-node", "gpu", "pretrain_gpt_moe.py")

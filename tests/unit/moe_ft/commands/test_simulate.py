@@ -2,6 +2,7 @@
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -76,6 +77,22 @@ def test_job_that_fits_no_host_is_an_answer(
     assert "sparse at peers: does not fit: needs 0 GiB of host memory per node" in text
 
 
+def test_shrinking_is_named_as_an_assumption_and_shortens_the_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spares = "[machines]\nspares = 0\nreturn_h = 0.5\n"
+    assert main(["simulate", f"{written(tmp_path, spares)}", "--json"]) == 0
+    waits = json.loads(capsys.readouterr().out)
+    assert main(["simulate", f"{written(tmp_path, spares + 'least_nodes = 1')}", "--json"]) == 0
+    shrinks = json.loads(capsys.readouterr().out)
+    assert waits["assumptions"] == shrinks["assumptions"][:-2]
+    assert shrinks["assumptions"][-2]["from"] == "assumption: training does not shrink yet"
+    both = (sorted(each["alternatives"], key=itemgetter("name")) for each in (waits, shrinks))
+    for before, after in zip(*both, strict=True):
+        assert after["time"]["waiting"] < before["time"]["waiting"]
+        assert after["ettr"] > before["ettr"]
+
+
 def test_trace_says_who_is_there_and_how_often_machines_fail(tmp_path: Path) -> None:
     (tmp_path / "spot.csv").write_text(
         "0,add,a\n0,add,b\n0,add,c\n900000,remove,a\n1800000,remove,b\n"
@@ -103,6 +120,10 @@ def test_trace_says_who_is_there_and_how_often_machines_fail(tmp_path: Path) -> 
         ("[failures]\ncrash_share = 2\n", "failures.crash_share=2 must be from 0 to 1"),
         ("[failures]\nrack_share = 0.1\n", "failures.rack_share=0.1 needs failures.rack_nodes"),
         ("[machines]\nspares = -1\n", "machines.spares=-1 must be a whole number, at least 0"),
+        (
+            "[machines]\nleast_nodes = 9\n",
+            "machines.least_nodes=9 must be at most the 2 nodes of the job",
+        ),
         ("[run]\nhours = 0\n", "run.hours=0 must be a number above 0"),
         ("[run]\nhours = true\n", "run.hours=True must be a number above 0"),
         ('[run]\nrecovery = "pray"\n', "run.recovery='pray' must be fastest or restart or keep"),

@@ -1,8 +1,9 @@
 """Events, digests and numbers of a run have all their fields, and one incarnation on all ranks."""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import pytest
 import torch
@@ -229,7 +230,48 @@ def test_times_of_an_iteration_are_in_tensorboard_also_without_a_log(
     assert {
         name: [(each.step, each.value) for each in found.Scalars(name)]
         for name in found.Tags()["scalars"]
-    } == {"moe-ft/iteration_s": [(6, 2.0)], "moe-ft/stall_s": [(6, 0.25)]}
+    } == {
+        "moe-ft/iteration_s": [(6, 2.0)],
+        "moe-ft/stall_s": [(6, 0.25)],
+        "moe-ft/time/productive": [(6, 0.875)],
+        "moe-ft/time/blocked": [(6, 0.125)],
+        **{f"moe-ft/time/{use}": [(6, 0.0)] for use in ("redone", "recovering", "waiting")},
+    }
+
+
+class _Numbers(MegatronLoop):
+    """A loop that keeps the numbers that are written."""
+
+    def __init__(self) -> None:
+        self.last: Mapping[str, float] = {}
+
+    @override
+    def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
+        self.last = numbers
+
+
+def test_shares_of_the_time_are_those_of_report_also_after_a_restart(
+    tmp_path: Path, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 102.5, 112.5, 114.5, 116.5])
+    monkeypatch.setattr("moe_ft.loop.progress.time.time", lambda: next(clock))
+    for first, last in ((1, 3), (2, 4)):  # the second start has the state of iteration 1
+        numbers, log = _Numbers(), EventLog(tmp_path, 0)
+        progress = Progress(CONFIG, numbers, LoopState(stall_s=0.5, replay_s=first - 1), log)
+        progress.before_setup()
+        log.start()
+        log.incarnation = first - 1
+        with monkeypatch.context() as logged:  # `time` of events: not on this clock
+            logged.setattr(log, "write", lambda *args, **values: None)
+            progress.after_recovery()
+            for iteration in range(first, last):
+                progress.after_iteration(ended(iteration))
+                progress.enter_phase(iteration, Phase.FORWARD)
+        log.close()
+    # 2 and 2.5 s; 10 s until iteration 2 again, of which it takes 2 and its replay 1; 2 s for iteration 3.
+    spent = {"productive": 1.5 + 2.0 + 1.5, "blocked": 1.5, "redone": 1.0 + 2.0, "recovering": 7.0}
+    shares = {f"time/{use}": seconds / 16.5 for use, seconds in spent.items()}
+    assert {name: numbers.last[name] for name in shares} == pytest.approx(shares)
 
 
 EVERY = ObservabilityConfig(event_log="somewhere", state_digest_interval=3)

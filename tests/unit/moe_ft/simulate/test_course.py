@@ -1,5 +1,6 @@
 """Courses of runs, worked out by hand."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind, StoredStates
 from moe_ft.planning.time_shares import Spent
+from moe_ft.simulate import course as course_module
 from moe_ft.simulate.course import Course, Pool, run_course
-from moe_ft.simulate.failures import Change
+from moe_ft.simulate.failures import Change, Failures
 from tests.unit.moe_ft.simulate.costs import costs
 
 
@@ -42,6 +44,33 @@ def test_periodic_failures_take_their_recovery_and_what_came_after_the_last_stat
         (241, 1000, Spent.PRODUCTIVE),
     )
     assert (found.num_failures, found.num_recoveries, found.num_fallbacks) == (2, 2, 0)
+
+
+def test_stage_that_computes_alone_takes_no_snapshots() -> None:
+    recovery = RecoveryCosts(processes_s=1.0, replay_s=1.0, redo_share=0.5)
+    found = costs(interval=3.0, window=3, recoveries={RecoveryKind.LOCAL: recovery})
+    lost = strike(14.25, 0), strike(26.0, 1)
+    done = run_course(found, RecoveryKind.LOCAL, Pool(num_nodes=4, num_spares=9), lost, 40.0)
+    # At 14.25 the window that begins with 10 is complete, and from 12 on iterations take half as long, until
+    # 17.375. The next window begins with 15. At 26, in iteration 22.875, that of 18 is the newest.
+    assert done.seconds[Spent.REDONE] == pytest.approx(1 + 2.25 / 2 + 1 + 2.875 / 2)
+
+
+def test_job_that_may_shrink_trains_slower_until_the_machine_is_back() -> None:
+    found = course(costs(), strike(105, 0), num_spares=0, return_s=100.0, least_nodes=3)
+    # Of 4 nodes 3 are left: 5 iterations again take 5 / 0.75 s, and at 205 the fourth stops them for 30 s.
+    assert found.spans[:2] == ((0, 105, Spent.PRODUCTIVE), (105, 135, Spent.RECOVERING))
+    assert found.spans[2][1] == pytest.approx(135 + 5 / 0.75)
+    assert found.spans[4:] == ((205, 235, Spent.RECOVERING), (235, 1000, Spent.PRODUCTIVE))
+    assert found.seconds[Spent.WAITING] == pytest.approx(70 / 4)
+    assert found.seconds[Spent.REDONE] == pytest.approx(5)
+    assert found.shares.productive == pytest.approx(1 - (60 + 5 + 70 / 4) / 1000)
+
+
+def test_job_that_has_too_few_machines_to_shrink_waits() -> None:
+    lost = strike(100, 0), strike(100, 1)
+    found = course(costs(), *lost, num_spares=0, return_s=100.0, least_nodes=3)
+    assert found.seconds[Spent.WAITING] == pytest.approx(100)
 
 
 def test_state_counts_from_when_it_is_complete() -> None:
@@ -152,3 +181,22 @@ def test_all_of_the_time_is_accounted_for(
     assert done.spans[0][0] == 0 and done.spans[-1][1] == pytest.approx(1000)
     for before, after in zip(done.spans, done.spans[1:], strict=False):
         assert before[1] == after[0]
+
+
+@pytest.mark.parametrize("num_nodes", [16, 16_384])
+def test_work_of_a_course_is_that_of_its_failures_and_not_of_its_nodes(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[float] = []
+
+    def advance(run: course_module._Run, until_s: float) -> None:
+        steps.append(until_s)
+        original(run, until_s)
+
+    original = course_module._Run.advance
+    monkeypatch.setattr(course_module._Run, "advance", advance)
+    pool = Pool(num_nodes=num_nodes, num_spares=5, return_s=3600.0, replace_s=10.0)
+    drawn = Failures(mtbf_s=600.0).draw(num_nodes, Random(1))
+    found = run_course(costs(), RecoveryKind.RESTART, pool, drawn, 12 * 3600.0)
+    assert 40 < found.num_failures < 110
+    assert len(steps) < 10 * found.num_failures

@@ -1,12 +1,17 @@
 """Bytes of ranks with partial experts: sums, and the limits that follow."""
 
 import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
+from moe_ft.planning.experts import experts_of_stage
+from moe_ft.strategies.partial import kind
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.kind import PARTIAL
 from moe_ft.strategies.partial.size import PartialSizes, Workload, largest_hidden_k
+from moe_ft.units import UnitId
 from tests.unit.moe_ft.planning.described import SMALL, planned_job
 
 REPLICATED = tuple(word for word in SMALL if word != "--use-distributed-optimizer")
@@ -65,3 +70,22 @@ def test_hidden_k_fits_and_the_next_does_not_and_automatic_k_is_no_larger(
     hidden = largest_hidden_k(sizes.plan_workload, NUM_EXPERTS, float(budget_bytes))
     assert hidden == sum(each <= budget_bytes for each in most)
     assert sizes.automatic_k(budget_bytes) <= max(1, hidden)
+
+
+def test_ranks_of_a_stage_are_asked_without_reading_what_all_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def num_readings(world_size: int) -> int:
+        read: list[int] = []
+
+        def count(units: Sequence[Iterable[UnitId]], num_experts: int) -> Any:
+            read.append(len(units))
+            return experts_of_stage(units, num_experts)
+
+        monkeypatch.setattr(kind, "experts_of_stage", count)
+        job = planned_job(*SMALL, "--moe-ft-strategy", "partial", world_size=world_size)
+        PartialSizes(job, PartialConfig(), PARTIAL.build).plan_workload(1)
+        assert set(read) == {world_size // 2}
+        return len(read)
+
+    assert num_readings(8) == num_readings(64) > 0

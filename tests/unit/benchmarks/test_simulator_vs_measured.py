@@ -1,0 +1,131 @@
+"""A profile is read from event logs, the simulation finds what the job did, and rows run once."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import simulator_vs_measured
+from benchmarks.event_logs import Event, Log
+from benchmarks.lost_nodes import LEAST_DISTANCE, Row, check, draw_failures, rows
+from benchmarks.measured_profile import Profile, read_profile
+from benchmarks.simulator_vs_measured import Results, compare
+from moe_ft.planning.time_shares import Spent
+
+GEMINI = Row(preset="gemini", recovery="keep")
+
+
+def lines(rank: int, *, tier: str = "peer") -> Iterator[Event]:
+    """Yield the events of a rank: iterations of 1 s, a failure at 10.4 s that brings 9 back, 14 at last."""
+
+    def event(time_s: float, name: str, iteration: int, **values: Any) -> Event:
+        start = int(time_s > 10.4)
+        return {
+            "time": time_s,
+            "event": name,
+            "iteration": iteration,
+            "incarnation": start,
+        } | values
+
+    def iterations(first: int, ends_s: list[float], first_s: float = 1.0) -> Iterator[Event]:
+        for iteration, end_s in enumerate(ends_s, first):
+            seconds = first_s if iteration == first else 1.0
+            yield event(end_s, "iteration", iteration, iteration_s=seconds)
+            yield event(end_s + 0.3, "snapshot", iteration, seconds=0.25)
+            yield event(end_s + 0.9, "replicate", iteration, seconds=0.25 + 0.25 * rank)
+
+    yield event(0.0, "start", 0)
+    yield from iterations(1, [float(each) for each in range(1, 11)])
+    if rank == 1:
+        yield event(10.4, "fault_injected", 10)
+    phases_s = {"inventory": 0.1, "plan": 0.1, "restore": 0.3}
+    recovered = {"phases_s": phases_s, "replayed_iterations": 0, "lost_tokens": 0}
+    more = {"scope": "global", "target_iteration": 9, "sources": {tier: 3}}
+    yield event(12.9, "recovery", 9, **recovered, **more)
+    yield event(13.0, "start", 9)
+    yield from iterations(10, [14.5, 15.5, 16.5, 17.5, 18.5], 1.5)
+    yield event(19.0, "end", 14, reason="finished")
+
+
+def logs(**values: Any) -> list[Log]:
+    return [sorted(lines(rank, **values), key=lambda each: each["time"]) for rank in range(2)]
+
+
+def test_profile_is_what_happened_on_the_slowest_rank() -> None:
+    profile = read_profile(logs())
+    assert (profile.wall_s, profile.num_iterations, profile.step_s) == (15.5, 11, 1.0)
+    assert (profile.interval, profile.window) == (1.0, 1)
+    assert profile.lag == pytest.approx(
+        0.75
+    )  # committed after 0.25 s, with its peer after 0.5 more
+    (failure,) = profile.failures
+    assert failure.time_s == pytest.approx(7.4)
+    assert failure.state_s == pytest.approx(0.5)
+    assert failure.processes_s == pytest.approx(
+        13.0 - 10.4 - 0.5 + 0.5
+    )  # the first iteration's excess
+    assert (failure.num_redone, failure.num_replayed) == (1, 0)
+    assert Profile.of(json.loads(json.dumps(profile.as_object()))) == profile
+
+
+def test_simulation_of_a_profile_comes_as_far_as_the_job() -> None:
+    found = compare(GEMINI, read_profile(logs()), iteration_s=0.9)
+    assert found.measured.productive == pytest.approx(11 * 0.9 / 15.5)
+    assert found.measured.blocked == pytest.approx(11 * 0.1 / 15.5)
+    assert found.measured.redone == pytest.approx(1.4 / 15.5)  # iteration 10, and what 11 had done
+    assert sum(found.measured[use] for use in Spent) == pytest.approx(1)
+    for use in Spent:
+        assert found.simulated[use] == pytest.approx(found.measured[use], abs=1e-6)
+
+
+def test_answers_that_are_not_those_of_a_row_are_noticed() -> None:
+    failures = [(10, 1)]
+    check(GEMINI, logs(), failures)
+    with pytest.raises(AssertionError, match="0 recoveries from peer"):
+        check(GEMINI, logs(tier="memory"), failures)
+    with pytest.raises(AssertionError, match=r"repairs in \[\], not \[10\]"):
+        check(Row(preset="gemini", recovery="repair"), logs(), failures)
+    with pytest.raises(AssertionError, match="a recovery was global"):
+        check(Row(preset="moevement", recovery="local"), logs(), failures)
+    with pytest.raises(AssertionError, match="has recovered 1 times"):
+        check(GEMINI, logs(), [*failures, (20, 1)])
+
+
+def test_failures_leave_room_for_each_recovery_and_are_the_same_for_all_rows() -> None:
+    drawn = draw_failures(50, 24)
+    assert drawn == draw_failures(50, 24)
+    distances = [after - before for (before, _), (after, _) in zip(drawn, drawn[1:], strict=False)]
+    assert min(distances) > LEAST_DISTANCE
+    assert sum(distances) / len(distances) == pytest.approx(24.5, rel=0.2)
+
+
+def test_rows_run_once_and_only_if_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(row: Row, *_: Any) -> Any:
+        ran.append(row.name)
+        if row.name == "moc-keep":
+            raise AssertionError("the job ended with 1")
+        return {"digests": []}
+
+    monkeypatch.setattr(simulator_vs_measured, "run_row", run)
+    monkeypatch.setattr(simulator_vs_measured, "write_data", lambda folder: [])
+    options = argparse.Namespace(failures=2, every=10, rows=[], minutes=3.0)
+
+    def left(setting: int) -> tuple[list[str], list[str]]:
+        ran.clear()
+        results = Results(tmp_path / "results.json", {"failures": setting})
+        return simulator_vs_measured.run_rows(options, results), list(ran)
+
+    said, first = left(2)
+    fitting = [each.name for each in rows(()) if each.recovery != "restart"]
+    assert first == fitting
+    assert "- moc-keep: FAILED: the job ended with 1" in said
+    assert "- gemini-restart: not run, there was no time for it" in said
+    assert left(2)[1] == ["moc-keep"]
+    assert left(3)[1] == fitting  # rows of another setting are no answer
