@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
-	@echo "make demo         prepare text and train a small MoE GPT on 4 ranks (a few minutes)"
+	@echo "make demo         train a small MoE GPT on 4 ranks, kill one, and see it repaired (a few minutes)"
 	@echo "make check        check formatting, lint, types and the documentation site"
 	@echo "make test         run the tests that every commit passes, in about 12 minutes"
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
@@ -31,7 +31,7 @@ venv: .venv/installed
 	@PYTHON="$(PYTHON)" tools/make_venv.sh
 
 demo: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart.sh
+	@$(BIN)/python examples/demo.py
 
 test: .venv/installed
 	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
@@ -91,7 +91,8 @@ docs-serve: .venv/installed
 # be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout kernel_code streams paper_tables gradient_replicas replica_sources simulator_vs_measured
+    other_layout kernel_code streams paper_tables gradient_replicas replica_sources simulator_vs_measured \
+    report_speed
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

@@ -22,10 +22,23 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+# Notices of Megatron and torch that need nothing done; what fails is shown.
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} MEGATRON_LOGGING_LEVEL=${MEGATRON_LOGGING_LEVEL:-40}
+export TORCH_LOGS=${TORCH_LOGS:--torch.utils.cpp_extension}
 
-rm -rf "$RUN_DIR/events"
+if (: <>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
+    echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT is in use: ranks must meet at a free port." \
+        "Set MASTER_PORT to another one." >&2
+    exit 2
+fi
 mkdir -p "$RUN_DIR"
+exec 9>"$RUN_DIR/lock"  # torchrun and its ranks close it
+if ! flock --nonblock 9; then
+    echo "quickstart.sh: error: RUN_DIR=$RUN_DIR is used by another run. Set RUN_DIR to another folder," \
+        "or end that run." >&2
+    exit 2
+fi
+rm -rf "$RUN_DIR/events"
 # Megatron caches the order of samples by the dataset's path: other text needs a new cache.
 if [ ! -f "$RUN_DIR/text.idx" ] || [ "$(cat "$RUN_DIR/text.source" 2>/dev/null)" != "$TEXT_DIR" ]; then
     rm -rf "$RUN_DIR/cache"
@@ -52,7 +65,7 @@ TRAINING=(
     --bf16 --use-distributed-optimizer --log-interval 10 --eval-interval 100 --eval-iters 2
     --data-path "$RUN_DIR/text" --data-cache-path "$RUN_DIR/cache" --split 98,1,1
     --tokenizer-type NullTokenizer --vocab-size 256
-    --tensorboard-dir "$RUN_DIR/tensorboard"
+    --tensorboard-dir "$RUN_DIR/tensorboard" --no-one-logger
 )
 LAYOUT=(
     --pipeline-model-parallel-size "$PIPELINE_PARALLEL"

@@ -18,6 +18,7 @@ from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
 from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.commands.simulate import add_simulate_command
+from moe_ft.commands.watch import add_watch_command
 from moe_ft.errors import MoeFtError
 from moe_ft.keeper import worker
 
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         add_convert_command,
         add_removing_commands,
         add_report_command,
+        add_watch_command,
         add_plan_command,
         add_simulate_command,
         add_doctor_command,

@@ -1,7 +1,8 @@
 """The event log: one file of JSON lines per rank, to which all incarnations append.
 
-`EventLog` writes, `read_events` reads. A second file per rank holds its progress: one small record that is
-overwritten in place and survives the death of the process, so that a post-mortem knows how far a rank came.
+`EventLog` writes, `read_events` reads, `EventTail` follows a log that grows. A second file per rank holds its
+progress: one small record that is overwritten in place and survives the death of the process, so that a
+post-mortem knows how far a rank came.
 A log may hold anything, because killed ranks leave torn lines and people edit files. Lines that are not
 events never stop a reader. Standard library only. moe_ft/commands/report.py interprets the events.
 """
@@ -14,7 +15,9 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +30,7 @@ _PROGRESS_BYTES = 192
 _FIRST_BLOCK_BYTES = 1 << 16
 _MAX_TAIL_BYTES = 64 << 20  # hundreds of the longest lines, which hold the loads of all experts
 _MAX_LINE_BYTES = 16 << 20
-_MAX_COUNT = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 
 Event = dict[str, Any]
 
@@ -92,16 +95,19 @@ class EventLog:
                     os.close(fd)
             self._events_fd = self._progress_fd = None
 
-    def write(self, event: str, iteration: int, **values: Any) -> None:
+    def write(
+        self, event: str, iteration: int, *, time_s: float | None = None, **values: Any
+    ) -> None:
         """Append one event.
 
         Args:
             event: its name; docs/events.md lists them.
             iteration: Megatron's counter that the event belongs to.
+            time_s: when it happened, in seconds since 1970, if that is not now.
             values: further fields, JSON types only.
         """
         line = {
-            "time": time.time(),
+            "time": time.time() if time_s is None else time_s,
             "rank": self.rank,
             "incarnation": self.incarnation,
             "event": event,
@@ -163,21 +169,21 @@ def read_progress(directory: Path, rank: int) -> Progress | None:
         return None
 
 
-def read_lines(path: Path) -> Iterator[Event | None]:
-    """Yield the events of one rank's file, and None for each line that is no event.
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of one rank's file that are not blank, events or not.
 
     Raises:
         OSError: if the file cannot be read.
     """
     with _open(path) as file:
         # A longer line is read in pieces, which are no events.
-        for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
-            if line.strip():
-                yield _parse(line)
+        for line in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+            if not line.isspace():
+                yield line
 
 
-def read_lines_backwards(path: Path) -> Iterator[Event | None]:
-    """Yield the same as `read_lines`, last line first, from the last 64 MiB of the file.
+def read_lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the same as `read_lines`, last line first, from the last 64 MiB of the file, without line ends.
 
     Raises:
         OSError: if the file cannot be read.
@@ -192,10 +198,10 @@ def read_lines_backwards(path: Path) -> Iterator[Event | None]:
             file.seek(position)
             # The first line of the block may begin before the block.
             rest, *lines = (file.read(size) + rest).split(b"\n")
-            yield from (_parse(line) for line in reversed(lines) if line.strip())
+            yield from (line for line in reversed(lines) if line.strip())
             block_bytes *= 2  # so that a long line is not joined from many pieces
         if position == 0 and rest.strip():
-            yield _parse(rest)
+            yield rest
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -204,7 +210,42 @@ def read_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: if the file cannot be read.
     """
-    return (event for event in read_lines(path) if event is not None)
+    return (event for line in read_lines(path) if (event := _parse(line)) is not None)
+
+
+class EventTail:
+    """New lines of one rank's file since the last look. Owned by one thread.
+
+    A last line without its end waits for the rest. If the file is another one or shorter than before, it is
+    read from its beginning.
+    """
+
+    def __init__(self, path: Path, *, is_from_end: bool = False) -> None:
+        self._path, self._rest = path, b""
+        self._position, self._inode, self.unread_bytes = 0, 0, 0
+        if is_from_end:
+            with suppress(OSError):
+                status = path.stat()
+                self._position, self._inode = status.st_size, status.st_ino
+
+    def read(self, most_bytes: int) -> list[bytes]:
+        """Return whole lines from the next bytes of the file, at most so many; `unread_bytes` are left.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
+        with _open(self._path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._position:
+                self._position, self._rest, self._inode = 0, b"", status.st_ino
+            file.seek(self._position)
+            block = file.read(min(most_bytes, status.st_size - self._position))
+        self._position += len(block)
+        self.unread_bytes = status.st_size - self._position
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if len(self._rest) > _MAX_LINE_BYTES:  # no event is that long
+            self._rest = b""
+        return [line for line in lines if line.strip()]
 
 
 def _open(path: Path) -> BinaryIO:
@@ -227,7 +268,7 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
     counts = (event.get("incarnation"), event.get("iteration"))
-    is_whole = all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
+    is_whole = all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts)
     return event if is_whole else None
 
 
@@ -241,8 +282,8 @@ def last_incarnation(directory: Path, rank: int) -> int:
     """Return the incarnation of a rank's last event, or -1 if there is none that can be read."""
     path = event_path(directory, rank)
     try:
-        events = read_lines_backwards(path)
-        last = next((event for event in events if event is not None), None)
+        lines = read_lines_backwards(path)
+        last = next((event for line in lines if (event := _parse(line)) is not None), None)
         if last is None and path.stat().st_size:
             say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
     except OSError:  # no log yet, or a bad one, about which `EventLog.start` complains

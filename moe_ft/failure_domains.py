@@ -14,7 +14,7 @@ SLURM = "slurm"
 _FLAG = "--moe-ft-failure-domain"
 _SHOW = ("scontrol", "show", "topology")
 _ANSWER_S = 30.0
-_LINE = "a line is the name of a node and that of its domain"
+_LINE = "each line names a node and its domain"
 _MOST_NAMED = 3
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 

@@ -5,4 +5,6 @@ import sys
 
 def say(line: str) -> None:
     """Print a line, on stderr and at once."""
-    print(f"moe_ft: {line}", file=sys.stderr, flush=True)
+    # One write: print() makes two with `python -u`, and lines of several ranks would mix.
+    sys.stderr.write(f"moe_ft: {line}\n")
+    sys.stderr.flush()

@@ -114,7 +114,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.endswith(".py"):
             return list(words[:place]), list(words[place + 1 :])
     raise ConfigError(
-        f"{words[0]} starts no .py program, and is no flag. Give the command that starts the ranks, such "
+        f"{words[0]} starts no .py program and is not a flag. Give the command that starts the ranks, such "
         "as torchrun ... -m moe_ft run SCRIPT.py ..., or the flags of training alone."
     )
 

@@ -50,7 +50,7 @@ def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--family",
         metavar="NAME",
-        help="model_type of --to hf, such as mixtral (default: the one that has the flags of the run)",
+        help="model_type of --to hf, such as mixtral (default: the family that the run's flags fit)",
     )
     parser.add_argument(
         "--for-ep",

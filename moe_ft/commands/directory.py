@@ -40,7 +40,7 @@ def add_reading_commands(commands: "argparse._SubParsersAction[argparse.Argument
         comparing.add_argument(
             name,
             metavar=which,
-            help="a persist directory (or fsspec URL), of which the newest checkpoint is taken, one of its "
+            help="a persist directory or fsspec URL (its newest checkpoint is taken), one of its "
             "iter_* directories, or a memory directory",
         )
     comparing.add_argument(

@@ -8,8 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import PlannedJob
@@ -35,7 +37,7 @@ class Answer:
         page: file of the folder presets/.
         first, last: what text has after the headline, and before the assumptions.
         values: what JSON has besides.
-        parts: what the page has besides, in HTML.
+        parts: what the page has besides.
     """
 
     job: PlannedJob
@@ -50,7 +52,7 @@ class Answer:
     first: str = ""
     last: str = ""
     values: Mapping[str, Any]
-    parts: Mapping[str, str]
+    parts: Mapping[str, object]
 
     def as_text(self) -> str:
         """Return the answer as people read it in a terminal."""
@@ -72,23 +74,39 @@ class Answer:
 
     def as_html(self) -> str:
         """Return the answer as one page without scripts and without anything from elsewhere."""
-        parts = {
-            "style": (_FOLDER / "page.css").read_text("utf-8"),
-            "model": html.escape(describe_model(self.job.model)),
-            "layout": html.escape(describe_layout(self.job)),
-            "headline": html.escape(self.headline),
-            "alternatives": html_table(self.headers, self.rows),
-            "problems": "".join(f"<p>{html.escape(line)}</p>" for line in self.problems),
-            "assumptions": html_table(_ASSUMPTION, self.assumptions),
-            "notes": "".join(f"<li>{html.escape(line)}</li>" for line in self.notes),
-        }
-        page = Template((_FOLDER / self.page).read_text("utf-8"))
-        return page.substitute(parts, **self.parts)
+        return fill_page(
+            self.page,
+            model=describe_model(self.job.model),
+            layout=describe_layout(self.job),
+            headline=self.headline,
+            alternatives=html_table(self.headers, self.rows),
+            problems=self.problems,
+            assumptions=html_table(_ASSUMPTION, self.assumptions),
+            notes=self.notes,
+            **self.parts,
+        )
+
+
+def fill_page(name: str, **parts: object) -> str:
+    """Return a page of the folder presets/ with its parts; text that is no Markup is escaped."""
+    pages = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # What Python hands on for bytes that are no text cannot be written.
+    return pages.get_template(name).render(parts).encode("utf-8", "backslashreplace").decode()
 
 
 def check_page(path: Path | None) -> None:
-    """Raise ConfigError if a page that is asked for cannot be written."""
-    if path is not None and not path.parent.is_dir():
+    """Raise ConfigError if a page that is asked for cannot be written; one that exists is replaced."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--html={path} must be a file, and it is a directory. Name a file.")
+    if not path.parent.is_dir():
         raise ConfigError(
             f"--html={path} must be in a folder that exists. Make it, or name another file."
         )
@@ -106,24 +124,27 @@ def write_page(path: Path | None, answer: Answer) -> None:
         ) from error
 
 
-def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     """Return a table."""
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    def line(cells: Sequence[object], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
 
-    return f"<table>{line(headers, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+    return Markup(f"<table>{line(headers, 'th')}{''.join(line(row, 'td') for row in rows)}</table>")
 
 
-def svg(rows: int, content: str) -> str:
-    """Return a drawing with so many rows."""
+def svg(rows: float, content: str, **attributes: str) -> Markup:
+    """Return a drawing with so many rows; `attributes` are its further ones, as in ``aria_label``."""
+    words = "".join(
+        f' {name.replace("_", "-")}="{html.escape(value)}"' for name, value in attributes.items()
+    )
     height = ROW * rows + 6
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{content}</svg>'
+    return Markup(f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img"{words}>{content}</svg>')
 
 
-def label(x: float, row: int, text: str) -> str:
+def label(x: float, row: float, text: str) -> str:
     """Return text in a row of a drawing."""
-    return f'<text x="{x:.1f}" y="{ROW * row + 16}">{html.escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{ROW * row + 16:.0f}">{html.escape(text)}</text>'
 
 
 def bar(x: float, width: float, row: int, kind: str) -> str:
@@ -132,9 +153,11 @@ def bar(x: float, width: float, row: int, kind: str) -> str:
     return f'<rect class="{kind}" {place}/>'
 
 
-def key_of_colours(uses: Sequence[Spent]) -> str:
+def key_of_colours(uses: Sequence[Spent]) -> Markup:
     """Return the meaning of each colour."""
-    return " ".join(f'<span class="key {use}">{use}: {MEANINGS[use]}</span>' for use in uses)
+    return Markup(" ").join(
+        Markup('<span class="key {0}">{0}: {1}</span>').format(use, MEANINGS[use]) for use in uses
+    )
 
 
 def shares_table(columns: Mapping[str, TimeShares]) -> str:

@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     planned = _plan(options)
     if planned.kind is None or options.json or options.html is not None:
         answer = word(_advise(planned))
-        write_page(options.html, answer)
+        write_page(options.html, answer.as_html())
         if planned.kind is None or options.json:
             print(answer.as_json() if options.json else answer.as_text())
             return 0

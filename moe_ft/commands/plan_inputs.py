@@ -123,7 +123,7 @@ def _published_model(path: Path) -> Model:
     folder = path.parent if path.name == CONFIG_NAME else path
     if not (folder / CONFIG_NAME).is_file():
         raise ConfigError(
-            f"--model={path} must be a {CONFIG_NAME} or its folder, and there is none. Correct the path, or "
+            f"--model={path} must be a {CONFIG_NAME} or its folder, but there is none. Correct the path, or "
             f"name one of {', '.join(model_names())}."
         )
     config, family = read_config(folder)
@@ -165,7 +165,7 @@ def _checked_cluster(name: str, values: dict[str, Any]) -> Cluster:
         problem = "is no field of a cluster" if key in values else "is missing"
         raise ConfigError(
             f"--cluster={name}: {key} {problem}; its fields are {', '.join(types)}. Correct it, or add "
-            f'like = "{cluster_names()[0]}" for those that are missing.'
+            f'like = "{cluster_names()[0]}" for the missing ones.'
         )
     for key in (each for each in types if types[each] in (int, float)):
         value = values[key]

@@ -3,10 +3,11 @@
 plan_advice.py has the numbers, presets/plan.html the page.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, WIDTH, Answer, bar, key_of_colours, label, svg
 from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity
@@ -80,8 +81,8 @@ def word(told: Told) -> Answer:
             "sensitivities": [asdict(each) for each in told.advice.sensitivities],
         },
         parts={
-            "flags": "\n".join(map(html.escape, flags)),
-            "limit": html.escape(limit),
+            "flags": "\n".join(flags),
+            "limit": limit,
             "keys": key_of_colours([*_LIMITS]),
             "shares": _draw_shares([(each.name, each.shares) for each in found if each.ettr]),
             "tornado": _draw_tornado(told.advice.sensitivities, ettr) if flags else "",
@@ -129,7 +130,7 @@ def _as_object(found: Alternative) -> Mapping[str, Any]:
     return value
 
 
-def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> str:
+def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> Markup:
     """Return bars of the time that is not training, to the scale of the longest."""
     longest = max((1 - shares.productive for _, shares in rows), default=0.0) or 1.0
     scale, parts = (WIDTH - LEFT - 80) / longest, []
@@ -144,7 +145,7 @@ def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> str:
     return svg(len(rows), "".join(parts))
 
 
-def _draw_tornado(rows: Sequence[Sensitivity], ettr: float) -> str:
+def _draw_tornado(rows: Sequence[Sensitivity], ettr: float) -> Markup:
     """Return for each input a bar from the ETTR at half of its value to that at twice."""
     reach = max((each.swing(ettr) for each in rows), default=0.0) or 1.0
     middle = (LEFT + WIDTH) / 2

@@ -31,7 +31,7 @@ def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "run",
         help="train with a Megatron pretraining script, which stays as it is",
         usage=USAGE,
-        epilog=f"The flags of moe_ft join those of the script, whose --help lists both. Example: {EXAMPLE}",
+        epilog=f"The flags of moe_ft join the script's own; its --help lists both. Example: {EXAMPLE}",
     )
     commands.add_parser(
         "keep",

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     check_page(options.html)
     result = simulate_file(options.config)
     answer = word(result)
-    write_page(options.html, answer)
+    write_page(options.html, answer.as_html())
     print(answer.as_json() if options.json else answer.as_text())
     return 0
 

@@ -3,11 +3,12 @@
 presets/simulate.html has the page, planning/time_shares.py the words for the uses of time.
 """
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from markupsafe import Markup
 
 from moe_ft.commands.pages import (
     LEFT,
@@ -100,10 +101,7 @@ def word(simulation: Simulation) -> Answer:
             ),
             "keys": key_of_colours([*Spent]),
             "timeline": _draw_timeline(courses, setting.horizon_s),
-            "curves": "".join(
-                f"<h3>{html.escape(name)}</h3>{_draw_curve(course, setting.horizon_s)}"
-                for name, course in courses
-            ),
+            "curves": [(name, _draw_curve(course, setting.horizon_s)) for name, course in courses],
         },
     )
 
@@ -149,7 +147,7 @@ def _as_object(each: Outcome) -> dict[str, Any]:
     return value
 
 
-def _draw_timeline(courses: Sequence[tuple[str, Course]], horizon_s: float) -> str:
+def _draw_timeline(courses: Sequence[tuple[str, Course]], horizon_s: float) -> Markup:
     """Return a row of spans for each course."""
     scale, parts = (WIDTH - LEFT) / horizon_s, []
     for row, (name, course) in enumerate(courses):
@@ -159,7 +157,7 @@ def _draw_timeline(courses: Sequence[tuple[str, Course]], horizon_s: float) -> s
     return svg(len(courses), "".join(parts))
 
 
-def _draw_curve(course: Course, horizon_s: float) -> str:
+def _draw_curve(course: Course, horizon_s: float) -> Markup:
     """Return the share of the time so far that was productive: goodput, from 0 to 1."""
     running_s = sum(end - start for start, end, use in course.spans if use is Spent.PRODUCTIVE)
     useful = course.seconds[Spent.PRODUCTIVE] / running_s if running_s else 0.0

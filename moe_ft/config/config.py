@@ -18,6 +18,7 @@ from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultS
 
 # Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
 DEFAULT_MEMORY_DIR = f"/dev/shm/moe_ft_{os.geteuid()}"
+_FIRST_PORT = 1024  # that needs no privilege
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +189,7 @@ class StorageConfig(Part):
     def check(self, world_size: int) -> None:
         if self.persists_dense and self.persist_dir is None:
             raise ConfigError(
-                f"--moe-ft-persist-dense-interval={self.persist_dense_interval} writes to storage, and there "
+                f"--moe-ft-persist-dense-interval={self.persist_dense_interval} writes to storage, but there "
                 "is none. Add --moe-ft-persist-dir URL, or leave it out."
             )
 
@@ -206,9 +207,9 @@ class RecoveryConfig(Part):
     )
     recovery: str = setting(
         "auto",
-        "pipeline stages that run iterations again after a failure: auto = those that have lost their state, "
-        "where --moe-ft-upstream-log and --moe-ft-breakpoints have kept enough, else all; local = the same, "
-        "but a start where that can never happen is refused; global = all",
+        "pipeline stages that run iterations again after a failure: auto = only stages that have lost their "
+        "state, where --moe-ft-upstream-log and --moe-ft-breakpoints have kept enough, else all; local = the "
+        "same, but a start where that can never happen is refused; global = all",
         choices=("auto", "local", "global"),
     )
     repair: str = setting(
@@ -286,15 +287,32 @@ class ObservabilityConfig(Part):
     router_log: bool = setting(
         False, "also write the tokens that every expert got from this rank in each iteration"
     )
+    metrics_port: int = setting(
+        0,
+        "serve Prometheus metrics of the node's ranks at this port, by local rank 0; 0 = do not",
+        metavar="PORT",
+        bounds=Bounds(at_least=0, at_most=65535),
+        remedy="Give a port from 1024 on",
+    )
+    metrics_interface: str | None = setting(
+        None,
+        "network interface on which metrics are served, to everyone who reaches it; default: 127.0.0.1 alone",
+        metavar="NAME",
+    )
 
     @override
     def check(self, world_size: int) -> None:
-        for name in ("state_digest", "state_digest_interval", "router_log"):
+        for name in ("state_digest", "state_digest_interval", "router_log", "metrics_port"):
             if getattr(self, name) and self.event_log is None:
                 raise ConfigError(
-                    f"{flag_of(name)} writes to the event log, and there is none. "
+                    f"{flag_of(name)} needs the event log, but there is none. "
                     "Add --moe-ft-event-log DIR."
                 )
+        if 0 < self.metrics_port < _FIRST_PORT:
+            raise ConfigError(
+                f"{flag_of('metrics_port')}={self.metrics_port} must be at least {_FIRST_PORT}: lower ports "
+                "are for services of the system. Give another port."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,8 +328,8 @@ class FaultConfig(Part):
     )
     fault_report_grace_s: float = setting(
         5.0,
-        "seconds a failing rank waits for the other ranks' reports before it names those that "
-        "gave none; 0 = do not wait",
+        "seconds a failing rank waits for the other ranks' reports before it names the "
+        "ranks that gave none; 0 = do not wait",
         metavar="SECONDS",
         bounds=Bounds(at_least=0, at_most=600),
         reason="a launcher kills a slow rank after 30 seconds or so",

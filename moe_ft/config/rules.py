@@ -119,6 +119,17 @@ def _of_gradients(is_broken: Callable[[Any], bool], problem: str, reason: str, r
 
 _FOLLOWED = f"{flag_of('replicate')}=gradients"
 OF_SETTINGS = (
+    Rule(
+        "",
+        "--moe-ft-metrics-interface",
+        lambda config: (
+            config.observability.metrics_interface is not None
+            and not config.observability.metrics_port
+        ),
+        "without a port no metrics are served",
+        "Add --moe-ft-metrics-port PORT",
+        problem="needs a port",
+    ),
     _needs_strategy(
         "--moe-ft-breakpoints", lambda config: config.memory.breakpoints, "nothing is recovered"
     ),
@@ -131,7 +142,7 @@ OF_SETTINGS = (
         "",
         "--moe-ft-upstream-log",
         lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
-        "with --moe-ft-interval=auto nobody knows in advance how many iterations it must hold",
+        "with --moe-ft-interval=auto the number of iterations that it must hold is not known in advance",
         "Give --moe-ft-interval a number of iterations",
         problem="needs a fixed interval",
     ),

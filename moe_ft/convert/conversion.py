@@ -111,7 +111,7 @@ def open_model(directory: str, iteration: int | None = None) -> Model:
     if isinstance(folder, Path) and not folder.is_dir():
         found = "is a file. Name the folder that it is in" if folder.exists() else "is not there"
         raise ConfigError(
-            f"SRC={folder} must be a folder, and {found}. It may hold a run of moe_ft, checkpoints of "
+            f"SRC={folder} must be a folder, but {found}. It may hold a run of moe_ft, checkpoints of "
             "Megatron, or a model of Hugging Face."
         )
     if is_release(folder):

@@ -64,7 +64,7 @@ def _newest(directory: str) -> Holding:
     if not stored or stored[0].place == hide_password(directory.rstrip("/")):
         raise ConfigError(
             f"SRC={hide_password(directory)} must be a persist directory with --densify: the job adds a "
-            "checkpoint to it. Name that of the job."
+            "checkpoint to it. Name the job's own."
         )
     return newest_holding(stored)
 

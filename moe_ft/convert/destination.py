@@ -109,7 +109,7 @@ class Destination:
             plan, description = "", "something else"
         if plan != self._plan:
             raise ConfigError(
-                f"{self._place_of_journal} must hold the beginning of this conversion, and holds that of "
+                f"{self._place_of_journal} must hold the beginning of this conversion, but holds that of "
                 f"{description}. Remove it, or name another DST."
             )
         return journal
@@ -137,15 +137,15 @@ class LocalDestination(Destination):
         free = shutil.disk_usage(parent).free
         if (needed := num_bytes + _SPARE_BYTES - there) > free:
             raise ConfigError(
-                f"DST={self.path} needs {needed} bytes, and {parent} has {free} free. Make room, or give "
-                "--what weights or a shorter --dtype."
+                f"DST={self.path} needs {needed} bytes, but {parent} has only {free} free. Make room, or "
+                "give --what weights or a shorter --dtype."
             )
 
     def _check_is_free(self) -> None:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError(
-                f"DST={self.path} must be a new or an empty folder, and is not empty. Name another one, or "
-                "remove it."
+                f"DST={self.path} must be a new or an empty folder, but it is not empty. Name another one, "
+                "or remove it."
             )
 
     def _continue(self) -> None:
@@ -245,7 +245,7 @@ class RemoteDestination(Destination):
         parent, _, self._name = url.rstrip("/").rpartition("/")
         if parent.endswith(("/", ":")) or not self._name:
             raise ConfigError(
-                f"DST={self.place} must be a new place in a bucket, and names none. Add a name to it."
+                f"DST={self.place} must be a new place in a bucket, but names none. Add a name to it."
             )
         try:
             self._storage = Storage(parent, PATIENCE_S).open()
@@ -278,7 +278,7 @@ class RemoteDestination(Destination):
         except (FileNotFoundError, NotADirectoryError):
             if set(self._storage.names_in(self._name)) - {LOCK_NAME}:
                 raise ConfigError(
-                    f"DST={self.place} must be new, and something is there. Name another one, or remove it."
+                    f"DST={self.place} must be new, but something is there. Name another one, or remove it."
                 ) from None
             return
         shards = self._read_journal(content)["shards"]
@@ -331,7 +331,7 @@ class RemoteDestination(Destination):
         seen, own = self._lock.look(), own_origin(os.environ)
         if seen is not None and not seen.is_over(own):
             line = (
-                f"DST={self.place} is that of another conversion: watching for {LOCK_STALE_S:.0f} s"
+                f"DST={self.place} belongs to another conversion: watching for {LOCK_STALE_S:.0f} s"
             )
             print(f"{line} whether it is alive", file=sys.stderr)
             now = watch_lock(self._lock, seen, LOCK_STALE_S)
@@ -343,7 +343,7 @@ class RemoteDestination(Destination):
             seen = now
         if not self._lock.take("convert", seen, own):
             raise ConfigError(
-                f"DST={self.place} must be new, and another conversion has just begun there. Name another "
+                f"DST={self.place} must be new, but another conversion has just begun there. Name another "
                 "one, or wait for its end."
             )
         self._lock.start(lambda line: print(f"warning: {line}", file=sys.stderr))
@@ -389,7 +389,7 @@ class RemoteDestination(Destination):
                 num_bytes += len(piece)
         if self._storage.size(where) != num_bytes:
             raise CorruptStateError(
-                f"{self.place}/{relative} has another size than what was uploaded"
+                f"{self.place}/{relative} differs in size from what was uploaded"
             )
         return {"path": relative, "version": self._storage.version(where)}
 

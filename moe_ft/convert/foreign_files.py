@@ -97,7 +97,7 @@ def place_in(folder: AnyPath, name: Any, where: str) -> AnyPath:
     is_name = isinstance(name, str) and name not in ("", "..") and "\0" not in name
     if not is_name or Path(name).name != name:
         raise ConfigError(
-            f"{where} names the file {name!r:.200}, and must name files of its own folder, without a "
+            f"{where} names the file {name!r:.200}, but may only name files of its own folder, without a "
             "directory. Copy the file there and name it so."
         )
     path: AnyPath = folder / name
@@ -118,7 +118,7 @@ def _check_link(path: Path) -> None:
     roots = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(target.is_relative_to(root) for root in roots):
         raise ConfigError(
-            f"{path} is a link to {target}, and must stay in its folder. Copy the file there."
+            f"{path} is a link to {target}, but must stay in its folder. Copy the file there."
         )
 
 
@@ -165,7 +165,7 @@ def _check_is_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise CorruptStateError(
-            f"{path} must be a regular file, and is {found}. Remove it, or name another SRC."
+            f"{path} must be a regular file, but is {found}. Remove it, or name another SRC."
         )
 
 
@@ -184,7 +184,7 @@ def read_whole(path: AnyPath, most_bytes: int) -> bytes:
     content = read_range(path, 0, most_bytes + 1)
     if len(content) > most_bytes:
         raise CorruptStateError(
-            f"{path} must have at most {most_bytes} bytes, and has more: it is not what its name says. Name "
+            f"{path} must have at most {most_bytes} bytes, but has more: it is not what its name says. Name "
             "another SRC."
         )
     return bytes(content)
@@ -203,6 +203,6 @@ def read_json(path: AnyPath, most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any
         raise CorruptStateError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise CorruptStateError(
-            f"{path} must hold a JSON object, and holds a {type(found).__name__}"
+            f"{path} must hold a JSON object, but holds a {type(found).__name__}"
         )
     return found

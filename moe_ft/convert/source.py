@@ -133,8 +133,8 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
     if not whole:
         missing = sorted(set(range(identity.world_size)) - set(wanted[chosen.iteration]))
         raise ConfigError(
-            f"{directory} must hold the state of all {identity.world_size} ranks at one iteration, and lacks "
-            f"that of ranks {missing[:8]} at iteration {chosen.iteration}. Copy the memory of the other "
+            f"{directory} must hold the state of all {identity.world_size} ranks at one iteration, but lacks "
+            f"the state of ranks {missing[:8]} at iteration {chosen.iteration}. Copy the memory of the other "
             "nodes next to it, or convert a checkpoint on storage."
         )
     parts = wanted[max(whole)]

@@ -175,7 +175,7 @@ def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
     placed = {name for name, entry in entries if entry.places}
     if unknown := sorted(set(unit_of) - names):
         raise CorruptStateError(
-            f"{source.place} holds {unknown[0]}, of which its indexes say nothing"
+            f"{source.place} holds {unknown[0]}, which its indexes do not mention"
         )
     problems = (state.index.model_places.problem for state in source.ranks)
     if problem := next(filter(None, problems), ""):

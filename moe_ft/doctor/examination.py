@@ -41,7 +41,7 @@ _MET, _ROSTER, _ROWS, _LAST = 0.4, 0.45, 0.9, 0.97
 _TERMINATED = 143  # as shells have it
 _UNREACHABLE = "Look whether rank 0 runs, and whether this port of its node is open and free."
 _FOREIGN = (
-    f"Set {TOKEN_NAME} to the same random value on all nodes. If it is, somebody else writes to "
+    f"Set {TOKEN_NAME} to the same random value on all nodes. If it is, another program writes to "
     "this store."
 )
 _FACTS = msgspec.json.Decoder(RankFacts)
@@ -208,7 +208,7 @@ class _Examination:
         if silent := [str(rank) for rank in ranks if rank not in found]:
             seconds = self.times.total_s * _MET
             line = f"no answer within {seconds:.0f} s; {len(everyone)} ranks answered"
-            remedy = "Look at their nodes: those that are not named below, or have fewer ranks."
+            remedy = "Look at the nodes that are missing below, or have fewer ranks there."
             rows.insert(0, failed("silent ranks", f"rank {join_nodes(silent)}", line, remedy))
         return rows
 

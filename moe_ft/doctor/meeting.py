@@ -76,7 +76,7 @@ class Meeting:
             content = self._store.get(key)
             return None if content is None else decoder.decode(content)
         except (ValueError, RecursionError, TypeError) as error:
-            raise CorruptStateError(f"'{key}' is no value of doctor: {error}") from error
+            raise CorruptStateError(f"'{key}' is not a value that doctor wrote: {error}") from error
 
 
 def _refuse(key: str, reason: str) -> NoReturn:
@@ -117,7 +117,7 @@ def _open_store(place: Place, deadline_s: float) -> Any:
         try:
             job_store.wait_for_listener(place.master, deadline_s - time.monotonic())
         except OSError as error:
-            raise RuntimeError(f"nobody listens there ({error.strerror or error})") from error
+            raise RuntimeError(f"nothing listens there ({error.strerror or error})") from error
     store = TCPStore(
         host,
         port,

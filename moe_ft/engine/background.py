@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,11 +43,16 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One event of a background part."""
+    """One event of a background part.
+
+    Attributes:
+        time_s: when it happened, in seconds since 1970; the log gets it with the next iteration.
+    """
 
     event: str
     iteration: int
     fields: dict[str, Any] = field(default_factory=dict)
+    time_s: float = field(default_factory=time.time, compare=False)
 
 
 class Reports:

@@ -92,7 +92,7 @@ class Ending:
         start = "Mend the storage and start" if self.is_agreed else "Start"
         held = f"it under {memory_dir}"
         if self.newest_in_memory != self.iteration:
-            held = f"that of iteration {self.newest_in_memory} or a later one under {memory_dir}"
+            held = f"the state of iteration {self.newest_in_memory} or of a later one under {memory_dir}"
         return (
             f"{what}. The memory of the nodes still holds {held}. {start} the job again "
             f"on these nodes, before they are rebooted, with --moe-ft-job-id={job_id}: it recovers from "

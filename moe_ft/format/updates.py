@@ -80,7 +80,7 @@ def decode_update(content: bytes | bytearray) -> Update:
     try:
         update = _DECODER.decode(content)
     except ValueError as error:
-        raise CorruptStateError(f"an update does not have the form of one: {error}") from error
+        raise CorruptStateError(f"an update is malformed: {error}") from error
     if any(each.step >= len(update.steps) or each.end < each.start for each in update.slices):
         raise CorruptStateError("an update has a slice without a step or an end")
     return update

@@ -90,7 +90,7 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         wait_for_listener((host, port), deadline_s, lambda: say(f"{waiting}: it may still import"))
     except OSError as error:
         raise RepairError(
-            f"nobody has listened at {where} within {deadline_s:.0f} s, where the node of rank "
+            f"nothing has listened at {where} within {deadline_s:.0f} s, where the node of rank "
             f"0 keeps the job's store ({error.strerror or error})"
         ) from error
     try:
@@ -98,7 +98,7 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         store = PrefixStore(_PREFIX, tcp)
         run = store.get("run")
     except RuntimeError as error:
-        raise RepairError(f"at {where} nobody keeps the store of this job: {error}") from error
+        raise RepairError(f"the store of this job does not answer at {where}: {error}") from error
     if run != _run(environment).encode():
         theirs = run[:_SHOWN].decode(errors="replace")
         raise RepairError(

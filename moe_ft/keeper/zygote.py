@@ -184,7 +184,7 @@ class Zygote:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:  # no descriptor is left
-            say(f"a request for a rank is turned away: {error}")
+            say(f"a request for a rank is refused: {error}")
             os.close(self._spare)
             self._listener.accept()[0].close()
             self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -225,8 +225,8 @@ class Zygote:
                 return
             answer = Answer.UNUSABLE
             say(
-                f"no rank is forked: {self._blamed} {problem}, which a fork would not have. Leave such a "
-                "module out of --preload, or have it do so when a rank first uses it"
+                f"no rank is forked: {self._blamed} {problem}, which a forked process would lack. Leave this "
+                "module out of --preload, or let it do that when a rank first uses it"
             )
         except OSError as error:
             say(f"rank {request.environment.get('RANK')} cannot be forked: {error}")

@@ -244,7 +244,10 @@ class Checkpoints(LoopListener):
             self._running.engine.drain(self._write_report)
 
     def _write_report(self, report: Report) -> None:
-        self._log.write(report.event, report.iteration, **report.fields)
+        fields = report.fields
+        if not self._config.observability.router_log:  # nobody compares them with the loads
+            fields = {name: value for name, value in fields.items() if name != "experts"}
+        self._log.write(report.event, report.iteration, time_s=report.time_s, **fields)
         numbers = {
             f"{report.event}/{name}": float(value)
             for name, value in report.fields.items()

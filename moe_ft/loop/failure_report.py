@@ -135,8 +135,8 @@ class FailureReport(LoopListener):
         elif dist.is_initialized():
             seen = _last_seen(0, directory)
             say(
-                f"rank {rank} could not ask the others: the job's store, which rank 0{seen} keeps "
-                "unless the launcher does, does not answer"
+                f"rank {rank} could not ask the others: the job's store does not answer (rank 0{seen} keeps "
+                "it, unless the launcher does)"
             )
         self._log.write(
             "stopped",
@@ -234,7 +234,7 @@ def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
     fate = "hung: the other ranks timed out waiting" if timed_out else "died"
     if len(silent) == 1:
         return f"heard nothing from rank {names}, which probably {fate}"
-    return f"heard nothing from ranks {names}, of which at least one probably {fate}"
+    return f"heard nothing from ranks {names}: at least one of them probably {fate}"
 
 
 def _last_seen(rank: int, log_directory: Path) -> str:

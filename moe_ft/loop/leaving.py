@@ -43,7 +43,7 @@ _ANSWER_S = 2.0
 _MIN_POLL_S = 0.02
 _NO_ANSWER = (RuntimeError, OSError)  # the store's host may be what died
 # A device leaves a collective that is aborted, and its step, without an exception.
-_UNCERTAIN = "nobody knows whether the device had received all gradients when it made the step"
+_UNCERTAIN = "it is not known whether the device had received all gradients when it made the step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

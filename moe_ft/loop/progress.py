@@ -7,6 +7,7 @@ import os
 import socket
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,8 @@ class Progress(LoopListener):
         self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
         self._spent, self._is_first = TimeSpent(), True  # iteration of this start
+        self._process: psutil.Process | None = None
+        self._is_on_gpu = False
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
     def before_setup(self) -> None:
@@ -56,7 +59,8 @@ class Progress(LoopListener):
         """Open the log under the same incarnation on all ranks. Called by all ranks."""
         if not self._has_log:
             return
-        log = self._log
+        log, self._process = self._log, psutil.Process()
+        self._is_on_gpu = any(each.is_cuda for part in built[0] for each in part.parameters())
         # A rank may have died before it wrote a line: all ranks agree on the highest count.
         incarnation = torch.tensor(last_incarnation(log.directory, log.rank) + 1, device="cuda")
         dist.all_reduce(incarnation, op=dist.ReduceOp.MAX)
@@ -110,7 +114,7 @@ class Progress(LoopListener):
         self._training.write_numbers(known, iteration=ended.iteration)
         if not self._has_log:
             return  # reading a loss waits for the GPU
-        loss = ended.losses.get("lm loss")
+        loss, process = ended.losses.get("lm loss"), self._process
         self._log.write(
             "iteration",
             ended.iteration,
@@ -118,6 +122,8 @@ class Progress(LoopListener):
             idle_s=idle_s,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
+            resident_bytes=None if process is None else process.memory_info().rss,
+            device_bytes=torch.cuda.memory_allocated() if self._is_on_gpu else None,
         )
 
     def after_repair(self, repair: Repair) -> None:

@@ -48,8 +48,8 @@ class Measured:
         self._check("update_s", self.update_s, "at least 0 seconds")
         if self.iteration_s is not None and self.update_s >= self.iteration_s:
             raise ConfigError(
-                f"--update-s={self.update_s} must be less than --iteration-s={self.iteration_s}, of which "
-                "it is a part. Lower it."
+                f"--update-s={self.update_s} must be less than --iteration-s={self.iteration_s}, which "
+                "includes it. Lower it."
             )
         for name in ("bandwidth", "storage_bandwidth"):
             if getattr(self, name) is not None and self.iteration_s is None:

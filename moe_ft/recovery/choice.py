@@ -110,7 +110,7 @@ def choose(
     if plans and wish.began_with and plans[0].began_with != wish.began_with:
         began = f"with {plans[0].began_with}" if plans[0].began_with else "without it"
         raise ConfigError(
-            f"{wish.began_with} begins a run, and there is already the state of one that began {began}, at "
+            f"{wish.began_with} begins a new run, but there is already state of a run that began {began}, at "
             f"iteration {plans[0].iteration}. To continue that run leave the flag out; to begin with it add "
             "--moe-ft-recover-from load, or name another --moe-ft-job-id and --moe-ft-persist-dir."
         )

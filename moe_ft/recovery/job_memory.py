@@ -166,8 +166,8 @@ def take_place(site: Site) -> filelock.BaseFileLock:
     except OSError as error:
         raise ConfigError(
             f"--moe-ft-memory-dir={memory.memory_dir} with --moe-ft-job-id={site.job_id} cannot be used on "
-            f"node {site.node}: {error}. It must be a directory on a tmpfs in which nobody else can replace "
-            "what is yours. Name a new one, for example below /dev/shm."
+            f"node {site.node}: {error}. It must be a directory on a tmpfs in which no other user can "
+            "replace what is yours. Name a new one, for example below /dev/shm."
         ) from error
 
 

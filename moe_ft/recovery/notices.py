@@ -102,8 +102,8 @@ class Notices:
         """Print, once for each place, the settings that could not be compared with those of its state."""
         if names and self._site.rank == 0 and where not in self._incomparable:
             say(
-                f"warning: {where} comes from another version, which noted other settings. These are not "
-                f"compared, and must be the same for an exact recovery: {_shorten(names, ', ')}"
+                f"warning: {where} was written by another version, which noted other settings. These are not "
+                f"compared, but must be the same for an exact recovery: {_shorten(names, ', ')}"
             )
         self._incomparable.add(where)
 
@@ -112,7 +112,7 @@ class Notices:
         if changes and self._site.rank == 0 and not self._has_said_changes:
             say(
                 "warning: flags of the training script have changed. If they decide data or loss, the run is "
-                f"no longer that of an undisturbed job: {_shorten(changes, '; ')}"
+                f"no longer equal to an undisturbed one: {_shorten(changes, '; ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
 

@@ -234,7 +234,7 @@ def acquire(
         seen = lock.look()
         if seen is not None and not seen.is_over(origin):
             say(
-                f"{LOCK_NAME} in {storage.url} is that of {seen.holder}: watching for {LOCK_STALE_S:.0f} s "
+                f"{LOCK_NAME} in {storage.url} belongs to {seen.holder}: watching for {LOCK_STALE_S:.0f} s "
                 "whether that job is alive"
             )
             seen = check_nobody_renews(storage, lock, seen, LOCK_STALE_S)

@@ -225,7 +225,7 @@ def check_all_is_read(candidate: Plan | None, found: Found) -> None:
         return
     if candidate is None:
         raise StorageAwayError(
-            f"{reasons}: nothing else is usable, and nobody knows what is there. Start again when storage "
+            f"{reasons}: nothing else is usable, and what is there is unknown. Start again when storage "
             "answers. To begin from --load or afresh without it, add --moe-ft-recover-from load."
         )
     raise StorageAwayError(

@@ -239,7 +239,8 @@ def _check_names(names: Sequence[str]) -> None:
         if name in seen:
             raise ConfigError(
                 f"two parameters would be called {name} in a checkpoint: the model has several stacks of "
-                "layers, and moe_ft can name those of one. Use --moe-ft-strategy none for this model."
+                "layers, but moe_ft can only name the parameters of one. Use --moe-ft-strategy none for this "
+                "model."
             )
         seen.add(name)
 

@@ -302,7 +302,7 @@ def apply(
         if name not in places:
             raise ConfigError(
                 f"the state of iteration {record.iteration} holds {name}, which this model lacks: it was "
-                "built with other flags. Start with those of the run, or ignore its state with "
+                "built with other flags. Start with the run's own flags, or ignore its state with "
                 "--moe-ft-recover-from load."
             )
         module, key = places[name]

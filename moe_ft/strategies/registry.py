@@ -64,8 +64,8 @@ def check(config: MoeFtConfig, model: ModelFacts) -> None:
     if is_adaptive and (kind is None or not kind.can_shard_adaptively(config)):
         able = " or ".join(each.adaptive_with for each in kinds() if each.adaptive_with)
         raise ConfigError(
-            f"--moe-ft-sharding=adaptive needs {able}: with anything else nobody knows in advance which "
-            "rank will have how many of the selected experts. Use equal."
+            f"--moe-ft-sharding=adaptive needs {able}: with anything else it is not known in advance "
+            "how many of the selected experts a rank will have. Use equal."
         )
     if kind is None:
         return

@@ -25,6 +25,7 @@ BASE = (
     "config",
     "units",
     "topology",
+    "event_lines",
     "events",
     "failure_domains",
     "faults",
@@ -96,6 +97,7 @@ IMPORTS_LATE = (
     "moe_ft/commands/plan_inputs.py",
     "moe_ft/doctor/meeting.py",
     "moe_ft/keeper/zygote.py",
+    "moe_ft/loop/metrics.py",
 )
 STRATEGIES = "moe_ft.strategies"
 INTERFACE, REGISTRY = f"{STRATEGIES}.interface", f"{STRATEGIES}.registry"

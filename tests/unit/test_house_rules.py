@@ -66,7 +66,6 @@ LONELY = {
 # end the process (SIGSEGV).
 BUILDS_DECODERS = {
     "moe_ft/format/encoding.py::decodable": "a decorator of classes: modules call it while they are imported",
-    "moe_ft/commands/report.py::_LeftOut.typed": "a command that reads events has one thread",
 }
 
 

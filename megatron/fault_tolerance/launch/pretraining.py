@@ -196,7 +196,7 @@ def check_has_trained(words: list[str]) -> None:
     name = Path(words[0]).name
     if unused := words_of_moe_ft(words):
         refuse(
-            f"{name} has ended without a call of megatron.training.pretrain, so {', '.join(unused)} had no "
+            f"{name} ended without calling megatron.training.pretrain, so {', '.join(unused)} had no "
             "effect. Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
         )
-    say(f"{name} has ended without a call of megatron.training.pretrain: moe_ft did nothing")
+    say(f"{name} ended without calling megatron.training.pretrain: moe_ft did nothing")

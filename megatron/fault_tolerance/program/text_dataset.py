@@ -214,7 +214,7 @@ def _encoder(tokenizer: str | None) -> tuple[Encode, int]:
     if end is None:
         raise ConfigError(
             f"tokenizer {tokenizer} has no end-of-sequence token, which separates documents. "
-            "Give one that has."
+            "Give a tokenizer that has one."
         )
     return (
         lambda text: np.array([*encoder.encode(text, add_special_tokens=False), end], np.int64),

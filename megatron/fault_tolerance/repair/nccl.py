@@ -46,7 +46,7 @@ _WITH_OLDER_NAMES = tuple(_VARIABLES)[
 ]  # without TORCH_, which torch reads if the other is missing
 _REFUSED_VARIABLES: Mapping[str, str] = {
     "ENABLE_INTRA_NODE_COMM": "its buffers are shared with the process that has died",
-    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "its backends are others, which nobody has renewed yet",
+    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "its backends are different, and renewing them is untested",
 }
 # Texts of cudaGetErrorString. NCCL prints no more: "Cuda failure 700 'an illegal memory access ...'".
 _STICKY = (

@@ -17,7 +17,7 @@ _SHARED_MEMORY = "its buffers are shared with the process that has died, and are
 
 # A flag, perhaps with the one value that is meant, and why it is refused.
 _RULES: Mapping[str, str] = {
-    "--dataloader-type external": "nobody knows how its position is set",
+    "--dataloader-type external": "how to set its position is not known",
     "--async-save": "all ranks wait together for a save that a new process does not know of",
     "--ckpt-assume-constant-structure": (
         "a new process plans checkpoints that the others have planned already"
@@ -62,7 +62,7 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1:
-        refused["one rank"] = "nobody survives"
+        refused["one rank"] = "no rank is left to repair it"
     if not on_cpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
     for what, reason in refused.items():

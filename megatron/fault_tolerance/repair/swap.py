@@ -151,8 +151,8 @@ class Groups:
         what = f"the process group {name} ({group.group_desc})"
         if other:
             raise ConfigError(
-                f"--moe-ft-repair=auto cannot renew {what}: its backend is {other}, and only those of "
-                f"{' and '.join(known)} can be. Choose one of them, or leave the flag out."
+                f"--moe-ft-repair=auto cannot renew {what}: its backend is {other}, and only "
+                f"{' and '.join(known)} can be renewed. Choose one of them, or leave the flag out."
             )
         if group.bound_device_id is not None:
             raise ConfigError(

@@ -120,7 +120,7 @@ class Watcher:
         self._link.note_hang(now_s - since_s)
         say(
             f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
-            f"{now_s - since_s:.1f} s, and does not leave it though nobody can be waited for any more. "
+            f"{now_s - since_s:.1f} s, and stays there although all its connections are closed. "
             "It is in:\n" + "".join(traceback.format_stack(sys._current_frames()[thread]))
         )
         os.kill(os.getpid(), signal.SIGKILL)

@@ -192,7 +192,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     ),
     refused_flag(
         "yaml_cfg",
-        "Megatron then reads no other flag, those of moe_ft included",
+        "Megatron then reads no other flag, not even moe_ft's",
         "Give the settings as flags",
     ),
 )

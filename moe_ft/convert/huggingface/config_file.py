@@ -70,8 +70,8 @@ def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"{path} has model_type={model_type}, and conversions know {', '.join(sorted(FAMILIES))}. There "
-            "is no conversion of this model."
+            f"{path} has model_type={model_type}, but conversions know only {', '.join(sorted(FAMILIES))}. "
+            "There is no conversion of this model."
         )
     family, architectures = FAMILIES[model_type], config.get("architectures")
     if (
@@ -123,8 +123,8 @@ def check_values(path: str, config: Config, places: Collection[Place] | None) ->
 
 def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(
-        f"{path} has {key}={value!r:.100}, and it must be {rule}. Compare it with the file that the model "
-        "was published with."
+        f"{path} has {key}={value!r:.100}, and it must be {rule}. Compare it with the published "
+        "file."
     )
 
 

@@ -115,7 +115,7 @@ def open_release(folder: AnyPath) -> Release:
     except (ArithmeticError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{folder / CONFIG_NAME} has a value that a model of {family.model_type} cannot have: {error}. "
-            "Compare it with the one that the model was published with."
+            "Compare it with the published file."
         ) from error
     _check(folder, listed, places)
     facts = index.get("metadata")

@@ -222,7 +222,7 @@ class BoundaryLog:
         if self._in_use:
             reason = (
                 f"the logs of iterations {self._in_use.start} to {self._in_use.stop - 1}, which were run "
-                f"again, stay until there is a new window: there is no room for that of iteration {lost}"
+                f"again, stay until there is a new window: there is no room for the log of iteration {lost}"
             )
             self._reports.skipped(_PART, iteration, reason)
             return

@@ -75,7 +75,7 @@ class BoundaryPlayer:
         wanted = sent.shape if shape is None else tuple(shape)
         if (wanted, dtype_name(dtype)) != (sent.shape, sent.dtype):
             raise UnrecoverableError(
-                f"{what} has shape {list(sent.shape)} and type {sent.dtype} in the log, and must have "
+                f"{what} has shape {list(sent.shape)} and type {sent.dtype} in the log, but must have "
                 f"{list(wanted)} and {dtype_name(dtype)}"
             )
         self._received[neighbour, direction] += 1

@@ -64,6 +64,15 @@ def own_address(interfaces: str | None, environment: Mapping[str, str]) -> str:
     interface = interface_of(interfaces, environment)
     if not interface:
         return own_host(environment.get("MASTER_ADDR", "127.0.0.1"))
+    return address_of("--moe-ft-network-interface", interface)
+
+
+def address_of(flag: str, interface: str) -> str:
+    """Return the address of a network interface of this host, which a flag names.
+
+    Raises:
+        ConfigError: if this host has no such interface, or that has no address.
+    """
     found = psutil.net_if_addrs()
     # Addresses of the link itself cannot be reached by their number alone.
     addresses = [
@@ -74,7 +83,7 @@ def own_address(interfaces: str | None, environment: Mapping[str, str]) -> str:
     ]
     if not addresses:
         raise ConfigError(
-            f"--moe-ft-network-interface={interface} must be an interface of this host with an address, and "
+            f"{flag}={interface} must be an interface of this host with an address, and "
             f"{socket.gethostname()} has {', '.join(sorted(found))}. Name one of them that leads to the "
             "other nodes, or leave the flag out."
         )

@@ -125,7 +125,7 @@ def receive_header(connection: Connection, deadline: Deadline) -> bytearray:
     """Return the next header; raises ConnectionError if it is none."""
     (num_bytes,) = _LENGTH.unpack(receive(connection, _LENGTH.size, deadline))
     if num_bytes > _MAX_HEADER_BYTES:
-        raise ConnectionError(f"a header of {num_bytes} bytes is not one of moe_ft")
+        raise ConnectionError(f"a header of {num_bytes} bytes does not come from moe_ft")
     return receive(connection, num_bytes, deadline)
 
 
@@ -140,7 +140,7 @@ def answer_challenge(
     """Prove the token to the server; raises ConnectionError if that does not know it too."""
     greeting, theirs = challenge[: len(_GREETING)], challenge[len(_GREETING) :]
     if greeting != _GREETING:
-        raise ConnectionError(f"what listens there is no server of {_GREETING.decode()}")
+        raise ConnectionError(f"what listens there is not a server of {_GREETING.decode()}")
     own = secrets.token_bytes(_NONCE_BYTES)
     connection.send(own + _proof(token, b"client", theirs, own), deadline)
     try:

@@ -94,5 +94,5 @@ def spread(num_bytes: int, ranges: Sequence[tuple[int, int]], parts: bytearray) 
         content[start:end] = parts[at : at + end - start]
         at += end - start
     if at != len(parts) or len(content) != num_bytes:
-        raise CorruptStateError(f"{len(parts)} bytes came, and {at} were asked for")
+        raise CorruptStateError(f"{len(parts)} bytes came instead of {at}")
     return memoryview(content)

@@ -242,8 +242,8 @@ def open_connection(address: tuple[str, int], token: str, transport: Transport =
         time.sleep(_BUSY_PAUSE_S)
         if deadline.is_over:
             raise TimeoutError(
-                f"{address[0]}:{address[1]} closes connections before it lets anybody in: it has too many "
-                "strangers, or its start has failed"
+                f"{address[0]}:{address[1]} refuses connections before authentication: it has too many "
+                "unauthenticated ones, or its start has failed"
             )
     return connection
 

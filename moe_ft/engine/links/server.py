@@ -62,7 +62,9 @@ class ReplicaKeeper:
         Raises OSError if it does not arrive in time, or cannot be meant for this rank: the connection ends.
         """
         if request.index_bytes > _MAX_INDEX_BYTES or request.update_bytes > _MAX_INDEX_BYTES:
-            raise ConnectionError(f"an index of {request.index_bytes} bytes is not one of moe_ft")
+            raise ConnectionError(
+                f"an index of {request.index_bytes} bytes does not come from moe_ft"
+            )
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
         memory = self._replicas.get(request.source)
         region_bytes = 0 if memory is None else memory.regions[0].num_bytes
@@ -129,7 +131,7 @@ class ReplicaKeeper:
         if request.update_bytes and (request.start_byte or request.data_bytes):
             raise CorruptStateError("an update and a stretch of the region that it makes")
         if names - sizes.keys() or request.slot_bytes != sum(sizes[name] for name in names):
-            raise CorruptStateError("the slots that follow are not those of the index")
+            raise CorruptStateError("the slots that follow do not match the index")
         newest = self._newest.get(index.rank, -1)
         if index.iteration < newest:
             raise CorruptStateError(f"iteration {index.iteration} comes after iteration {newest}")

@@ -92,7 +92,7 @@ class SignedStore:
         line = f"{self._code(key, body.encode())} {body}"
         if len(line) > MAX_VALUE_BYTES:
             raise RepairError(
-                f"{key} would have {len(line)} bytes in the job's store, and {MAX_VALUE_BYTES} are the most"
+                f"{key} would have {len(line)} bytes in the job's store; the limit is {MAX_VALUE_BYTES}"
             )
         return line
 

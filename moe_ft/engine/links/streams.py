@@ -151,7 +151,7 @@ class _Places:
             found = bisect_right(self._starts, place) - 1
             end = self._starts[found + 1] if found < len(self._targets) else 0
             if number != self._number or place + num_bytes > end:
-                raise ConnectionError("a piece that is not one of this body")
+                raise ConnectionError("a piece that does not belong to this body")
             target, start = self._targets[found], place - self._starts[found]
             part = num_bytes if isinstance(target, int) else target[start : start + num_bytes]
             _receive(stream, part, deadline)

@@ -42,9 +42,7 @@ def check_manifest(manifest: Manifest, path: str, where: str) -> None:
     """Raise CorruptStateError unless a manifest is one of a whole checkpoint of its directory's iteration."""
     directory = str(PurePosixPath(path).parent)
     if directory != iteration_directory(manifest.iteration):
-        raise CorruptStateError(
-            f"{where} says that it is of iteration {manifest.iteration}, in {directory}"
-        )
+        raise CorruptStateError(f"{where} claims iteration {manifest.iteration}, in {directory}")
     ranks = [file.rank for file in manifest.files]
     if ranks != list(range(manifest.identity.world_size)):
         missing = sorted(set(range(manifest.identity.world_size)) - set(ranks))
@@ -88,7 +86,7 @@ def read_index(
         if wanted is not None and found != wanted:
             raise CorruptStateError(f"{where} has {name} {found}, its manifest {wanted}")
     if not index.is_whole:
-        raise CorruptStateError(f"{where} holds a part of a window only")
+        raise CorruptStateError(f"{where} holds only a part of a window")
     return index
 
 

@@ -71,7 +71,7 @@ class SeenLock:
     def holder(self) -> str:
         """The start that has it, for people."""
         if self.lock is None:
-            return "an unknown job (its content is not that of a lock)"
+            return "an unknown job (its content is not a lock's)"
         since = f", since {self.lock.started}" if self.lock.started else ""
         return f"job '{self.lock.job_id}' on {self.lock.host}{since}"
 
@@ -141,9 +141,9 @@ class StorageLock:
     def _missing(self) -> str:
         where = f"{LOCK_NAME} in {self._storage.url}"
         if not self.is_taken:
-            return f"{where} is not taken yet, or somebody has removed it: nothing may be written there"
+            return f"{where} is not taken yet, or it was removed: nothing may be written there"
         return (
-            f"{where} is gone: another job had taken it over and has ended, or somebody has removed it. This "
+            f"{where} is gone: another job had taken it over and has ended, or it was removed. This "
             "job writes no more checkpoints there. Start it again."
         )
 

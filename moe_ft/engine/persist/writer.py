@@ -211,7 +211,7 @@ class PersistWorker:
         if (index.rank, index.iteration) != (request.rank, request.iteration):
             raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
         if not index.is_whole:
-            raise CorruptStateError(f"{request.index} holds a part of a window only")
+            raise CorruptStateError(f"{request.index} holds only a part of a window")
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
         index_path = rank_path(index.iteration, index.rank, request.tag, "json")
         if request.writes_manifest:  # one rank for all: it reads every manifest

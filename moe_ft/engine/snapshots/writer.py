@@ -5,8 +5,8 @@ for it (the fence, engine/engine.py); checksums and commit may take longer.
 """
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import Replica, ReplicaSender
+from moe_ft.engine.memory.layout import UnitPlace
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
@@ -27,6 +28,7 @@ from moe_ft.faults import Phase
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
+from moe_ft.units import Level, UnitKind
 
 
 class SnapshotWriter:
@@ -138,6 +140,7 @@ class SnapshotWriter:
             copy_s=copy_s,
             num_units=len(request.places),
             level=dict(Counter(place.level.value for place in request.places)),
+            experts=_full_experts(request.places),
         )
         theirs, at_peers = _for_peers(request, index)
         replication = None
@@ -160,6 +163,15 @@ class SnapshotWriter:
             at_peers=at_peers,
             replication=replication,
         )
+
+
+def _full_experts(places: Iterable[UnitPlace]) -> dict[str, list[int]]:
+    """Return by MoE layer the experts, of which a part at least is in a snapshot with its whole state."""
+    experts: defaultdict[str, set[int]] = defaultdict(set)
+    for place in places:
+        if place.level is Level.FULL and place.unit.kind is UnitKind.EXPERT:
+            experts[place.unit.layer_name].add(place.unit.expert)
+    return {layer: sorted(found) for layer, found in experts.items()}
 
 
 def _release_unless_sent(lent: LentUpdate, result: Future[SnapshotResult]) -> None:

@@ -37,9 +37,9 @@ def test_file_gives_the_domain_of_each_node(file: Path) -> None:
     [
         (
             b"gpu-1 rack-a\ngpu-2\n",
-            ["line 2", "'gpu-2'", "a line is the name of a node", "Correct"],
+            ["line 2", "'gpu-2'", "each line names a node", "Correct"],
         ),
-        (b"gpu-1 rack a\n", ["line 1", "'gpu-1 rack a'", "a line is the name of a node"]),
+        (b"gpu-1 rack a\n", ["line 1", "'gpu-1 rack a'", "each line names a node"]),
         (b"gpu-1 a\ngpu-1 b\n", ["line 2", "'gpu-1 b'", "gpu-1 is in a already", "Correct"]),
         (b"\xff\xfe", ["cannot be read", "Name a file"]),
     ],

@@ -74,7 +74,7 @@ REFUSED = {
     "--moe-ft-event-log /proc/x": "--moe-ft-event-log=/proc/x cannot be written (No such file or directory): "
     "it must be a directory, or a path where one can be created. Name another one.",
     "--moe-ft-event-log DIR/file": "--moe-ft-event-log=DIR/file cannot be written (File exists): it must be",
-    "--moe-ft-state-digest": "--moe-ft-state-digest writes to the event log, and there is none. Add "
+    "--moe-ft-state-digest": "--moe-ft-state-digest needs the event log, but there is none. Add "
     "--moe-ft-event-log DIR.",
     "--moe-ft-strategy sparse --moe-ft-window 0": "--moe-ft-window=0 must be a whole number, at least 1, or "
     "auto. Give one of them.",
@@ -109,8 +109,8 @@ REFUSED = {
     "--sft": "--sft is not supported: pretrain_gpt_moe.py would ignore it. Leave it out.",
     "--full-validation": "--full-validation without --multiple-validation-sets is not supported: Megatron "
     "0.19.2 fails in the first evaluation",
-    "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, those "
-    "of moe_ft included. Give the settings as flags.",
+    "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, not "
+    "even moe_ft's. Give the settings as flags.",
     "--moe-ft-strategy sparse --enable-cuda-graph": "--cuda-graph-impl=local is not supported with --moe-ft-"
     "strategy=sparse: replayed graphs run no hooks",
     "--moe-router-topk 8": "--moe-router-topk=8 must be at most",

@@ -97,7 +97,7 @@ ANYWHERE = [
     ({"phase_transition_iterations": [3]}, "--phase-transition-iterations: the position"),
     ({"skip_train": True}, "--skip-train: nothing is trained"),
     ({"hybrid_context_parallel": True}, "--hybrid-context-parallel: its iterator"),
-    ({"world_size": 1}, "one rank: nobody survives"),
+    ({"world_size": 1}, "one rank: no rank is left to repair it"),
 ]
 
 

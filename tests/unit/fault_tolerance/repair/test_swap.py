@@ -121,7 +121,7 @@ def test_torch_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch) 
     [
         (
             "ucc",
-            r"process group 0 \(default_pg\): its backend is ucc, and only those of gloo and nccl",
+            r"process group 0 \(default_pg\): its backend is ucc, and only gloo and nccl",
         ),
         ("nccl", ""),
         ("cpu:gloo,cuda:nccl", ""),
@@ -135,7 +135,7 @@ def test_group_of_another_backend_is_refused(backend: str, message: str, recipes
             groups.note()
     else:
         groups.note()
-        with pytest.raises(ConfigError, match="only those of gloo can be"):
+        with pytest.raises(ConfigError, match="only gloo can be"):
             Groups((Gloo(),), recipes).note()
 
 

@@ -29,9 +29,9 @@ def test_checkpoint_is_converted_with_the_flags(
         (["SRC", "DST", "--shard-size", "0"], "--shard-size=0.0 must be a number of GiB"),
         (["SRC", "DST", "--for-ep", "0"], "--for-ep=0 must be a number of ranks"),
         (["SRC", " "], "DST=' ' is empty: an unset variable"),
-        (["NOWHERE", "DST"], "NOWHERE must be a folder, and is not there"),
+        (["NOWHERE", "DST"], "NOWHERE must be a folder, but is not there"),
         (["", "DST"], "SRC='' is empty"),
-        (["SRC", "SRC"], "must be a new or an empty folder, and is not empty"),
+        (["SRC", "SRC"], "must be a new or an empty folder, but it is not empty"),
     ],
 )
 def test_bad_input_is_refused(

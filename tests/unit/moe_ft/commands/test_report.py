@@ -8,7 +8,9 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands.report import render, summarize
-from moe_ft.events import event_path
+from moe_ft.commands.report_course import Course, Median
+from moe_ft.event_lines import decode
+from moe_ft.events import event_path, read_lines
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.commands.runs import write_run
 
@@ -122,6 +124,29 @@ ODD_LINES = {
     "torn line": '{"event":"iteration","iter',
     "nested brackets": "[" * 200_000,
 }
+
+
+def test_median_of_very_many_numbers_is_of_evenly_chosen_ones() -> None:
+    values = Median()
+    for number in range(200_001):
+        values.add(float(number))
+    assert values.value == pytest.approx(100_000, abs=4)
+
+
+def test_losses_before_a_recovery_are_those_of_the_history_that_stays(tmp_path: Path) -> None:
+    log = write_run(tmp_path, 0, [9.0, 8.0, 7.0, 1.0])
+    log.incarnation = 1
+    recovery = {"replayed_iterations": 0, "sources": {}, "lost_tokens": 5, "plt": 0.5}
+    log.write("recovery", 3, target_iteration=3, **recovery)
+    log.write("iteration", 4, iteration_s=1.0, num_tokens=1, loss=6.0)
+    summary = summarize(tmp_path)
+    row = summary.recoveries[0]
+    assert (row["loss of 5 before"], row["after"], summary.last_loss) == ("8.000", "6.000", 6.0)
+    course = Course(4)
+    for event in map(decode, read_lines(event_path(tmp_path, 0))):
+        assert event is not None
+        course.take(event)
+    assert [point.mean for point in course.points.values()] == [9.0, 8.0, 7.0, 6.0]
 
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)

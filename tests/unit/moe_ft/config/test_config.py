@@ -37,7 +37,7 @@ FOLLOWED = MemoryConfig(replicate="gradients")
         ),
         (
             MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=5)),
-            "--moe-ft-state-digest-interval writes to the event log",
+            "--moe-ft-state-digest-interval needs the event log",
         ),
         (
             MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=-1)),
@@ -57,7 +57,7 @@ FOLLOWED = MemoryConfig(replicate="gradients")
         ),
         (
             MoeFtConfig(storage=StorageConfig(persist_dense_interval=50)),
-            "--moe-ft-persist-dense-interval=50 writes to storage, and there is none. Add --moe-ft-pers",
+            "--moe-ft-persist-dense-interval=50 writes to storage, but there is none. Add --moe-ft-pers",
         ),
         (
             MoeFtConfig(strategy=StrategyConfig(sharding="some")),
@@ -65,7 +65,23 @@ FOLLOWED = MemoryConfig(replicate="gradients")
         ),
         (
             MoeFtConfig(observability=ObservabilityConfig(router_log=True)),
-            "--moe-ft-router-log writes to the event log, and there is none. Add --moe-ft-event-log",
+            "--moe-ft-router-log needs the event log, but there is none. Add --moe-ft-event-log",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(metrics_port=9400)),
+            "--moe-ft-metrics-port needs the event log, but there is none. Add --moe-ft-event-log",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(event_log="e", metrics_port=80)),
+            "--moe-ft-metrics-port=80 must be at least 1024: lower ports are for services",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(event_log="e", metrics_port=65536)),
+            "--moe-ft-metrics-port=65536 must be between 0 and 65535",
+        ),
+        (
+            MoeFtConfig(observability=ObservabilityConfig(metrics_interface="ib0")),
+            "--moe-ft-metrics-interface needs a port: without a port no metrics are served. Add ",
         ),
         (
             MoeFtConfig(recovery=RecoveryConfig(recover_from="120")),

@@ -29,13 +29,13 @@ from tests.unit.moe_ft.convert.test_torch_metadata import Payload, saved
 
 _REFUSED = 2  # exit code
 NAMES = {f"t{number}": [16, 8] for number in range(4)}
-PIPE = "must be a regular file, and is a named pipe"
+PIPE = "must be a regular file, but is a named pipe"
 INDEXES: list[tuple[Any, str]] = [
     (["a"], "has a weight_map that is a list"),
-    ({"a": 5}, "names the file 5, and must name files of its own folder"),
+    ({"a": 5}, "names the file 5, but may only name files of its own folder"),
     ({"a": "/etc/passwd"}, "names the file '/etc/passwd', and must name files"),
     ({"a": "../../etc/hostname"}, "names the file '../../etc/hostname', and must"),
-    ({"a": "pipe"}, "pipe must be a regular file, and is a named pipe"),
+    ({"a": "pipe"}, "pipe must be a regular file, but is a named pipe"),
     ({"a": "link"}, "link is a link to /etc/hostname, and must stay"),
     ({"t0": "gone"}, "gone cannot be read"),
 ]
@@ -200,7 +200,7 @@ METADATA: list[tuple[Callable[[], Metadata], str]] = [
     (lambda: _tensor(HUGE, (1, 1, 2, 2), length=64), "and its pieces have 4 elements"),
     (
         lambda: _tensor((1, 1, 2, 2), (1, 1, 2, 2), length=64, name="/etc/passwd"),
-        "names the file '/etc/passwd', and must name files of its own folder",
+        "names the file '/etc/passwd', but may only name files of its own folder",
     ),
     (lambda: Metadata({}, storage_data=5), "iter_0000003 cannot be read: AttributeError"),
 ]

@@ -49,7 +49,7 @@ def test_checkpoints_are_told_apart(checkpoints: Path, tmp_path: Path) -> None:
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name, message in (("file", "is a file. Name the folder"), ("gone", "is not there")):
-        with pytest.raises(ConfigError, match=f"SRC=.*{name} must be a folder, and {message}"):
+        with pytest.raises(ConfigError, match=f"SRC=.*{name} must be a folder, but {message}"):
             open_model(str(tmp_path / name))
 
 

@@ -76,7 +76,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(
     make: Any, kind: str, tmp_path: Path
 ) -> None:
     make(tmp_path / "file")
-    with pytest.raises(CorruptStateError, match=f"file must be a regular file, and is {kind}"):
+    with pytest.raises(CorruptStateError, match=f"file must be a regular file, but is {kind}"):
         read_range(tmp_path / "file", 0, 8)
 
 
@@ -92,7 +92,7 @@ def test_range_ends_with_the_file_however_long_it_should_be(tmp_path: Path) -> N
         (b"[" * 200_000, "is no JSON: maximum recursion"),
         (b"{", "is no JSON"),
         (b"\xff", "is no JSON"),
-        (b"[]", "must hold a JSON object, and holds a list"),
+        (b"[]", "must hold a JSON object, but holds a list"),
         (b" " * (1 << 20) + b"{}", f"must have at most {1 << 20} bytes"),
     ],
 )

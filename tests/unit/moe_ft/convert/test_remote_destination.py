@@ -172,7 +172,7 @@ def test_object_that_is_not_what_was_uploaded_is_found(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a", b"mine", "must be new, and something is there"),
+        ("a", b"mine", "must be new, but something is there"),
         ("conversion.json", b"{", "holds that of something else"),
     ],
 )

@@ -91,7 +91,9 @@ def test_tensor_that_is_not_described_is_named(tmp_path: Path) -> None:
         known = {name: each for name, each in index.parameters.items() if name != PROJECTION}
         return msgspec.structs.replace(index, parameters=known)
 
-    with pytest.raises(CorruptStateError, match=f"holds {PROJECTION}, of which its indexes say"):
+    with pytest.raises(
+        CorruptStateError, match=f"holds {PROJECTION}, which its indexes do not mention"
+    ):
         tensors_of(tmp_path, change)
 
 

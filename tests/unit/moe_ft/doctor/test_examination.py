@@ -183,4 +183,4 @@ def test_store_that_nobody_opens_is_reported(
     assert examine(request, place, {}) == 1
     out = capsys.readouterr().out
     assert "the store at 127.0.0.1" in out
-    assert "nobody listens there" in out
+    assert "nothing listens there" in out

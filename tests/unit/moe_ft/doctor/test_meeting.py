@@ -64,7 +64,9 @@ def test_value_without_a_proof_of_the_token_is_refused(token: str, proof: str) -
 def test_value_of_another_kind_is_refused() -> None:
     opened = Open("secret")
     opened.meeting.show("word", 1)
-    with pytest.raises(CorruptStateError, match="is no value of doctor: Expected `str`, got `int`"):
+    with pytest.raises(
+        CorruptStateError, match="is not a value that doctor wrote: Expected `str`, got `int`"
+    ):
         opened.meeting.collect("word", [0], 0.0, WORD)
 
 

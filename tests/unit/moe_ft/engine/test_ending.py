@@ -87,7 +87,7 @@ def test_last_state_is_kept_on_storage_or_as_the_newest_in_memory(
     ("in_memory", "expected"),
     [
         (6, "The memory of the nodes still holds it under /memory"),
-        (5, "still holds that of iteration 5 or a later one under /memory"),
+        (5, "still holds the state of iteration 5 or of a later one under /memory"),
         (None, "memory of the nodes has no state of this start"),
     ],
 )

@@ -270,7 +270,7 @@ def test_zygote_without_descriptors_turns_ranks_away_and_serves_on(agent: Agent)
     resource.prlimit(first["zygote"], resource.RLIMIT_NOFILE, (first_free, limits[1]))
     agent.start(1, "second")
     assert agent.exit_code(1) == 1
-    assert "a request for a rank is turned away: [Errno 24]" in agent.log.read_text()
+    assert "a request for a rank is refused: [Errno 24]" in agent.log.read_text()
     resource.prlimit(first["zygote"], resource.RLIMIT_NOFILE, limits)
     agent.start(1, "second")
     assert agent.read("second")["zygote"] == first["zygote"]

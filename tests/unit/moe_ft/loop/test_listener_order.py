@@ -11,11 +11,12 @@ from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.listener_order import listeners_of
+from moe_ft.loop.metrics import Metrics
 from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.routers import Routers, SlotTables
 
 ALL = (
-    *(Progress, Faults, Routers, SlotTables, Digests, PipelineLog, Checkpoints),
+    *(Metrics, Progress, Faults, Routers, SlotTables, Digests, PipelineLog, Checkpoints),
     FailureReport,
 )
 

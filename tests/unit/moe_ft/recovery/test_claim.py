@@ -51,7 +51,7 @@ def test_directory_that_others_can_write_is_refused_with_flag_and_remedy(tmp_pat
     tmp_path.chmod(0o777)
     message = (
         f"--moe-ft-memory-dir={tmp_path} .* on node node: {tmp_path} can be written by other users.*"
-        "must be a directory on a tmpfs in which nobody else can replace.*Name a new one"
+        "must be a directory on a tmpfs in which no other user can replace.*Name a new one"
     )
     with pytest.raises(ConfigError, match=message):
         claim_memory(site_of(tmp_path))

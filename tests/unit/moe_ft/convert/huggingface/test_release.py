@@ -84,7 +84,7 @@ def test_numbers_of_the_rotary_embedding_are_left_out(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model_type", "llama", "has model_type=llama, and conversions know .*mixtral"),
+        ("model_type", "llama", "has model_type=llama, but conversions know only .*mixtral"),
         ("architectures", ["MixtralForX"], "only MixtralForCausalLM of mixtral"),
         ("num_local_experts", ..., "must have num_local_experts for a model of mixtral, and lacks"),
         ("sliding_window", 16, "config.json has sliding_window=16"),

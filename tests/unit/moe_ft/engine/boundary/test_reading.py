@@ -252,7 +252,7 @@ def test_other_shape_or_type_is_named(
     player.begin(4)
     with pytest.raises(
         UnrecoverableError,
-        match=r"tensor 0 .* in iteration 4 has shape \[8, 2, 16\] and type BF16 in the log, and must have",
+        match=r"tensor 0 .* in iteration 4 has shape \[8, 2, 16\] and type BF16 in the log, but must have",
     ):
         player.receive(RANK, Direction.FORWARD, dtype, shape)
 

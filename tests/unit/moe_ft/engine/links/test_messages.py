@@ -188,7 +188,7 @@ def test_answer_to_another_challenge_is_refused(sides: Sides) -> None:
 
 def test_server_of_something_else_is_named_as_such(sides: Sides) -> None:
     sides.run(sides.server, lambda side: side.send(b"SSH-2.0-OpenSSH_9.6".ljust(40), far()))
-    with pytest.raises(ConnectionError, match="what listens there is no server of moe_ft/1"):
+    with pytest.raises(ConnectionError, match="what listens there is not a server of moe_ft/1"):
         sides.enter().result()
 
 

@@ -130,7 +130,7 @@ def test_server_that_has_no_token_yet_answers_nobody(
     with (
         closing(server),
         closing(PeerConnection(server.address, "")) as connection,
-        pytest.raises(TimeoutError, match="closes connections before it lets anybody in"),
+        pytest.raises(TimeoutError, match="refuses connections before authentication"),
     ):
         connection.get("file")
 

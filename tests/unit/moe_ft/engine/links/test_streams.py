@@ -93,10 +93,10 @@ def head(number: int, place: int, num_bytes: int) -> bytes:
         ([(1, 0, 100), (1, 100, 50), (1, 150, 0)], "pieces of a body are missing"),
         ([(1, 0, 100), (1, 0, 100), (1, 200, 0)], "pieces of a body are missing"),
         ([(1, 50, 100), (1, 0, 100), (1, 200, 0)], "pieces of a body are missing"),
-        ([(1, 150, 100)], "a piece that is not one of this body"),
-        ([(1, 1 << 63, 1)], "a piece that is not one of this body"),
-        ([(2, 0, 100)], "a piece that is not one of this body"),
-        ([(0, 0, 0)], "a piece that is not one of this body"),
+        ([(1, 150, 100)], "a piece that does not belong to this body"),
+        ([(1, 1 << 63, 1)], "a piece that does not belong to this body"),
+        ([(2, 0, 100)], "a piece that does not belong to this body"),
+        ([(0, 0, 0)], "a piece that does not belong to this body"),
     ],
 )
 def test_pieces_that_do_not_cover_a_body_are_refused(

@@ -144,7 +144,7 @@ def test_lock_that_cannot_be_understood_is_there(storage: Storage, content: byte
     seen = StorageLock(storage).look()
     assert seen is not None
     assert seen.lock is None
-    assert seen.holder == "an unknown job (its content is not that of a lock)"
+    assert seen.holder == "an unknown job (its content is not a lock's)"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_snapshot_is_reported_with_its_bytes_and_levels(trainer: Trainer) -> Non
     assert (first.event, first.iteration, second.iteration) == ("snapshot", 5, 6)
     assert first.fields["level"] == {"full": 2, "compute": 2}
     assert second.fields["level"] == {"full": 1, "compute": 1}
+    assert [each.fields["experts"]["layer.0"] for each in (first, second)] == [[0, 1], [2]]
     assert first.fields["num_units"] == 4
     places = trainer.layout(LENGTH).snapshots[0]
     assert first.fields["bytes"] == sum(place.num_bytes for place in places)

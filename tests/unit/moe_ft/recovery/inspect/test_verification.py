@@ -112,7 +112,7 @@ def recoverable(storage: Storage) -> list[int]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda body: body.update(iteration=999), "says that it is of iteration 999"),
+        (lambda body: body.update(iteration=999), "claims iteration 999"),
         (lambda body: body["identity"].update(lineage="other"), "is of run run-a, not other"),
         (lambda body: body["files"][0].update(num_bytes=1), "has size"),
         (lambda body: body.update(units={}), "lists no units"),

@@ -1,0 +1,198 @@
+"""Lines of an event log as frozen values, for what reads logs: `report`, `watch` and metrics.
+
+docs/events.md has all fields; those that no reader needs are not decoded. moe_ft/events.py writes and finds
+lines.
+"""
+
+import re
+from typing import Annotated, Literal, override
+
+import msgspec
+
+from moe_ft.events import MAX_COUNT
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Tokens = dict[str, list[int]]  # by MoE layer, [expert]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Fields of every event."""
+
+    time: float
+    incarnation: Count
+    iteration: Count
+
+
+class Other(Line, frozen=True, kw_only=True, gc=False):
+    """Event of another kind."""
+
+    event: str
+
+
+class Start(Line, frozen=True, kw_only=True, tag_field="event", tag="start"):
+    """Beginning of an incarnation."""
+
+    pid: int = 0
+    host: str = ""
+    world_size: int = 0
+    train_iterations: int | None = None
+
+
+class Iteration(Line, frozen=True, kw_only=True, gc=False, tag_field="event", tag="iteration"):
+    """Iteration that is complete."""
+
+    iteration_s: float
+    num_tokens: float
+    idle_s: float | None = None
+    stall_s: float = 0.0
+    loss: float | Literal["nan", "inf", "-inf"] | None = None
+    resident_bytes: int | None = None
+    device_bytes: int | None = None
+
+
+class RouterLoad(Line, frozen=True, kw_only=True, tag_field="event", tag="router_load"):
+    """Tokens that a rank sent to each expert."""
+
+    tokens: Tokens
+
+
+class Moved(Line, frozen=True, kw_only=True, gc=False):
+    """Bytes that a part of checkpointing has moved, and how long that took until `time`."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes in all."""
+        return self.bytes
+
+
+class Snapshot(Moved, frozen=True, kw_only=True, tag_field="event", tag="snapshot"):
+    """Snapshot in host memory."""
+
+    experts: Tokens = {}
+
+
+class Replicate(Moved, frozen=True, kw_only=True, tag_field="event", tag="replicate"):
+    """Snapshot that peers have."""
+
+    peers: tuple[int, ...] = ()
+    state_bytes: int | None = None
+    gradient_bytes: int = 0
+
+    @property
+    @override
+    def moved_bytes(self) -> int:
+        if self.state_bytes is None:  # earlier versions told only the most that one peer got
+            return self.bytes * len(self.peers)
+        return self.state_bytes + self.gradient_bytes
+
+
+class AtRisk(Line, frozen=True, kw_only=True, tag_field="event", tag="at_risk"):
+    """Tokens that a failure would lose now, by where copies are: memory, peers, storage."""
+
+    tokens: dict[str, int]
+
+
+class Persist(Moved, frozen=True, kw_only=True, tag_field="event", tag="persist"):
+    """Part of a checkpoint on storage."""
+
+
+class Recovery(Line, frozen=True, kw_only=True, tag_field="event", tag="recovery"):
+    """Recovery, which ends at `time`."""
+
+    target_iteration: int
+    replayed_iterations: int
+    sources: dict[str, int]
+    lost_tokens: int
+    plt: float
+    total_lost_tokens: int | None = None
+    total_plt: float = 0.0
+    mtl: float = 0.0
+    lossy: dict[str, str] = {}
+    phases_s: dict[str, float] = {}
+    read_bytes: dict[str, int] = {}
+    lost_per_expert: Tokens = {}
+
+
+class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
+    """Repair in place, which ends at `time`."""
+
+    dead_ranks: tuple[int, ...]
+    hung_s: dict[str, float]
+    broken_iteration: int
+    seconds: float
+    is_replacement: bool = False
+
+
+class Fault(Line, frozen=True, kw_only=True, tag_field="event", tag="fault_injected"):
+    """Fault that the run inflicted on itself."""
+
+    kind: str
+
+
+class Stopped(Line, frozen=True, kw_only=True, tag_field="event", tag="stopped"):
+    """Failure of which the rank could still tell."""
+
+    reason: str
+    silent_ranks: tuple[int, ...] | None = None
+
+
+class Degraded(Line, frozen=True, kw_only=True, tag_field="event", tag="degraded"):
+    """Part of checkpointing that failed while training went on."""
+
+    part: str
+    reason: str
+
+
+class Skipped(Degraded, frozen=True, kw_only=True, tag_field="event", tag="skipped"):
+    """Snapshot that was due and was left out."""
+
+
+class End(Line, frozen=True, kw_only=True, tag_field="event", tag="end"):
+    """End of training."""
+
+    reason: str
+    peak_device_memory_bytes: int | None = None
+
+
+_Known = (
+    Start
+    | Iteration
+    | RouterLoad
+    | Snapshot
+    | Replicate
+    | AtRisk
+    | Persist
+    | Recovery
+    | Repair
+    | Fault
+    | Stopped
+    | Degraded
+    | Skipped
+    | End
+)
+_KNOWN = msgspec.json.Decoder(_Known)
+_OTHER = msgspec.json.Decoder(Other)
+_SURROGATE = re.compile(rb"\\u(d[89a-f]..)", re.IGNORECASE)
+_NAMES = {type_.__struct_config__.tag for type_ in _Known.__args__}
+
+
+def decode(line: bytes) -> Line | None:
+    """Return the event in a line, None unless the log has written it completely."""
+    try:
+        known: Line = _KNOWN.decode(line)
+        return known
+    except msgspec.DecodeError:
+        pass
+    try:
+        other = _OTHER.decode(line)
+        return None if other.event in _NAMES else other
+    except msgspec.DecodeError:
+        pass
+    try:  # a text that is no Unicode, as the name of a file may be
+        found: Line = _KNOWN.decode(_SURROGATE.sub(rb"\\\\u\1", line))
+        return found
+    except (msgspec.DecodeError, RecursionError):
+        return None

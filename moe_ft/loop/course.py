@@ -1,0 +1,308 @@
+"""Course of a run, followed in its event log while it grows: what `moe_ft watch` shows and metrics serve.
+
+It takes the events one by one and keeps sums. Nothing here needs torch, or acts in the training loop:
+metrics.py does. `moe_ft report` reads a log as a whole.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+
+from moe_ft.event_lines import (
+    Degraded,
+    End,
+    Iteration,
+    Line,
+    Moved,
+    Persist,
+    Recovery,
+    Repair,
+    Replicate,
+    Skipped,
+    Snapshot,
+    Start,
+    Stopped,
+    decode,
+)
+from moe_ft.events import EventTail, event_path
+from moe_ft.planning.time_shares import Spent
+
+_NUM_RECENT = 20  # iterations, for medians
+
+
+class Tier(StrEnum):
+    """Places that a checkpoint's bytes go to."""
+
+    MEMORY = "memory"
+    PEERS = "peers"
+    STORAGE = "storage"
+
+
+TIERS: dict[type[Moved], Tier] = {
+    Snapshot: Tier.MEMORY,
+    Replicate: Tier.PEERS,
+    Persist: Tier.STORAGE,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class TierCourse:
+    """Snapshots of one rank that have reached a tier; `iteration` is that of the newest."""
+
+    iteration: int = 0
+    num: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, event: Moved) -> None:
+        """Take one more."""
+        self.iteration, self.num = event.iteration, self.num + 1
+        self.num_bytes += event.moved_bytes
+        self.seconds += event.seconds
+
+
+class TimeUse:
+    """Division of the time of a rank, from its first iteration to its last, among the uses.
+
+    Evaluation and logging between iterations count as productive. A log cannot tell recoveries from waits
+    for machines: the time between the iterations of two starts is that of recoveries, but for their replays.
+    """
+
+    def __init__(self, note: Callable[[Spent, float, float], None]) -> None:
+        """Begin; spans go to `note` in seconds since 1970, in order and without gaps."""
+        self._note = note
+        self._now_s: float | None = None
+        self._reached, self._replay_s, self._last, self.is_first = 0, 0.0, 0, True
+
+    def start(self) -> None:
+        """Take the beginning of an incarnation."""
+        self.is_first = True
+
+    def recover(self, event: Recovery) -> None:
+        """Take a recovery."""
+        self._replay_s += event.phases_s.get("replay", 0.0)
+
+    def iterate(self, event: Iteration) -> None:
+        """Divide the time since the iteration before."""
+        note, end_s, iteration = self._note, event.time, event.iteration
+        begin_s = end_s - event.iteration_s if self._now_s is None else self._now_s
+        begin_s = min(begin_s, end_s)
+        num = 1  # iterations since then: this one, and those that were left out
+        if self.is_first:
+            resumed_s = max(begin_s, end_s - event.iteration_s)
+            replayed_s = max(begin_s, resumed_s - self._replay_s)
+            note(Spent.RECOVERING, begin_s, replayed_s)
+            note(Spent.REDONE, replayed_s, resumed_s)
+            begin_s = resumed_s
+        elif iteration > self._last:
+            num = iteration - self._last
+        if num_again := min(num, max(0, self._reached - (iteration - num))):
+            again_s = begin_s + (end_s - begin_s) * num_again / num
+            note(Spent.REDONE, begin_s, again_s)
+            begin_s = again_s
+        if num_again < num:
+            step_s = max(begin_s, end_s - (num - num_again) * event.stall_s)
+            note(Spent.PRODUCTIVE, begin_s, step_s)
+            note(Spent.BLOCKED, step_s, end_s)
+            self._reached = iteration
+        self._last, self._now_s, self._replay_s, self.is_first = iteration, end_s, 0.0, False
+
+
+@dataclass(kw_only=True, slots=True)
+class RankCourse:
+    """Course of one rank.
+
+    Attributes:
+        start: of the last incarnation whose beginning was seen.
+        incarnation: the last one.
+        iteration: the last one that is complete.
+        time_s: of the last event, in seconds since 1970; 0 if there is none.
+        ending: how the last incarnation ended; empty while it runs, or if nothing says so.
+        recent: iterations of this incarnation, without the first, which pays for warming up.
+        loss: the last one of a rank that knows it; NaN and infinities as such.
+        num_iterations, num_tokens, stall_s, idle_s: sums over all iterations, those that ran again too.
+        spent_s: seconds by use, from the first iteration on.
+        num_not_read: lines that are no events.
+        is_finished: the last incarnation has written its end.
+    """
+
+    rank: int
+    start: Start | None = None
+    incarnation: int = 0
+    iteration: int = 0
+    time_s: float = 0.0
+    ending: str = ""
+    recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    loss: float | None = None
+    num_iterations: int = 0
+    num_tokens: float = 0.0
+    stall_s: float = 0.0
+    idle_s: float = 0.0
+    spent_s: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
+    tiers: dict[Tier, TierCourse] = field(
+        default_factory=lambda: {each: TierCourse() for each in Tier}
+    )
+    recovery: Recovery | None = None
+    num_recoveries: int = 0
+    lost_tokens: int = 0
+    repair: Repair | None = None
+    num_repairs: int = 0
+    repair_s: float = 0.0
+    degraded: Counter[str] = field(default_factory=Counter)
+    last_degraded: Degraded | None = None
+    num_skipped: int = 0
+    num_not_read: int = 0
+    is_finished: bool = False
+    _is_warm: bool = False
+    _time_use: TimeUse = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._time_use = TimeUse(self._spend)
+
+    def _spend(self, use: Spent, begin_s: float, end_s: float) -> None:
+        self.spent_s[use] += end_s - begin_s
+
+    @property
+    def iteration_s(self) -> float | None:
+        """Median of the seconds of its recent iterations."""
+        return median(each.iteration_s for each in self.recent) if self.recent else None
+
+    @property
+    def recent_stall_s(self) -> float | None:
+        """Median of how long its recent iterations waited for checkpoints."""
+        return median(each.stall_s for each in self.recent) if self.recent else None
+
+    @property
+    def recent_idle_s(self) -> float | None:
+        """Median of how long its recent iterations waited for other ranks, where the log says so."""
+        known = [each.idle_s for each in self.recent if each.idle_s is not None]
+        return median(known) if known else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the whole job in a second of its recent iterations."""
+        seconds = self.iteration_s
+        return self.recent[-1].num_tokens / seconds if seconds else None
+
+    def take(self, line: bytes) -> None:
+        """Take the next line of its file."""
+        event = decode(line)
+        if event is None or not math.isfinite(event.time):
+            self.num_not_read += 1
+            return
+        if event.incarnation != self.incarnation:
+            self.incarnation, self.ending, self.is_finished = event.incarnation, "", False
+        self.time_s = max(self.time_s, event.time)  # snapshots end before they are told
+        match event:
+            case Start():
+                self._begin(event)
+            case Iteration():
+                self._iterate(event)
+            case Moved():
+                self.tiers[TIERS[type(event)]].add(event)
+            case Recovery() | Repair():
+                self._recover(event)
+            case Stopped():
+                self.ending = f"stopped: {event.reason}"
+            case End():
+                self.ending, self.is_finished = event.reason, True
+            case _:
+                self._note_trouble(event)
+
+    def _note_trouble(self, event: Line) -> None:
+        if isinstance(event, Skipped):
+            self.num_skipped += 1
+        elif isinstance(event, Degraded):
+            self.degraded[event.part] += 1
+            self.last_degraded = event
+
+    def _begin(self, event: Start) -> None:
+        self.start, self.iteration, self._is_warm = event, event.iteration, False
+        self.ending, self.is_finished = "", False
+        self.recent.clear()
+        self._time_use.start()
+
+    def _iterate(self, event: Iteration) -> None:
+        self.iteration = event.iteration
+        self.num_iterations += 1
+        self.num_tokens += event.num_tokens
+        self.stall_s += event.stall_s
+        self.idle_s += event.idle_s or 0.0
+        if event.loss is not None:
+            self.loss = float(event.loss)
+        if self._is_warm:
+            self.recent.append(event)
+        self._is_warm = True
+        self._time_use.iterate(event)
+
+    def _recover(self, event: Recovery | Repair) -> None:
+        if isinstance(event, Repair):  # a recovery of its own came before it
+            self.repair, self.num_repairs = event, self.num_repairs + 1
+            self.repair_s += event.seconds
+            return
+        self.recovery, self.num_recoveries = event, self.num_recoveries + 1
+        # A strategy that loses updates says the sum, which belongs to the state; others lose none.
+        total = event.total_lost_tokens
+        self.lost_tokens = event.lost_tokens if total is None else total
+        self._time_use.recover(event)
+
+
+class FollowedRun:
+    """Course of the ranks of a run. Owned by one thread at a time."""
+
+    def __init__(
+        self, directory: Path, ranks: Iterable[int] = (), *, is_from_end: bool = False
+    ) -> None:
+        """Begin with some ranks.
+
+        Args:
+            is_from_end: leave out what their files hold now; of ranks that are added later, nothing.
+        """
+        self.directory = directory
+        self._tails: dict[int, EventTail] = {}
+        self._courses: dict[int, RankCourse] = {}
+        self.problems: dict[int, str] = {}  # by rank, why its file cannot be read
+        self._add(ranks, is_from_end=is_from_end)
+
+    @property
+    def ranks(self) -> Sequence[RankCourse]:
+        """The courses of all ranks, ascending."""
+        return [self._courses[rank] for rank in sorted(self._courses)]
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the log that were there at the last look, and are still to be read."""
+        return sum(each.unread_bytes for each in self._tails.values())
+
+    def unread_bytes_of(self, rank: int) -> int:
+        """Return the same of one rank's file."""
+        return self._tails[rank].unread_bytes
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Follow further ranks, from the beginning of their files."""
+        self._add(ranks, is_from_end=False)
+
+    def _add(self, ranks: Iterable[int], *, is_from_end: bool) -> None:
+        for rank in ranks:
+            if rank not in self._tails:
+                path = event_path(self.directory, rank)
+                self._tails[rank] = EventTail(path, is_from_end=is_from_end)
+                self._courses[rank] = RankCourse(rank=rank)
+
+    def read(self, most_bytes: int) -> None:
+        """Take the new events of all ranks, from at most so many bytes of each file."""
+        self.problems = {}
+        for rank, tail in self._tails.items():
+            try:
+                lines = tail.read(most_bytes)
+            except FileNotFoundError:  # the rank has not begun to write
+                continue
+            except OSError as error:
+                self.problems[rank] = error.strerror or str(error)
+                continue
+            for line in lines:
+                self._courses[rank].take(line)

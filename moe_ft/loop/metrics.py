@@ -1,0 +1,177 @@
+"""Prometheus metrics of a node's ranks, for --moe-ft-metrics-port: local rank 0 serves them.
+
+They are sums over the event log of these ranks (course.py). A scrape reads it on, in the server's thread; the
+training thread does nothing for them. docs/metrics.md lists the metrics.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, override
+
+from moe_ft.config.config import ObservabilityConfig
+from moe_ft.config.fields import flag_of
+from moe_ft.engine.links.addresses import address_of
+from moe_ft.errors import ConfigError
+from moe_ft.events import last_incarnation
+from moe_ft.loop.course import FollowedRun, RankCourse
+from moe_ft.loop.listeners import LoopListener
+from moe_ft.saying import say
+
+_LOOPBACK = "127.0.0.1"
+_MOST_BYTES = 4 << 20  # of a rank's file in a scrape, so that one after a long time stays short
+_PATIENCE_S = 10.0  # children of a rank that was killed may hold its port for a moment
+_POLL_S = 0.2
+_GAUGE, _COUNTER = "gauge", "counter"
+# By name: the kind, the meaning, and the label besides `rank`.
+METRICS: Mapping[str, tuple[str, str, str]] = {
+    "iteration": (_GAUGE, "last iteration that is complete", ""),
+    "incarnation": (_GAUGE, "number of the start, from 0; a repair begins one too", ""),
+    "last_event_timestamp_seconds": (_GAUGE, "time of the last event", ""),
+    "loss": (_GAUGE, "loss of the last iteration, of ranks that have it", ""),
+    "iterations": (_COUNTER, "iterations, repeated ones included", ""),
+    "tokens": (_COUNTER, "tokens of the whole job, those of repeated iterations included", ""),
+    "iteration_seconds": (_GAUGE, "median of the last 20 iterations", ""),
+    "stall_seconds": (_COUNTER, "time that checkpoints held training up", ""),
+    "idle_seconds": (_COUNTER, "time that the rank waited for other ranks", ""),
+    "time_seconds": (_COUNTER, "time by use, as moe_ft report divides it", "use"),
+    "snapshot_iteration": (_GAUGE, "iteration of the newest snapshot in a tier", "tier"),
+    "snapshots": (_COUNTER, "snapshots that have reached a tier", "tier"),
+    "snapshot_bytes": (_COUNTER, "bytes that have gone to a tier", "tier"),
+    "snapshot_seconds": (_COUNTER, "time until snapshots were in a tier", "tier"),
+    "skipped": (_COUNTER, "snapshots that were due and were left out", ""),
+    "degraded": (_COUNTER, "failures of parts of checkpointing", "part"),
+    "recoveries": (_COUNTER, "recoveries", ""),
+    "repairs": (_COUNTER, "repairs in place", ""),
+    "repair_seconds": (_COUNTER, "time from deaths until the broken iterations were finished", ""),
+    "lost_tokens": (_GAUGE, "tokens whose updates recoveries dropped, of the whole job", ""),
+    "unread_bytes": (_GAUGE, "bytes of the event log that scrapes have still to read", ""),
+}
+
+
+def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
+    """Yield name, label and value of what is known of a rank."""
+    yield "iteration", "", course.iteration
+    yield "incarnation", "", course.incarnation
+    yield "iterations", "", course.num_iterations
+    yield "tokens", "", course.num_tokens
+    yield "stall_seconds", "", course.stall_s
+    yield "idle_seconds", "", course.idle_s
+    yield "skipped", "", course.num_skipped
+    yield "recoveries", "", course.num_recoveries
+    yield "repairs", "", course.num_repairs
+    yield "repair_seconds", "", course.repair_s
+    yield "lost_tokens", "", course.lost_tokens
+    known = {
+        "loss": course.loss,
+        "iteration_seconds": course.iteration_s,
+        "last_event_timestamp_seconds": course.time_s or None,
+    }
+    yield from ((name, "", value) for name, value in known.items() if value is not None)
+    for use, seconds in course.spent_s.items():
+        yield "time_seconds", use, seconds
+    for tier, traffic in course.tiers.items():
+        if traffic.num:
+            yield "snapshot_iteration", tier, traffic.iteration
+        yield "snapshots", tier, traffic.num
+        yield "snapshot_bytes", tier, traffic.num_bytes
+        yield "snapshot_seconds", tier, traffic.seconds
+    for part, num in course.degraded.items():
+        yield "degraded", part, num
+
+
+class _Collector:
+    """Reads the log on and returns all metrics. Called by the threads of the server."""
+
+    def __init__(self, course: FollowedRun) -> None:
+        self._course, self._lock = course, threading.Lock()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {_GAUGE: GaugeMetricFamily, _COUNTER: CounterMetricFamily}
+        families = {
+            name: kinds[kind](f"moe_ft_{name}", text, labels=["rank", *([label] if label else [])])
+            for name, (kind, text, label) in METRICS.items()
+        }
+        with self._lock:
+            self._course.read(_MOST_BYTES)
+            for each in self._course.ranks:
+                for name, label, value in values_of(each):
+                    labels = [str(each.rank), *([label] if METRICS[name][2] else [])]
+                    families[name].add_metric(labels, value)
+                unread = self._course.unread_bytes_of(each.rank)
+                families["unread_bytes"].add_metric([str(each.rank)], unread)
+        yield from families.values()
+
+
+class Metrics(LoopListener):
+    """Server of the metrics of a node. Owned by the training thread, which starts and closes it."""
+
+    def __init__(self, config: ObservabilityConfig, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+
+    @override
+    def start(self) -> None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if not self._config.metrics_port or local_rank or self._config.event_log is None:
+            return
+        directory, first = Path(self._config.event_log), self._rank
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        course = FollowedRun(directory, range(first, first + num_local), is_from_end=True)
+        address = _LOOPBACK
+        if (interface := self._config.metrics_interface) is not None:
+            address = address_of(flag_of("metrics_interface"), interface)
+        is_begun = last_incarnation(directory, self._rank) >= 0
+        try:
+            self._serve(course, address, _PATIENCE_S if is_begun else 0.0)
+        except OSError as error:
+            problem = self._problem(address, error)
+            if not is_begun:
+                raise ConfigError(problem) from error
+            say(f"warning: no metrics are served: {problem}")  # which must not end a run
+
+    def _serve(self, course: FollowedRun, address: str, patience_s: float) -> None:
+        """Listen; retry for a while where the port is taken."""
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError as error:
+            raise ConfigError(
+                f"{flag_of('metrics_port')}={self._config.metrics_port} needs prometheus_client, which is "
+                "not installed. Install it (pip install 'moe-ft[metrics]'), or leave the flag out."
+            ) from error
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(course))
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self._server, self._thread = start_http_server(
+                    self._config.metrics_port, address, registry
+                )
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _problem(self, address: str, error: OSError) -> str:
+        return (
+            f"{flag_of('metrics_port')}={self._config.metrics_port} cannot be opened on {address} "
+            f"({error.strerror}): local rank 0 of each node serves metrics there. Name a port that is free "
+            "on all nodes, or leave the flag out."
+        )
+
+    @override
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        if self._thread is not None:
+            self._thread.join()
+        self._server = self._thread = None

@@ -1,0 +1,208 @@
+"""Metrics of a node: where they are served, to whom, and that what cannot be served is refused or said."""
+
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moe_ft.config.config import ObservabilityConfig
+from moe_ft.errors import ConfigError
+from moe_ft.loop import metrics
+from moe_ft.loop.metrics import METRICS, Metrics
+from tests.ports import free_port
+from tests.unit.moe_ft.commands.runs import write_run
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservabilityConfig:
+    """Return settings of local rank 0 of two."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(metrics, "_PATIENCE_S", 0.0)
+    return ObservabilityConfig(event_log=str(tmp_path), metrics_port=free_port())
+
+
+@pytest.fixture
+def served(config: ObservabilityConfig) -> Iterator[ObservabilityConfig]:
+    """Return the settings of metrics that are served."""
+    listener = Metrics(config, 2)
+    listener.start()
+    yield config
+    listener.close()
+
+
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    """Return values by name, rank and the other label."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    return {
+        (each.name, each.labels.pop("rank"), *each.labels.values()): each.value for each in samples
+    }
+
+
+def test_metrics_are_those_of_the_ranks_of_the_node(
+    served: ObservabilityConfig, tmp_path: Path
+) -> None:
+    for rank in (1, 2, 3, 4):  # local rank 0 is rank 2
+        write_run(tmp_path, rank, [5.0, 4.0])
+    log = write_run(tmp_path, 3, [])
+    log.write("snapshot", 2, bytes=100, seconds=0.5)
+    log.write("degraded", 2, part="replicate", reason="x", traceback="")
+    log.write("skipped", 2, part="snapshot", reason="x")
+    log.write("repair", 2, dead_ranks=[2], hung_s={}, broken_iteration=1, seconds=1.5)
+    found = scrape(served.metrics_port)
+    assert {each[1] for each in found} == {"2", "3"}
+    assert found["moe_ft_iteration", "2"] == 2
+    assert found["moe_ft_tokens_total", "3"] == 200
+    assert found["moe_ft_loss", "3"] == 4.0
+    assert found["moe_ft_snapshot_iteration", "3", "memory"] == 2
+    assert ("moe_ft_snapshot_iteration", "3", "peers") not in found
+    assert found["moe_ft_snapshot_bytes_total", "3", "memory"] == 100
+    assert found["moe_ft_degraded_total", "3", "replicate"] == 1
+    assert (found["moe_ft_skipped_total", "3"], found["moe_ft_skipped_total", "2"]) == (1, 0)
+    assert (found["moe_ft_repairs_total", "3"], found["moe_ft_repair_seconds_total", "3"]) == (
+        1,
+        1.5,
+    )
+
+
+def test_every_metric_of_the_table_is_served(served: ObservabilityConfig, tmp_path: Path) -> None:
+    log = write_run(tmp_path, 2, [5.0, 4.0])
+    log.write("snapshot", 2, bytes=100, seconds=0.5)
+    log.write("degraded", 2, part="replicate", reason="x", traceback="")
+    names = {
+        name.removeprefix("moe_ft_").removesuffix("_total")
+        for name, *_ in scrape(served.metrics_port)
+    }
+    assert names == set(METRICS)
+
+
+def test_log_of_earlier_starts_is_left_out(config: ObservabilityConfig, tmp_path: Path) -> None:
+    log = write_run(tmp_path, 2, [5.0, 4.0])
+    listener = Metrics(config, 2)
+    listener.start()
+    log.write("iteration", 3, iteration_s=1.0, loss=None, num_tokens=7)
+    found = scrape(config.metrics_port)
+    listener.close()
+    assert (found["moe_ft_iterations_total", "2"], found["moe_ft_tokens_total", "2"]) == (1, 7)
+
+
+def test_long_log_is_read_over_several_scrapes(
+    served: ObservabilityConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_MOST_BYTES", 200)
+    write_run(tmp_path, 2, [5.0] * 20)
+    found = [scrape(served.metrics_port)]
+    while found[-1]["moe_ft_unread_bytes", "2"]:
+        found.append(scrape(served.metrics_port))
+    counts = [each["moe_ft_iterations_total", "2"] for each in found]
+    assert counts == sorted(counts)
+    assert (counts[-1], len(counts) > 5) == (20, True)
+
+
+def listening_at(port: int) -> set[str]:
+    """Return the addresses where this process listens on a port."""
+    return {
+        each.laddr.ip
+        for each in psutil.Process().net_connections()
+        if each.laddr.port == port and each.status == "LISTEN"
+    }
+
+
+def test_only_the_loopback_is_open_unless_an_interface_is_named(
+    served: ObservabilityConfig,
+) -> None:
+    assert listening_at(served.metrics_port) == {"127.0.0.1"}
+
+
+def test_named_interface_alone_is_open(config: ObservabilityConfig) -> None:
+    addresses = {
+        name: each.address
+        for name, found in psutil.net_if_addrs().items()
+        for each in found
+        if each.family == socket.AF_INET and name != "lo"
+    }
+    if not addresses:
+        pytest.skip("needs a network interface besides the loopback")
+    name, address = next(iter(addresses.items()))
+    listener = Metrics(replace(config, metrics_interface=name), 2)
+    listener.start()
+    assert listening_at(config.metrics_port) == {address}
+    listener.close()
+    assert listening_at(config.metrics_port) == set()
+
+
+def test_other_local_ranks_serve_nothing(
+    config: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    listener = Metrics(config, 3)
+    listener.start()
+    assert listening_at(config.metrics_port) == set()
+    listener.close()
+
+
+def test_port_that_is_taken_is_refused(config: ObservabilityConfig) -> None:
+    with (
+        socket.create_server(("127.0.0.1", config.metrics_port)),
+        pytest.raises(ConfigError) as refused,
+    ):
+        Metrics(config, 2).start()
+    assert f"--moe-ft-metrics-port={config.metrics_port} cannot be opened on 127.0.0.1" in str(
+        refused.value
+    )
+    assert "(Address already in use)" in str(refused.value)
+    assert "Name a port that is free on all nodes" in str(refused.value)
+
+
+def test_run_that_has_begun_does_not_end_because_its_port_is_taken(
+    config: ObservabilityConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, 2, [5.0])
+    listener = Metrics(config, 2)
+    with socket.create_server(("127.0.0.1", config.metrics_port)):
+        listener.start()
+    listener.close()
+    assert "warning: no metrics are served: --moe-ft-metrics-port=" in capsys.readouterr().err
+
+
+def test_interface_that_does_not_exist_is_refused(config: ObservabilityConfig) -> None:
+    with pytest.raises(
+        ConfigError, match="--moe-ft-metrics-interface=ib9 must be an interface of this host"
+    ):
+        Metrics(replace(config, metrics_interface="ib9"), 2).start()
+
+
+def test_missing_client_library_is_refused_with_the_command_that_installs_it(
+    config: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(
+        ConfigError, match="needs prometheus_client.*pip install 'moe-ft\\[metrics\\]'"
+    ):
+        Metrics(config, 2).start()
+
+
+def test_run_without_the_flag_opens_nothing(tmp_path: Path) -> None:
+    before = len(psutil.Process().net_connections())
+    listener = Metrics(ObservabilityConfig(event_log=str(tmp_path)), 0)
+    listener.start()
+    assert len(psutil.Process().net_connections()) == before
+    listener.close()
+
+
+def test_page_of_the_metrics_lists_what_is_served() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
+    rows = [
+        f"| `moe_ft_{name}{'_total' if kind == 'counter' else ''}` | {kind} | {label} | {text} |"
+        for name, (kind, text, label) in METRICS.items()
+    ]
+    assert re.findall(r"^\| `moe_ft_.*$", page, re.MULTILINE) == rows
