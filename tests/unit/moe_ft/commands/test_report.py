@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,12 @@ def test_median_of_very_many_numbers_is_of_evenly_chosen_ones() -> None:
 def test_losses_before_a_recovery_are_those_of_the_history_that_stays(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [9.0, 8.0, 7.0, 1.0])
     log.incarnation = 1
-    recovery = {"replayed_iterations": 0, "sources": {}, "lost_tokens": 5, "plt": 0.5}
+    recovery: dict[str, Any] = {
+        "replayed_iterations": 0,
+        "sources": {},
+        "lost_tokens": 5,
+        "plt": 0.5,
+    }
     log.write("recovery", 3, target_iteration=3, **recovery)
     log.write("iteration", 4, iteration_s=1.0, num_tokens=1, loss=6.0)
     summary = summarize(tmp_path)
