@@ -64,6 +64,10 @@ class RepairError(MoeFtError):
     """A repair in place cannot be made; the process ends, and the launcher restarts the job."""
 
 
+class ReplacedError(RepairError):
+    """Another node has this rank now: this process must not take part in anything any more."""
+
+
 class LinksEndedError(MoeFtError, RuntimeError):
     """The links of this rank's process groups have ended: what it has computed since does not count."""
 

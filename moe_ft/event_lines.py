@@ -124,6 +124,7 @@ class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     broken_iteration: int
     seconds: float
     is_replacement: bool = False
+    taken_over: dict[str, str] = {}
 
 
 class Fault(Line, frozen=True, kw_only=True, tag_field="event", tag="fault_injected"):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ft.events import read_progress
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import (
@@ -16,9 +17,11 @@ from tests.harness import (
     run_with_restarts,
 )
 from tests.kept_job import KeptResult, logged_in, run_kept
+from tests.kept_nodes import KeptNodes
 from tests.nodes import Nodes
 from tests.recoveries import Expected, RecoveryWatch
 from tests.references import Digests, Place
+from tests.waiting import wait_for
 
 NUM_RANKS = 2
 NUM_ITERATIONS = 6
@@ -268,6 +271,33 @@ class RepairedJob(Job):
             max_restarts=max_restarts,
             env=env,
         )
+
+    def kept_nodes(
+        self,
+        *flags: str,
+        num_nodes: int = 2,
+        train_iters: int = 40,
+        lost_after_s: int = 10,
+    ) -> KeptNodes:
+        """Return nodes that run the job of four ranks under `keep` alone."""
+        self.num_ranks = 4
+        strategy, changes = (*DENSE, *flags), {"train_iters": train_iters}
+        return KeptNodes(
+            self.folder,
+            ["pretrain_gpt_moe.py", *self.flags((), strategy, PP_EP, changes=changes)],
+            num_nodes=num_nodes,
+            ranks_per_node=self.num_ranks // num_nodes,
+            lost_after_s=lost_after_s,
+        )
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        """Wait until rank 0 has trained an iteration."""
+
+        def is_there() -> bool:
+            progress = read_progress(self.events_dir, 0)
+            return progress is not None and progress.iteration >= iteration
+
+        wait_for(is_there, f"iteration {iteration}", DEADLINE_S)
 
     def run_under_torchrun(self, *faults: str, num_nodes: int = 1, **options: Any) -> None:
         """Run the job to its end, with an agent of torchrun a node; options are those of `nodes`."""

@@ -1,6 +1,10 @@
 """Processes that a test did not start itself."""
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
 
 from moe_ft.processes import has_ended
 from tests.waiting import wait_for
@@ -22,3 +26,16 @@ def _is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes so that none acts on the end of another; wait until they are gone.
+
+    The youngest go first: what is stopped when its parent ends would be woken by the kernel.
+    """
+    found = sorted(processes, key=lambda process: -process.create_time())
+    for act in (psutil.Process.suspend, psutil.Process.kill):
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                act(process)
+    psutil.wait_procs(found, timeout=30)

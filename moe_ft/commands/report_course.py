@@ -214,6 +214,7 @@ def _summarize_repair(repair: Repair) -> Row:
         "start": repair.incarnation,
         "replaced ranks": ", ".join(map(str, repair.dead_ranks)),
         "that hung": ", ".join(repair.hung_s) or "-",
+        "nodes": ", ".join(f"{by} for {lost}" for lost, by in repair.taken_over.items()) or "-",
         "in iteration": repair.broken_iteration + 1,
         "seconds": f"{repair.seconds:.1f}",
     }

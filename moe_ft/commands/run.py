@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from moe_ft.keeper.target import OF_NODES
 from moe_ft.keeper.target import USAGE as USAGE_OF_KEEP
 from moe_ft.loop.refusing import refuse
 
@@ -33,12 +34,17 @@ def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         usage=USAGE,
         epilog=f"The flags of moe_ft join the script's own; its --help lists both. Example: {EXAMPLE}",
     )
-    commands.add_parser(
+    keep = commands.add_parser(
         "keep",
         help="start ranks under torchrun from a process that has imported Megatron already",
         usage=USAGE_OF_KEEP,
         epilog="Example: torchrun --nproc-per-node 8 -m moe_ft keep -- pretrain_gpt_moe.py ...",
     )
+    keep.add_argument(
+        "--preload", help="module to import before ranks are forked; may come several times"
+    )
+    for name, text in OF_NODES.items():
+        keep.add_argument(f"--{name}", help=text)
 
 
 def is_given(command: str, words: Sequence[str]) -> bool:

@@ -227,6 +227,12 @@ class RecoveryConfig(Part):
         reason="a healthy rank on a busy machine may be silent for a moment",
         remedy="Give a number of seconds",
     )
+    spare: str = setting(
+        "restart",
+        "with --moe-ft-repair auto, when a node is lost and no spare node is left: restart = the job ends, "
+        "and what has started it starts it again; wait = training waits for a node",
+        choices=("restart", "wait"),
+    )
     layout: str = setting(
         "same",
         "same = state of another number of ranks, or of other parallel sizes, is refused; any = it is "

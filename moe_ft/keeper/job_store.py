@@ -54,8 +54,17 @@ def listen_at(address: tuple[str, int], *, is_alone: bool = False) -> socket.soc
     return found
 
 
-def serve(listener: socket.socket, environment: Mapping[str, str], token: str) -> NoReturn:
-    """Keep the store of a start, in the environment of rank 0, until this process is killed."""
+def serve(
+    listener: socket.socket,
+    environment: Mapping[str, str],
+    token: str,
+    coordinate: Callable[[SignedStore], NoReturn] | None = None,
+) -> NoReturn:
+    """Keep the store of a start, in the environment of rank 0, until this process is killed.
+
+    Args:
+        coordinate: decides about nodes, in this process.
+    """
     store = PrefixStore(
         _PREFIX,
         TCPStore(
@@ -65,8 +74,11 @@ def serve(listener: socket.socket, environment: Mapping[str, str], token: str) -
             master_listen_fd=listener.fileno(),
         ),
     )
-    SignedStore(store, lambda: token).set("owner", _run(environment))
+    signed = SignedStore(store, lambda: token)
+    signed.set("owner", _run(environment))
     store.set("run", _run(environment))
+    if coordinate is not None:
+        coordinate(signed)
     while True:
         signal.pause()
 
@@ -81,7 +93,7 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         RepairError: if nobody listens in time, or if it is the store of another job.
     """
     (host, port), where = _address(environment), _where(environment)
-    if environment["RANK"] == "0" and not link.token:
+    if environment.get("RANK") == "0" and not link.token:
         raise RepairError(
             f"the process that forks ranks could not listen at {where}, where the ranks are to meet"
         )

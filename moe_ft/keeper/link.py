@@ -7,10 +7,11 @@ number stand still: if it did not run itself, or if nothing on the node did, tha
 Standard library only.
 """
 
+import hmac
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _FLAG = "--moe-ft-repair"
 _NUM_CELLS = 5
@@ -36,6 +37,12 @@ class Link:
             predecessor_hung_s: `hung_s` of that rank.
         """
         self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
+        self.is_watched = (
+            False  # whether a coordinator calls nodes lost, for which it needs a while
+        )
+        self.node = self.lost_node = (
+            ""  # of a rank whose node is lost: where it runs now, and ran before
+        )
         self.round = 0  # that the rank has joined last; a replacement joins one before it begins
         memory = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS + _TOKEN_BYTES))
         self._cells, self._token = memory[: 8 * _NUM_CELLS].cast("d"), memory[8 * _NUM_CELLS :]
@@ -187,9 +194,24 @@ def retire_own() -> None:
 
 def wants_repair(words: Sequence[str]) -> bool:
     """Return whether a command line turns repairs in place on."""
+    return flag_value(words, _FLAG) == "auto"
+
+
+def flag_value(words: Sequence[str], flag: str) -> str:
+    """Return the last value of a flag in a command line; empty if it is not there."""
     value = ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, is_joined, rest = word.partition("=")
-        if name == _FLAG:
+        if name == flag:
             value = rest if is_joined else following
-    return value == "auto"
+    return value
+
+
+def token_of(environment: Mapping[str, str]) -> str:
+    """Return the token of a start, where all nodes know a secret of the job; empty where they do not."""
+    if not (secret := environment.get("MOE_FT_KEEP_TOKEN", "")):
+        return ""
+    # Another start has another token, so nobody listens to what an earlier one says.
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    start = " ".join(environment.get(name, "") for name in names)
+    return hmac.digest(secret.encode(), start.encode(), "sha256").hex()[:_TOKEN_BYTES]

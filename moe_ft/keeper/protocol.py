@@ -9,6 +9,7 @@ ended.
 
 import json
 import os
+import signal
 import socket
 import stat
 import struct
@@ -19,6 +20,11 @@ from enum import IntEnum
 from moe_ft import saying
 
 IMPORTING = "moe_ft_imports"  # the name of the zygote's process until it answers
+
+FORWARDED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 _ANSWER = struct.Struct("!Bq")
 _PEER = struct.Struct("3i")  # Linux's struct ucred
@@ -40,6 +46,9 @@ class RankRequest:
     folder: str
     mask: int
     cpus: tuple[int, ...]  # a launcher may have bound the worker to some
+    round: int = 0  # in which it takes the place of a rank whose node is lost; 0 if it does not
+    died_s: float = 0.0  # time since 1970 when that node was heard last
+    lost_node: str = ""
 
 
 class Answer(IntEnum):

@@ -5,6 +5,10 @@ without its rank, which declares that round if nobody has. Every other rank join
 iteration, and a round is complete when all have joined. It is over when an iteration has been finished. If a
 rank dies before, its replacement declares the next round, and all others leave the one that is broken.
 
+The loss of a node is a verdict (nodes.py), and may be false. So it declares a round that nobody else has,
+with the ranks that it replaces. Earlier processes of these ranks may take part in rounds before it, and in
+none from there on: all that is said and connected belongs to one round.
+
 Each rank signs what it says. Rank 0 reads what all have said, and tells the others: 10,000 ranks that read it
 each would need minutes of the one process that keeps the store.
 """
@@ -16,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore, poll_s
-from moe_ft.errors import RepairError
+from moe_ft.errors import RepairError, ReplacedError
+from moe_ft.files.patience import note_progress
+from moe_ft.keeper.link import Link
 
 MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
 _MIN_POLL_S = 0.01
@@ -31,24 +37,44 @@ class Member:
             is one until a round is over.
         hung_s: seconds for which that rank had hung when it was killed for it; 0 if it was not.
         facts: for replacements, from ranks that know where the loop is.
+        node: on which a rank of a lost node runs now; empty for others.
+        lost_node: on which it ran before.
     """
 
     rank: int
     died_s: float | None = None
     hung_s: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
+    node: str = ""
+    lost_node: str = ""
+
+
+def member_of(rank: int, link: Link, facts: dict[str, Any] | None = None) -> Member:
+    """Return what a replacement says of itself."""
+    return Member(
+        rank=rank,
+        died_s=link.died_s,
+        hung_s=link.predecessor_hung_s,
+        facts=facts or {},
+        node=link.node,
+        lost_node=link.lost_node,
+    )
 
 
 class Rounds:
     """One connection's view of the rounds. Used by one thread."""
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self.rank, self._world_size = store, rank, world_size
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
 
     def is_finished(self, number: int) -> bool:
         """Return whether an iteration was finished in a round."""
         return number == 0 or self._has(number, "finished")
+
+    def has_trained(self) -> bool:
+        """Return whether an iteration was finished in this start."""
+        return self._has(0, "finished")
 
     def finish(self, number: int) -> None:
         """Note that an iteration was finished in a round; all ranks of it may say so."""
@@ -57,6 +83,55 @@ class Rounds:
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
         return self._has(number, "declared")
+
+    def newest(self, since: int = 0) -> int:
+        """Return the number of the last round that has begun, at or after one that has."""
+        while self.is_declared(since + 1):
+            since += 1
+        return since
+
+    def replaced(self, number: int) -> tuple[int, ...]:
+        """Return the ranks whose processes are not part of a round or of a later one: their node is lost."""
+        return tuple((self._store.get(_key(number, "declared")) or {}).get("ranks", ()))
+
+    def is_own_lost(self, number: int) -> bool:
+        """Return whether the rank's process so far is not part of a round: its node is lost."""
+        return self.rank in self.replaced(number)
+
+    def declare_lost(self, ranks: Sequence[int], since: int = 0) -> int:
+        """Begin a round of its own in which ranks of lost nodes are replaced, and return its number."""
+        number = self.newest(since) + 1
+        while not self._declare(number, {"ranks": list(ranks)}):
+            number += 1
+        return number
+
+    def has_broken_too_many(self, number: int) -> bool:
+        """Return whether as many rounds before this one as may be were broken."""
+        before = range(number - MOST_UNFINISHED, number)
+        return before[0] > 0 and not any(map(self.is_finished, before))
+
+    def suspect(self, number: int) -> None:
+        """Say, before a round, that a connection of the one before has ended: a node may be lost."""
+        self._store.set(_key(number, "suspected"), True)
+
+    def is_suspected(self, number: int) -> bool:
+        """Return whether some rank has said so."""
+        return self._has(number, "suspected")
+
+    def wait_for_spare(self, number: int) -> None:
+        """Say that no node is there to replace the one that a round has lost."""
+        self._store.set(_key(number, "waits"), True)
+
+    def note_spare(self, number: int) -> None:
+        """Say that one is there now."""
+        self._store.set(_key(number, "waits_no_more"), True)
+
+    def _waits_for_spare(self, number: int) -> bool:
+        return self._has(number, "waits") and not self._has(number, "waits_no_more")
+
+    def _declare(self, number: int, what: dict[str, Any]) -> bool:
+        """Begin a round, unless it has begun; return whether it is that of the caller."""
+        return bool(self._store.set_first(_key(number, "declared"), what) == what)
 
     def time_out(self, number: int) -> None:
         """Say that a rank has timed out waiting for another, in groups of the round before this one."""
@@ -73,7 +148,7 @@ class Rounds:
     def join(self, number: int, member: Member) -> None:
         """Take part in a round, once. A replacement declares it with that."""
         if member.died_s is not None:
-            self._store.set(_key(number, "declared"), True)
+            self._declare(number, {})
         self._store.append(_key(number, "members"), asdict(member))
 
     def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Member]:
@@ -92,14 +167,14 @@ class Rounds:
         Raises:
             RepairError: if some cannot in time, or the round is broken.
         """
-        self._store.append(_key(number, "ready"), {"rank": self._rank})
+        self._store.append(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
         while True:
-            if self._rank == 0:
+            if self.rank == 0:
                 said = {each["rank"]: each for each in self._store.values(_key(number, what))}
                 if len(said) == self._world_size:
                     self._store.set(told_key, told := _by_value(said))
@@ -111,6 +186,9 @@ class Rounds:
                 missing = "rank 0 says which are missing"
             if self.is_declared(number + 1):
                 raise RepairError(f"round {number} is broken: one of its ranks has died")
+            if time.monotonic() > end_s and self._waits_for_spare(number):
+                end_s = time.monotonic() + deadline_s
+                note_progress()
             if time.monotonic() > end_s:
                 raise RepairError(
                     f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
@@ -135,21 +213,36 @@ def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
 
 
 def declare(
-    store: SignedStore, rank: int, world_size: int, died_s: float, hung_s: float = 0.0
+    store: SignedStore,
+    rank: int,
+    world_size: int,
+    died_s: float,
+    hung_s: float = 0.0,
+    *,
+    since: int = 0,
 ) -> int:
     """Join the round in which a replacement takes the place of a dead rank, and return its number.
 
+    Args:
+        since: the round in which the rank came to this node.
+
     Raises:
+        ReplacedError: if another node has the rank now.
         RepairError: if too many rounds have been broken.
     """
     rounds = Rounds(store, rank, world_size)
     number = 1
-    while rounds.is_finished(number) or rounds.has_joined(number, rank):
-        number += 1
-    before = range(number - MOST_UNFINISHED, number)
-    if before[0] > 0 and not any(map(rounds.is_finished, before)):
-        raise RepairError(
-            f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
-        )
+    while True:
+        if number > since and rank in rounds.replaced(number):
+            raise ReplacedError(f"another node has rank {rank} since round {number}")
+        if rounds.is_finished(number) or rounds.has_joined(number, rank):
+            number += 1
+            continue
+        if rounds.has_broken_too_many(number):
+            raise RepairError(
+                f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
+            )
+        if rounds.is_declared(number) or rounds._declare(number, {}):
+            break
     rounds.join(number, Member(rank=rank, died_s=died_s, hung_s=hung_s))
     return number

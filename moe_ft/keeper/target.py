@@ -3,13 +3,27 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-USAGE = "moe_ft keep [--preload MODULE]... [--] SCRIPT ARGS... | -m MODULE ARGS..."
+USAGE = (
+    "moe_ft keep [--preload MODULE]... [NODES] [--] SCRIPT ARGS... | -m MODULE ARGS..., where NODES is "
+    "--nodes N --ranks-per-node K --meet HOST:PORT [--number I] [--lost-after SECONDS] [--status FILE]"
+)
+OF_NODES: Mapping[str, str] = {
+    "nodes": "number of nodes that train; with it, `keep` starts the ranks of this node, without torchrun",
+    "ranks-per-node": "ranks of each node",
+    "meet": "HOST:PORT of node 0, which keeps the job's store",
+    "number": "of this node, from 0, spares last; default: SLURM_PROCID",
+    "lost-after": "seconds of silence after which a node is lost (default 10)",
+    "status": "file that gets the exit code of the job, and the names of the nodes",
+}
+_NEEDED = ("nodes", "ranks-per-node", "meet")
+TOKEN = "MOE_FT_KEEP_TOKEN"
+_FEWEST_BYTES = 16
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
 PRELOADED = (
     "megatron.fault_tolerance.launch.pretraining",  # with torch, Megatron and moe_ft
@@ -24,6 +38,8 @@ class Target:
 
     words: tuple[str, ...]  # as they follow `python` on a command line
     preload: tuple[str, ...]  # modules to import before ranks are forked
+    # Variables of the ranks, if this process stands for a node instead of one of its ranks; else empty.
+    of_node: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_module(self) -> bool:
@@ -59,9 +75,13 @@ def _folder_of(script: str) -> str:
 
 def read_target(words: Sequence[str]) -> Target:
     """Read the command line after `keep`; end the process with exit code 2 if it names nothing to run."""
-    rest, preload = list(words), list[str]()
-    while rest[:1] == ["--preload"] and len(rest) > 1:
-        preload += rest[1:2]
+    rest, preload, options = list(words), list[str](), dict[str, str]()
+    while len(rest) > 1 and rest[0].removeprefix("--") in ("preload", *OF_NODES):
+        name, value = rest[0].removeprefix("--"), rest[1]
+        if name == "preload":
+            preload.append(value)
+        else:
+            options[name] = value
         del rest[:2]
     if rest[:1] == ["--"]:
         del rest[:1]
@@ -70,10 +90,56 @@ def read_target(words: Sequence[str]) -> Target:
         _refuse(f"{given}. Write {USAGE}")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
-    target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))
+    of_node = _of_node(options, os.environ) if options else {}
+    target = Target(words=tuple(rest), preload=(*PRELOADED, *preload), of_node=of_node)
     for name in preload:
         _check_is_there(name, target.first_path_of_imports)
     return target
+
+
+def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that all ranks of a node have, as torchrun would set them, and some of keep's own."""
+    for name in _NEEDED:
+        if name not in options:
+            _refuse(
+                f"--{name} is missing: a node needs all of {', '.join(f'--{n}' for n in _NEEDED)}"
+            )
+    nodes, ranks = (_number(name, options[name], 1) for name in _NEEDED[:2])
+    host, colon, port = options["meet"].rpartition(":")
+    if not host or not colon or not port.isdecimal():
+        _refuse(
+            f"--meet {options['meet']} must be HOST:PORT of node 0, which keeps the job's store, such as "
+            "node1:29500"
+        )
+    number = options.get("number", environment.get("SLURM_PROCID", ""))
+    if not number:
+        _refuse(
+            "--number is missing, and SLURM_PROCID not set: number the nodes from 0; spares come last"
+        )
+    if len(environment.get(TOKEN, "")) < _FEWEST_BYTES:
+        _refuse(
+            f"the environment variable {TOKEN} must be the same on all nodes, secret, and have at least "
+            f"{_FEWEST_BYTES} characters: others who reach {options['meet']} do not know it. Set it to the "
+            "output of `openssl rand -hex 16`"
+        )
+    return {
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(_number("number", number, 0)),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": environment.get("TORCHELASTIC_RUN_ID", "none"),
+        "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "MOE_FT_KEEP_LOST_AFTER_S": str(_number("lost-after", options.get("lost-after", "10"), 3)),
+        "MOE_FT_KEEP_STATUS": options.get("status", ""),
+    }
+
+
+def _number(name: str, value: str, least: int) -> int:
+    if not value.isdecimal() or int(value) < least:
+        _refuse(f"--{name} {value} must be a whole number, at least {least}. Correct it")
+    return int(value)
 
 
 def _check_is_there(name: str, folder: str) -> None:

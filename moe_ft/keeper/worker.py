@@ -25,6 +25,7 @@ from typing import NoReturn
 from moe_ft.errors import UnsafePathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.keeper.protocol import (
+    FORWARDED,
     IMPORTING,
     Answer,
     RankRequest,
@@ -37,10 +38,7 @@ from moe_ft.keeper.protocol import (
 from moe_ft.keeper.target import Target, read_target
 from moe_ft.processes import process_name, start_ticks
 
-_FORWARDED = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
+NODE = "moe_ft.keeper.node"
 _START_DEADLINE_S = 60.0  # until a zygote listens
 _POLL_S = 0.02
 _LOOK_S = 1.0
@@ -56,19 +54,24 @@ _MOST_ZYGOTES = 2  # that end, or are killed, before they answer
 def main(words: Sequence[str]) -> NoReturn:
     """Run a rank, from the words of the command line after `keep`."""
     target = read_target(words)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    own_words, environment, agent_pid = target.words, dict(os.environ), os.getppid()
+    if target.of_node:
+        own_words, agent_pid = ("-m", NODE, *target.words), os.getpid()
+        environment |= target.of_node | {"MOE_FT_KEEP_SOCKET": str(socket_path(agent_pid))}
+        environment.pop("RANK", None)  # of the launcher: it has one process a node
+    elif "TORCHELASTIC_RUN_ID" not in os.environ:
         _run_here(target, "torchrun has not started this process, so nothing would restart it")
     os.umask(mask := os.umask(0))
     request = RankRequest(
-        words=target.words,
-        environment=dict(os.environ),
+        words=own_words,
+        environment=environment,
         folder=os.getcwd(),
         mask=mask,
         cpus=tuple(sorted(os.sched_getaffinity(0))),
     )
     for _ in range(_MOST_ZYGOTES):
         try:
-            connection = _connect(target, os.getppid())
+            connection = _connect(target, agent_pid)
         except (OSError, UnsafePathError) as error:
             _run_here(target, f"there is no process to fork ranks from ({error})")
         if (found := _ask(connection, request)) is not None:
@@ -78,7 +81,10 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def _run_here(target: Target, reason: str) -> NoReturn:
-    """Become the rank, as without `keep`."""
+    """Become the rank, as without `keep`; a node fails."""
+    if target.of_node:
+        say(f"{reason}: this node cannot run ranks, and fails")
+        raise SystemExit(1)
     say(f"{reason}: this rank starts as usual")
     os.execv(sys.executable, [*interpreter(), *target.words])
 
@@ -176,7 +182,7 @@ def _stand_for_rank(
     if answer is Answer.FAILED:
         say("this rank could not be forked, and fails")
         os._exit(1)
-    for each in _FORWARDED:
+    for each in FORWARDED:
         signal.signal(each, lambda number, _: send_signal(connection, number))
     try:
         while answer is not Answer.ENDED:

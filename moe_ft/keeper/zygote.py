@@ -26,7 +26,7 @@ from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork
-from moe_ft.keeper.link import Link, Pulse, period_s, set_own_link, wants_repair
+from moe_ft.keeper.link import Link, Pulse, period_s, set_own_link, token_of, wants_repair
 from moe_ft.keeper.protocol import (
     IMPORTING,
     Answer,
@@ -217,8 +217,8 @@ class Zygote:
         answer = Answer.FAILED
         try:
             if not (problem := why_not_to_fork()):
-                link = Link() if wants_repair(request.words) else None
-                if link is not None and request.environment.get("RANK") == "0":
+                link = _link_of(request) if wants_repair(request.words) else None
+                if link is not None and not link.token and request.environment.get("RANK") == "0":
                     link.token = self._start_store(request)
                 if self._role is None:
                     self._fork(request, tuple(streams), connection, link)
@@ -352,6 +352,7 @@ class Zygote:
                 if not why_not_to_fork():
                     say(f"rank {name} has died ({_end_of(status)}), and is replaced")
                     link = Link(died_s, rank.link.hung_s, rank.link.token)
+                    link.is_watched = rank.link.is_watched
                     self._fork(rank.request, rank.streams, rank.connection, link)
                     return
             except OSError as error:
@@ -378,6 +379,15 @@ def _send(rank: _Rank, number: int) -> None:
             os.kill(rank.pid, number)
 
 
+def _link_of(request: RankRequest) -> Link:
+    """Return the link of the first process of a rank on this node."""
+    link = Link(request.died_s if request.round else None, token=token_of(request.environment))
+    link.is_watched = bool(link.token)
+    link.round, link.lost_node = request.round, request.lost_node
+    link.node = request.environment.get("MOE_FT_NODE_ID", "") if request.round else ""
+    return link
+
+
 def _be_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
     """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
     become(request, streams)
@@ -390,7 +400,17 @@ def _be_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) 
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         store = job_store.connect(environment, link, _STORE_DEADLINE_S)
         signed = SignedStore(store, lambda: link.token)
-        link.round = rounds.declare(signed, rank, world_size, link.died_s, link.predecessor_hung_s)
+        if link.round:  # a node is lost, and the round has begun with that
+            rounds.Rounds(signed, rank, world_size).join(link.round, rounds.member_of(rank, link))
+        else:
+            link.round = rounds.declare(
+                signed,
+                rank,
+                world_size,
+                link.died_s,
+                link.predecessor_hung_s,
+                since=request.round,
+            )
     run(Target(words=request.words, preload=()))
 
 

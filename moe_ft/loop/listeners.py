@@ -92,6 +92,7 @@ class Repair:
         iteration: that was broken off, and is finished now.
         recovered: the iteration that was recovered, from which training was run again.
         hung_s: by rank, of those that were killed because they hung: for how long.
+        taken_over: lost nodes, each with the spare that has its ranks now.
     """
 
     number: int
@@ -101,6 +102,7 @@ class Repair:
     hung_s: Mapping[int, float]
     is_replacement: bool
     phases_s: Mapping[str, float]
+    taken_over: Mapping[str, str]
 
 
 class LoopListener:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.persist.origin import agent_name
+from moe_ft.engine.persist.origin import agent_name, is_kept
 from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.planning.recovery import Plan, Rejection
@@ -241,7 +241,9 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
         return None
     process = agent_name(environment)
     is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-    is_same = known.process == process if process else is_counted_restart(environment)
+    is_same = known.process == process
+    if not process or is_kept(environment):
+        is_same = is_counted_restart(environment)
     return known if is_same or is_requeued else None
 
 

@@ -18,9 +18,9 @@ import torch
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
-from tests.simulation.repairs.mutations import OF_REPAIRS
+from tests.simulation.repairs.mutations import OF_NODES, OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
-from tests.simulation.repairs.schedule import RepairSchedule
+from tests.simulation.repairs.schedule import RepairSchedule, draw_with_spares
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import (
     Fault,
@@ -166,6 +166,8 @@ def drawer_for(
     mutation: str | None, *, is_of_repairs: bool = False
 ) -> Callable[[int], AnySchedule]:
     """Return what draws the schedules in which a mistake may show."""
+    if mutation in OF_NODES:
+        return draw_with_spares
     if is_of_repairs or mutation in OF_REPAIRS:
         return draw_repairs
     if mutation in OF_UPDATES:

@@ -11,13 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tests.ports import free_port
+from tests.processes import kill_all
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -203,16 +204,3 @@ class Cluster:
         left = self.processes()
         kill_all(left)
         assert not left, f"these processes were left: {left}"
-
-
-def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes so that none acts on the end of another; wait until they are gone.
-
-    The youngest go first: what is stopped when its parent ends would be woken by the kernel.
-    """
-    found = sorted(processes, key=lambda process: -process.create_time())
-    for act in (psutil.Process.suspend, psutil.Process.kill):
-        for process in found:
-            with suppress(psutil.NoSuchProcess):
-                act(process)
-    psutil.wait_procs(found, timeout=30)

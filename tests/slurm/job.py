@@ -65,7 +65,7 @@ class SlurmJob:
             "RUN_DIR": str(self.folder),
             "DATA_PREFIX": self._data_prefix,
             "MODEL": MODEL,
-            "TRAIN_NODES": str(NUM_RANKS),
+            **({} if "SPARES" in variables else {"TRAIN_NODES": str(NUM_RANKS)}),
             "TRAIN_ITERATIONS": str(NUM_ITERATIONS),
             "EXTRA_FLAGS": " ".join([*extra, *flags]),
             "MEMORY_DIR": str(self.memory_dir),

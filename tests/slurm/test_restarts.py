@@ -60,6 +60,25 @@ def test_spare_replaces_a_lost_node_and_the_loss_of_the_first_node_requeues_the_
 
 @pytest.mark.rest
 @pytest.mark.timeout(1500)
+def test_spare_takes_over_a_lost_node_in_place_and_the_rank_of_the_other_keeps_its_process(
+    job: SlurmJob, expected: Digests
+) -> None:
+    job.submit(nodes=3, REPAIR="auto", SPARES="1")
+    job.wait_for_iteration(8, start=1)
+    job.lose_node("node2")
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    for rank in range(2):
+        (repair,) = job.events("repair", rank)
+        assert repair["taken_over"] == {"node2": "node3"}
+        assert repair["dead_ranks"] == [1]
+    assert len({line["pid"] for line in job.events("start", 0)}) == 1
+    assert "peer" in job.tiers(0)[1]
+    assert not job.said("start 1 on")
+    assert job.digests() == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
 def test_time_limit_while_storage_is_full_saves_and_requeues_the_job_when_there_is_room(
     cluster: Cluster, job: SlurmJob, expected: Digests, mount_small: Mount
 ) -> None:

@@ -3,14 +3,17 @@
 moe_ft/keeper/rounds.py has the rounds. Nothing here knows Megatron, or communicates in another way.
 """
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
-from moe_ft.errors import RepairError
+from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds
+from moe_ft.keeper.rounds import Member, Rounds, member_of
+from moe_ft.saying import say
 
 # For the slowest rank to leave its fence and iteration, and for the replacement to be built.
 _MEETING_S = 180.0
@@ -81,6 +84,11 @@ class Met:
         return min(each.died_s for each in self.members if each.died_s is not None)
 
     @property
+    def taken_over(self) -> Mapping[str, str]:
+        """Nodes whose ranks are replaced, each with the one that runs them now."""
+        return {each.lost_node: each.node for each in self.members if each.lost_node}
+
+    @property
     def hung_s(self) -> dict[int, float]:
         """Seconds for which ranks had hung that were killed for it, by rank."""
         return {each.rank: each.hung_s for each in self.members if each.hung_s}
@@ -98,6 +106,17 @@ def met(number: int, members: Sequence[Member]) -> Met:
     if len({each.is_evaluated for each in positions}) > 1:
         raise RepairError("some ranks were in an evaluation, and others were not")
     return Met(round=number, members=members, positions=positions)
+
+
+def end_replaced(link: Link, rank: int, number: int) -> NoReturn:
+    """End this process for good: its node was called lost, and another one has its rank since a round.
+
+    Nothing of it may act any more, not even what runs at the end of a process.
+    """
+    link.retire()
+    say(f"rank {rank} ends: another node has its place since round {number} of repairs")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise ReplacedError(f"another node has rank {rank}")
 
 
 class Membership:
@@ -153,13 +172,13 @@ class Membership:
         return self._met
 
     def _join_next(self) -> None:
-        link, is_survivor = self._link, self.role is Role.SURVIVOR
-        member = Member(
-            rank=self.rank,
-            died_s=None if is_survivor else link.died_s,
-            hung_s=0.0 if is_survivor else link.predecessor_hung_s,
-            facts={} if self.position is None else self.position.facts(),
-        )
+        link, facts = self._link, {} if self.position is None else self.position.facts()
+        if self.role is Role.SURVIVOR:
+            member = Member(rank=self.rank, facts=facts)
+        else:
+            member = member_of(self.rank, link, facts)
+        if self._rounds.is_own_lost(link.round + 1):
+            end_replaced(link, self.rank, link.round + 1)
         link.round += 1
         self._rounds.join(link.round, member)
 
@@ -170,6 +189,12 @@ class Membership:
             RepairError: if some cannot in time, or the round is broken.
         """
         self._rounds.wait_until_ready(self.round, _MEETING_S)
+
+    def become_replaceable(self) -> None:
+        """Have this rank replaced if it dies from now on: there is something to recover."""
+        if not self._link.is_armed and self.rank == 0 and self.role is Role.SURVIVOR:
+            self._rounds.finish(0)
+        self._link.arm()
 
     def finish(self) -> None:
         """Note that the broken iteration is finished: from now on this rank is like any other."""

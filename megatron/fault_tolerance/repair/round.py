@@ -166,11 +166,13 @@ def _report(rank: Repaired, met: Met, iteration: int, recovered: int, phases: Ph
         dead=met.dead,
         hung_s=met.hung_s,
         is_replacement=own in met.dead,
+        taken_over=met.taken_over,
         phases_s=phases.seconds,
     )
     rank.listeners.after_repair(done)
     if own == 0:
         names = ("rank " if len(met.dead) == 1 else "ranks ") + ", ".join(map(str, met.dead))
+        names += "".join(f" of node {lost} on {by}" for lost, by in met.taken_over.items())
         # People count iterations from 1, as log lines do.
         say(
             f"{names} replaced in {sum(phases.seconds.values()):.1f} s, and iteration {iteration + 1} "

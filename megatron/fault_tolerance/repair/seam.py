@@ -263,7 +263,7 @@ class RepairSeam:
 
     def _become_replaceable(self) -> None:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
-        self._rank.link.arm()
+        self._rank.membership.become_replaceable()
         self._heart.start()
 
     def _repair_evaluation(self, noticed_s: float) -> None:

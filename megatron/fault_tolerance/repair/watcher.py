@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Membership
+from megatron.fault_tolerance.repair.meet import Membership, end_replaced
 from megatron.fault_tolerance.repair.nccl import end_process, why_lost
 from moe_ft.errors import SnapshotError
 from moe_ft.files.patience import excused_until_s, progress_s
@@ -88,6 +88,8 @@ class Watcher:
                 if not self._links.is_open:
                     self._end_if_stuck()
                 elif self._is_broken(number + 1):
+                    if self._rounds.is_own_lost(number + 1):
+                        end_replaced(self._link, self._rounds.rank, number + 1)
                     self._noticed_s[number + 1] = time.time()
                     self._links.end(number)
                     self._freed_s = time.monotonic()
@@ -170,9 +172,13 @@ class Deaths:
         begin_s = time.monotonic()
         if waits and is_timeout(error):
             self._rounds.time_out(number)
+        if waits and not self._rounds.is_declared(number):
+            self._rounds.suspect(number)
         while not self._rounds.is_declared(number):
             # A rank that hangs ends itself then.
-            wait_s = _NOTICE_S + (STUCK_S if self._rounds.has_timed_out(number) else 0.0)
+            wait_s = _NOTICE_S * (1 + self._link.is_watched) + (
+                STUCK_S if self._rounds.has_timed_out(number) else 0.0
+            )
             if not waits or time.monotonic() - begin_s > wait_s:
                 return False
             time.sleep(self._rounds.poll_s)

@@ -54,6 +54,16 @@ class SignedStore:
         """Write a value that JSON can carry; raises RepairError if it is too long."""
         self._store.set(key, self._signed(key, value))
 
+    def set_first(self, key: str, value: Any) -> Any:
+        """Write a value unless one is there, and return the one that is there then. One step for all."""
+        signed = self._signed(key, value)
+        raw = bytes(self._store.compare_set(key, "", signed))
+        found = self._checked(key, raw)
+        if found is None:  # a stranger's
+            self._store.set(key, signed)
+            return value
+        return found
+
     def get(self, key: str) -> Any:
         """Return a value; None if it is not there. Does not wait."""
         raw = self._read(key, MAX_VALUE_BYTES)

@@ -49,7 +49,8 @@ def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Or
     """Return the origin of this process."""
     is_torchruns = _is_torchruns(environment)
     pids = [os.getpid(), os.getppid()] if is_torchruns else [os.getpid()]
-    count = 0 if is_torchruns else _count(environment, "TORCHELASTIC_RESTART_COUNT")
+    is_counted = not is_torchruns or is_kept(environment)  # by a script, for all nodes
+    count = _count(environment, "TORCHELASTIC_RESTART_COUNT") if is_counted else 0
     job = environment.get("SLURM_JOB_ID", "")
     return Origin(
         system=process_namespace(),
@@ -65,6 +66,11 @@ def agent_name(environment: Mapping[str, str]) -> str:
     if not _is_torchruns(environment):
         return ""
     return checksum(f"{os.getppid()} {start_ticks(os.getppid())} {process_namespace()}".encode())
+
+
+def is_kept(environment: Mapping[str, str]) -> bool:
+    """Return whether `keep` has started the nodes of this job, without torchrun."""
+    return "MOE_FT_KEEP_TOKEN" in environment
 
 
 def _is_torchruns(environment: Mapping[str, str]) -> bool:

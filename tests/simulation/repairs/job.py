@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.repairs.oracle import Oracle
 
 WORDS = ["train.py", "--moe-ft-repair", "auto"]
+LOST_AFTER_S = 10.0  # silence of a node
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
 _NOTICE_S = 1.0
 _START_S = 2400.0
@@ -32,6 +33,7 @@ class Start:
         groups: of all ranks, by round.
         workers: ``[rank]`` the small processes that the launcher starts.
         is_told_to_end: whether the launcher has ended it.
+        is_kept: whether `keep` has started the nodes.
         had_to_be_killed: whether some worker had not ended long after it was told to.
     """
 
@@ -40,6 +42,7 @@ class Start:
     groups: dict[int, Group] = field(default_factory=dict)
     workers: list[Process] = field(default_factory=list)
     is_told_to_end: bool = False
+    is_kept: bool = False
     had_to_be_killed: bool = False
 
     @property
@@ -54,14 +57,15 @@ class Start:
 
     @property
     def has_ended_well(self) -> bool:
-        return all(each.exit_code == 0 for each in self.workers)
+        """True if training has ended; a node that was lost may have failed, and the first one not."""
+        codes = [each.exit_code for each in self.workers]
+        return codes[0] == 0 if self.is_kept else not any(codes)
 
 
 class Job:
     """The job on its nodes.
 
     Attributes:
-        memory: ``[rank]`` states by iteration, which outlive a process and not its node.
         oracle: is told what ranks do.
     """
 
@@ -69,7 +73,9 @@ class Job:
         self.world, self.oracle, self.size = world, oracle, schedule.ranks
         self.iterations, self._nodes = schedule.iterations, schedule.nodes
         self.machine = Machine(world, self)
-        self.memory: list[dict[int, int]] = [{0: 0} for _ in range(self.size)]
+        self.num_spares = schedule.spares
+        self._memory: dict[tuple[int, str], dict[int, int]] = {}
+        self._homes: dict[int, str] = {}  # of ranks
         self.starts: list[Start] = []
         self._agents: dict[str, Process] = {}
 
@@ -77,13 +83,33 @@ class Job:
         """Be a rank; called in its process."""
         Rank(self.world).run()
 
+    @property
+    def is_kept(self) -> bool:
+        """True if `keep` starts the nodes, and spares among them."""
+        return self.num_spares > 0
+
     def node_of(self, rank: int) -> str:
-        return f"node{rank * self._nodes // self.size}"
+        """Return the node of a rank: the one where it was started last, else where it is to be started."""
+        return self._homes.get(rank, f"node{rank * self._nodes // self.size}")
+
+    def memory_on(self, rank: int, node: str) -> dict[int, int]:
+        """Return a rank's states by iteration, on the node where it starts.
+
+        They outlive a process and not its node. On another node they begin with what peers have of the last
+        one: an older state that the node still has from a time before is not in their histories.
+        """
+        if (home := self._homes.setdefault(rank, node)) != node:
+            self._memory[rank, node] = dict(self._memory[rank, home])
+            self._homes[rank] = node
+        return self._memory.setdefault((rank, node), {0: 0})
 
     def start(self) -> Start:
         """Start the worker of each rank, as torchrun does."""
-        started = Start(number=len(self.starts), size=self.size)
+        started = Start(number=len(self.starts), size=self.size, is_kept=self.is_kept)
         self.starts.append(started)
+        if self.is_kept:
+            self._start_nodes(started)
+            return started
         nodes = [self.node_of(rank) for rank in range(self.size)]
         for rank, node in enumerate(nodes):
             environ = {
@@ -101,6 +127,32 @@ class Job:
             made.at_death.append(lambda: self._note_end(started))
             started.workers.append(made)
         return started
+
+    def _start_nodes(self, started: Start) -> None:
+        """Start the agents of nodes and spares."""
+        for number in range(self._nodes + self.num_spares):
+            node = f"node{number}"
+            environ = {
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(self._nodes),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.size // self._nodes),
+                "MASTER_ADDR": "node0",
+                "MASTER_PORT": str(_FIRST_PORT + started.number),
+                "TORCHELASTIC_RUN_ID": "job",
+                "TORCHELASTIC_RESTART_COUNT": str(started.number),
+                "MOE_FT_NODE_ID": node,
+                "MOE_FT_KEEP_TOKEN": "secret",
+                "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
+                "MOE_FT_KEEP_STATUS": "",
+            }
+            launcher = self.world.kernel.make_process("launcher", node)
+            launcher.local[MACHINE] = self.machine
+            started.workers.append(
+                self.machine.make_process(
+                    f"agent {number}", node, launcher, environ, lambda: worker.main(WORDS)
+                )
+            )
 
     def _agent_on(self, node: str) -> Process:
         if node not in self._agents or not self._agents[node].is_alive:
@@ -160,5 +212,5 @@ class Job:
             if each.node == node:
                 self.world.kernel.kill(each)
         for rank in range(self.size):
-            if self.node_of(rank) == node:
-                self.memory[rank] = {0: 0}
+            if self.node_of(rank) == node and not self.is_kept:
+                self._memory[rank, node] = {0: 0}

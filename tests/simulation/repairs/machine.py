@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_ft.keeper import job_store, worker, zygote
+from moe_ft.keeper import job_store, node, worker, zygote
 from moe_ft.keeper.protocol import IMPORTING, RankRequest
 from moe_ft.keeper.target import Target
 from tests.simulation.active import Patches, World, world
@@ -67,6 +67,8 @@ class Machine:
             code = 0
             try:
                 act()
+            except SystemExit as end:
+                code = int(end.code or 0)
             except Exception:
                 print(traceback.format_exc(), file=sys.stderr)
                 code = 1
@@ -219,6 +221,13 @@ class _System:
         """Do in a new process what the caller does in its child."""
         machine, seen = machine_here(), sys._getframe(1).f_locals
         parent = machine.world.process
+        if "request" not in seen:  # in a node's process
+            given = seen["environment"], seen["words"], seen["listener"]
+            store = machine.make_process(
+                "store", parent.node, parent, dict(given[0]), lambda: node.serve_store(*given)
+            )
+            parent.children.append(store)
+            return store.pid
         request: RankRequest = seen["request"]
         environ = dict(request.environment)
         act: Callable[[], Any]
@@ -227,9 +236,10 @@ class _System:
             name = "store"
         else:
             act = lambda: zygote._be_rank(request, (), seen["link"])  # noqa: E731
-            name = f"rank {environ['RANK']}"
+            name = f"rank {environ['RANK']}" if "RANK" in environ else "node"
         child = machine.make_process(name, parent.node, parent, environ, act)
-        child.local[LINK] = seen.get("link")
+        if name != "node":
+            child.local[LINK] = seen.get("link")
         parent.children.append(child)
         return child.pid
 
@@ -289,9 +299,18 @@ def _connect(target: Target, agent_pid: int) -> Connection:
         found = machine.zygotes.get(own.node)
         if found is not None and found[0].is_alive:
             return found[1].connect(own)
-        if own.environ["LOCAL_RANK"] == "0":
+        if own.environ.get("LOCAL_RANK", "0") == "0":
             _start_zygote(machine, own.node, agent_pid)
         kernel.sleep(_POLL_S)
+
+
+def _connect_here(path: str) -> Connection:
+    """Connect to the zygote of the node, which runs."""
+    machine = machine_here()
+    zygote_here, listener = machine.zygotes[machine.world.process.node]
+    if not zygote_here.is_alive:
+        raise ConnectionRefusedError(111, "Connection refused")
+    return listener.connect(machine.world.process)
 
 
 def _start_zygote(machine: Machine, node: str, agent_pid: int) -> None:
@@ -320,18 +339,38 @@ def _receive_request(connection: Any) -> tuple[RankRequest, list[int]]:
     return connection.peer.request, []
 
 
+def _read_target(words: Sequence[str]) -> Target:
+    environ = machine_here().world.process.environ
+    of_node = environ if "GROUP_RANK" in environ else {}
+    return Target(words=tuple(words), preload=(), of_node=dict(of_node))
+
+
+def _run(target: Target) -> None:
+    """Be a rank, or the process of a node."""
+    machine = machine_here()
+    if "RANK" in machine.world.process.environ:
+        machine.job.run_rank()
+    else:
+        node.main(target.words[2:])
+
+
 def install(patches: Patches) -> None:
     """Have the keeper's code run on simulated nodes."""
-    for module in (zygote, worker):
+    for module in (zygote, worker, node):
         patches.set(module, "os", _System())
-    patches.set(zygote, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
+    for module in (zygote, node):
+        patches.set(module, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
+    patches.set(node, "set_process_name", lambda name: None)
+    patches.set(node, "send_request", _send_request)
+    patches.set(node, "_connect", _connect_here)
     patches.set(zygote, "why_not_to_fork", lambda: "")
     patches.set(zygote, "receive_request", _receive_request)
     patches.set(zygote, "become", lambda request, streams: None)
-    patches.set(zygote, "run", lambda target: machine_here().job.run_rank())
+    patches.set(zygote, "run", _run)
     patches.set(zygote, "set_own_link", lambda link: None)
-    patches.set(worker, "read_target", lambda words: Target(words=tuple(words), preload=()))
+    patches.set(worker, "read_target", _read_target)
     patches.set(worker, "_connect", _connect)
+    patches.set(worker, "socket_path", lambda agent_pid: "")
     patches.set(worker, "send_request", _send_request)
     patches.set(worker, "peer_pid", lambda connection: connection.peer.process.pid)
     patches.set(worker, "process_name", _process_name)

@@ -4,8 +4,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.keeper import rounds, zygote
+from moe_ft.keeper import nodes, rounds, zygote
 from moe_ft.keeper.link import Link, Pulse
+from moe_ft.keeper.node import Node
+from moe_ft.keeper.nodes import Coordinator
 from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.keeper.zygote import Zygote
 from tests.simulation.active import Patches
@@ -19,12 +21,19 @@ from tests.simulation.repairs.product import (
 )
 
 OF_REPAIRS: set[str] = set()
+OF_NODES: set[str] = set()
 
 
 def repair_mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list of all, and note that repairs show it."""
     OF_REPAIRS.add(name_of(make))
     return mutation(make)
+
+
+def node_mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list of all, and note that lost or silent nodes show it."""
+    OF_NODES.add(name_of(make))
+    return repair_mutation(make)
 
 
 @repair_mutation
@@ -152,3 +161,42 @@ def position_of_the_round_before(patches: Patches) -> None:
         said[self] = member.facts
 
     patches.set(Rounds, "join", join)
+
+
+@node_mutation
+def replaced_ranks_take_part(patches: Patches) -> None:
+    """A node that wakes up joins the round in which it was replaced."""
+    patches.set(Rounds, "is_own_lost", lambda self, number: False)
+
+
+@node_mutation
+def verdict_in_a_round_of_others(patches: Patches) -> None:
+    """The loss of a node is declared in a round that may have begun for another reason."""
+
+    def declare_lost(self: Rounds, ranks: Any, since: int = 0) -> int:
+        number = max(1, self.newest(since))
+        if self.is_finished(number):
+            number += 1
+        self._store.set(rounds._key(number, "declared"), {"ranks": list(ranks)})
+        return number
+
+    patches.set(Rounds, "declare_lost", declare_lost)
+
+
+@node_mutation
+def silent_nodes_are_waited_for(patches: Patches) -> None:
+    """Nobody calls a node lost."""
+    patches.set(Coordinator, "_lose", lambda self, lost: None)
+
+
+@node_mutation
+def ends_kept_to_oneself(patches: Patches) -> None:
+    """A node does not say that its ranks have ended."""
+    original = nodes.NodeSeat.beat
+    patches.set(nodes.NodeSeat, "beat", lambda self, code: original(self, None))
+
+
+@node_mutation
+def orders_ignored(patches: Patches) -> None:
+    """A node does not run the ranks that it is given."""
+    patches.set(Node, "_take", lambda self, order: None)

@@ -12,6 +12,10 @@ from tests.simulation.repairs.job import Job, Start
 from tests.simulation.repairs.machine import FORGED, LINK
 from tests.simulation.repairs.rank import Group, Operation, Rank, final_states
 
+_REPLACED_S = (
+    15.0  # from the end of a silence until the ranks of a node that was replaced have ended
+)
+
 
 class Oracle:
     """Judge of a job: its ranks and its launcher say what they do."""
@@ -23,6 +27,8 @@ class Oracle:
         self.num_deaths = self.num_repairs = 0
         self.limit_s = 0.0  # for the end of a repair; 0 if there is none
         self.halted: set[Process] = set()  # that do not run, or whose thread hangs
+        self.num_losses = 0  # of nodes
+        self.silences: list[tuple[list[Process], float]] = []  # of nodes, until when
         self._begin()
 
     def _begin(self) -> None:
@@ -34,6 +40,8 @@ class Oracle:
     def begin(self) -> None:
         self.excuses.clear()
         self.num_deaths, self.limit_s = 0, 0.0
+        self.num_losses = 0
+        self.silences.clear()
         self._begin()
 
     def violate(self, what: str) -> None:
@@ -79,6 +87,7 @@ class Oracle:
         kernel = rank._process.kernel
         self._trains[rank.rank] = rank._process
         self._finished.add(rank.membership.round)
+        self.check_silenced(rank._job)
         self.num_repairs, self.num_deaths = self.num_repairs + 1, 0
         if self.limit_s and kernel.now > self.limit_s and not self.excuses:
             self.violate(f"a repair ends {kernel.now - self.limit_s:.1f} s too late")
@@ -104,6 +113,7 @@ class Oracle:
         for process in (each for rank in range(job.size) for each in job.processes_of(rank)):
             if process.local[LINK].hung_s and process not in self.halted:
                 self.violate(f"{process} is killed for a hang, and ran")
+        self.check_silenced(job)
         if not has_ended:
             self.violate(f"start {start.number} does not end")
             return
@@ -116,6 +126,22 @@ class Oracle:
             self.violate(f"start {start.number} ends without a reason for it")
         if start.had_to_be_killed and "a process is stopped" not in self.excuses:
             self.violate(f"start {start.number} does not end when it is told to")
+
+    def check_silenced(self, job: Job) -> None:
+        """Check that no process of a node that was silent lives while another one has its rank."""
+        if "the job's store is lost" in self.excuses:
+            return
+        until_s: dict[Process, float] = {}
+        for silent, end_s in self.silences:
+            until_s |= {each: max(end_s, until_s.get(each, 0.0)) for each in silent}
+        for process, end_s in until_s.items():
+            if LINK not in process.local or job.world.kernel.now < end_s + _REPLACED_S:
+                continue
+            newest = job.process_of(int(process.environ["RANK"]))
+            if process.is_alive and newest not in (None, process):
+                self.violate(
+                    f"{process} lives {_REPLACED_S} s after it woke up, and {newest} has its rank"
+                )
 
     def after_a_while(self, job: Job) -> None:
         """Check that no rank outlives its start, unless what would end it is stopped."""

@@ -129,6 +129,7 @@ class Rank:
         self._kernel, self._process = world.kernel, process
         self._job, self.link = process.local[MACHINE].job, process.local[LINK]
         self.rank, self._start = int(process.environ["RANK"]), self._job.starts[-1]
+        self._memory = self._job.memory_on(self.rank, process.node)
         self.is_alone = self.link.is_replacement
         self.state, self._timeout_s = 0, 2 * TIMEOUT_S
 
@@ -213,7 +214,7 @@ class Rank:
                 self._deaths.notice_or_raise(error, Exception)
 
     def _become_replaceable(self) -> None:
-        self.link.arm()
+        self.membership.become_replaceable()
         self._heart.start()
 
     def _iterate(self, iteration: int) -> None:
@@ -223,7 +224,7 @@ class Rank:
         told = self._ends.gather(f"backward:{iteration}", [self.rank, self.state], self._timeout_s)
         self._pass("in step")
         self.state = next_state(self.state, told)
-        memory = self._job.memory[self.rank]
+        memory = self._memory
         memory[iteration + 1] = self.state
         memory.pop(iteration + 1 - KEPT, None)
         self.links.check()
@@ -256,7 +257,7 @@ class Rank:
     def _recover(self, most: int) -> int:
         """Restore the newest state that all ranks have, of this iteration at most; return its iteration."""
         self._pass("recover")
-        memory = self._job.memory[self.rank]
+        memory = self._memory
         told = self._ends.gather("recover:", sorted(memory), self._timeout_s)
         common = set.intersection(*map(set, told))
         found = max((each for each in common if each <= most), default=None)

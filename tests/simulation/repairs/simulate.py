@@ -10,7 +10,7 @@ from tests.simulation.active import active
 from tests.simulation.job import make_world
 from tests.simulation.kernel import HangError, Kernel, Process, Thread
 from tests.simulation.processes import lines_of
-from tests.simulation.repairs.job import Job
+from tests.simulation.repairs.job import LOST_AFTER_S, Job
 from tests.simulation.repairs.machine import LINK
 from tests.simulation.repairs.oracle import Oracle
 from tests.simulation.repairs.product import STUCK_S
@@ -20,6 +20,7 @@ from tests.simulation.simulate import Verdict
 
 _MORE_STARTS = 4
 _HELP_S = 200.0  # until somebody ends what nobody watches
+_LONGEST_SILENCE_S = 60.0
 _LONGEST_PAUSE_S, _LONGEST_STOP_S, _FOR_EVER_S = 40.0, 120.0, 1e9
 _AFTER_S = 3.0  # from the end of a start to that of all its processes
 _SLOW_S = 0.2
@@ -27,6 +28,7 @@ _REPAIR_S = (
     75.0  # from the last fault to the end of a repair: the build, and connections that time out
 )
 _DEATHS = ("kill", "stop", "hang")
+_OF_NODES = ("lose-node", "silence-node", "pause-node")
 
 
 class Injection:
@@ -59,9 +61,11 @@ class Injection:
         oracle.num_deaths += fault.kind in _DEATHS
         if oracle.num_deaths >= job.size:
             oracle.excuses.append("all ranks may have died")
-        if fault.kind not in MENDED:
+        if job.is_kept and fault.kind in _OF_NODES:
+            self._judge_loss(job.node_of(rank))
+        elif fault.kind not in MENDED:
             oracle.excuses.append(fault.kind)
-        limit_s = _REPAIR_S
+        limit_s = _REPAIR_S + 2 * LOST_AFTER_S * job.is_kept
         limit_s += (TIMEOUT_S + STUCK_S) * (fault.kind == "hang") + HEARTBEAT_S
         oracle.limit_s = max(oracle.limit_s, kernel.now + limit_s)
         act = getattr(self, "_" + fault.kind.replace("-", "_"), None)
@@ -91,6 +95,33 @@ class Injection:
         if process is not None and process.is_alive:
             self._kernel.suspend(process, seconds)
             self._kernel.call_later(seconds, self._job.machine.changed)
+
+    def _judge_loss(self, node: str) -> None:
+        """Note why the loss of a node, or a silence that may be taken for one, may end the start."""
+        job, oracle = self._job, self._oracle
+        oracle.num_losses += 1
+        if oracle.num_losses > job.num_spares:
+            oracle.excuses.append("there may be no spare")
+        if node == "node0":
+            oracle.excuses.append("the job's store is lost")
+        for rank in range(job.size):
+            process = job.process_of(rank)
+            if job.node_of(rank) == node:
+                oracle.num_deaths += 1
+            if process is None or not process.local[LINK].is_armed:
+                oracle.excuses.append("a rank is not armed")
+        if oracle.num_deaths >= job.size:
+            oracle.excuses.append("all ranks may have died")
+
+    def _silence_node(self, fault: Fault, rank: int) -> None:
+        """Stop a whole node; when it wakes up, others may have its ranks, and these must end soon."""
+        kernel, node = self._kernel, self._job.node_of(rank)
+        seconds = fault.amount * _LONGEST_SILENCE_S
+        silent = [each for each in kernel.processes if each.is_alive and each.node == node]
+        for each in silent:
+            self._suspend(each, seconds)
+        self._oracle.halted.update(silent)
+        self._oracle.silences.append((silent, kernel.now + seconds))
 
     def _zygote_of(self, rank: int) -> Process | None:
         found = self._job.machine.zygotes.get(self._job.node_of(rank))

@@ -89,6 +89,7 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
         hung_s={"3": 5.02},
         broken_iteration=6,
         seconds=30.46,
+        taken_over={"node1": "node9"},
     )
     summary = summarize(tmp_path)
     assert summary.repairs == (
@@ -96,13 +97,16 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
             "start": 2,
             "replaced ranks": "1, 3",
             "that hung": "3",
+            "nodes": "node9 for node1",
             "in iteration": 7,
             "seconds": "30.5",
         },
     )
     lines = render(summary, tmp_path).splitlines()
     assert "starts                          3, 1 of them repairs in place" in lines
-    assert "start    replaced ranks    that hung    in iteration    seconds" in lines
+    assert (
+        "start    replaced ranks    that hung    nodes            in iteration    seconds" in lines
+    )
 
 
 def test_rank_without_events_is_left_out(tmp_path: Path) -> None:

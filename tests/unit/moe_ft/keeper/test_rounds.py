@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_ft.errors import RepairError
+from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.keeper.rounds import Member, Rounds, declare
 from tests.unit.signed import signed
 
@@ -87,3 +87,21 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     first.wait_until_ready(1, 0.0)
     first.finish(1)
     assert other.is_finished(1)
+
+
+def test_verdict_about_a_node_begins_a_round_that_has_not_begun_for_a_dead_rank() -> None:
+    store = signed()
+    rounds = Rounds(store, 0, 4)
+    assert declare(store, rank=1, world_size=4, died_s=5.0) == 1
+    assert rounds.declare_lost([2, 3]) == 2
+    assert [rounds.replaced(number) for number in (1, 2)] == [(), (2, 3)]
+    assert [Rounds(store, rank, 4).is_own_lost(2) for rank in range(4)] == [False] * 2 + [True] * 2
+
+
+def test_rank_that_dies_on_a_node_after_another_one_has_it_is_not_replaced_there() -> None:
+    store = signed()
+    Rounds(store, 0, 4).declare_lost([2, 3])
+    with pytest.raises(ReplacedError, match="another node has rank 2 since round 1"):
+        declare(store, rank=2, world_size=4, died_s=5.0)
+    Rounds(store, 2, 4).join(1, Member(rank=2, died_s=4.0, node="spare", lost_node="node1"))
+    assert declare(store, rank=2, world_size=4, died_s=5.0, since=1) == 2

@@ -1,12 +1,13 @@
 """The command line after `keep`."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from moe_ft.keeper.target import PRELOADED, USAGE, read_target
+from moe_ft.keeper.target import PRELOADED, TOKEN, USAGE, read_target
 
 
 @pytest.fixture
@@ -82,3 +83,45 @@ def test_command_line_that_names_nothing_is_refused(
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert problem in line and USAGE in line
+
+
+NODE = {"--nodes": "2", "--ranks-per-node": "4", "--meet": "node0:29500", "--number": "2"}
+
+
+def words_of(options: dict[str, str], script: str) -> list[str]:
+    return [*(word for pair in options.items() for word in pair), "--", script]
+
+
+def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "0" * 32)
+    found = read_target(words_of(NODE, script)).of_node
+    expected = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "2"}
+    assert expected.items() <= found.items()
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("node0", "29500")
+    assert not read_target([script]).of_node
+
+
+@pytest.mark.parametrize(
+    ("changes", "token", "reason"),
+    [
+        ({"--meet": ""}, "0" * 32, r"--meet  must be HOST:PORT of node 0"),
+        ({"--meet": "node0"}, "0" * 32, r"--meet node0 must be HOST:PORT"),
+        ({"--nodes": "0"}, "0" * 32, r"--nodes 0 must be a whole number, at least 1"),
+        ({"--number": "-1"}, "0" * 32, r"--number -1 must be a whole number"),
+        ({"--lost-after": "2"}, "0" * 32, r"--lost-after 2 must be a whole number, at least 3"),
+        ({}, "short", rf"{TOKEN} must be the same on all nodes, secret"),
+    ],
+)
+def test_node_that_cannot_join_a_job_is_refused(
+    changes: dict[str, str],
+    token: str,
+    reason: str,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    with pytest.raises(SystemExit) as end:
+        read_target(words_of({**NODE, **changes}, script))
+    assert end.value.code == 2
+    assert re.search(reason, capsys.readouterr().err)

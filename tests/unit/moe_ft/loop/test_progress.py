@@ -170,6 +170,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
             dead=(1, 3),
             hung_s={3: 61.5},
             is_replacement=True,
+            taken_over={"node1": "spare"},
             phases_s={"notice": 0.25, "swap": 0.5},
         )
     )
@@ -180,6 +181,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
         "dead_ranks": [1, 3],
         "hung_s": {"3": 61.5},
         "is_replacement": True,
+        "taken_over": {"node1": "spare"},
         "broken_iteration": 7,
         "recovered_iteration": recovered,
         "scope": scope,

@@ -1,0 +1,246 @@
+"""The process of a node that `keep` starts without torchrun: it has the zygote fork ranks, as it is told.
+
+It is forked from the zygote, as ranks are, and asks it for each rank over a connection. It stands for them:
+if it ends, they are killed. It gets its orders from the coordinator (nodes.py), which runs in a process of
+its own on node 0. If its node was called lost, it kills its ranks and comes again, as a spare.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from moe_ft.engine.links.signed_store import SignedStore, poll_s
+from moe_ft.errors import RepairError
+from moe_ft.keeper import job_store
+from moe_ft.keeper.forked_rank import follow_parent
+from moe_ft.keeper.link import Link, flag_value, token_of, wants_repair
+from moe_ft.keeper.nodes import PERIOD_S, Coordinator, NodeSeat, Order
+from moe_ft.keeper.protocol import (
+    FORWARDED,
+    Answer,
+    RankRequest,
+    receive_answer,
+    say,
+    send_request,
+    send_signal,
+)
+from moe_ft.processes import set_process_name
+
+_MEET_S = 900.0  # for node 0 to import and listen
+_ANSWER_S = 30.0  # of the zygote
+_GRACE_S = 20.0  # between SIGTERM and SIGKILL
+_LINGER_S = 2.0  # of node 0, for the others to learn that the job is over
+_FAILED = 1
+
+
+@dataclass(eq=False, slots=True)
+class _Rank:
+    """A rank of this node.
+
+    Attributes:
+        asked_s: when the zygote was asked for it; None once it has answered.
+        code: its exit code, as a shell has it.
+    """
+
+    connection: socket.socket
+    asked_s: float | None
+    code: int | None = None
+
+
+class Node:
+    """Ranks of one node, and its seat. Single-threaded."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        words: Sequence[str],
+        store: SignedStore,
+    ) -> None:
+        """Have no rank yet.
+
+        Args:
+            environment: of all ranks; it names the node and its number.
+            words: command line of the ranks.
+        """
+        self._environment, self._words = dict(environment), tuple(words)
+        self._store = store
+        self._name, self._number = environment["MOE_FT_NODE_ID"], int(environment["GROUP_RANK"])
+        num_nodes = int(environment["GROUP_WORLD_SIZE"])
+        self._period_s = poll_s(8 * num_nodes, PERIOD_S)
+        self._ranks: list[_Rank] = []
+        self._selector = selectors.DefaultSelector()
+        self._seat = NodeSeat(store, self._name, self._number)
+
+    def run(self) -> int:
+        """Run ranks until the job is over, and return its exit code."""
+        try:
+            while (over := self._seat.over()) is None:
+                self._step()
+        except RuntimeError as error:  # of torch
+            over = _FAILED, f"the job's store on node 0 does not answer: {error}"
+        except ConnectionError as error:
+            over = _FAILED, f"the process that forks ranks has ended: {error}"
+        code, why = over
+        if why:
+            say(f"node {self._name} ends: {why}")
+        self._end_ranks(signal.SIGTERM)
+        if self._number == 0:
+            time.sleep(_LINGER_S)
+        return code
+
+    def _step(self) -> None:
+        codes = [each.code for each in self._ranks if each.code is not None]
+        have_ended = any(codes) or (codes and len(codes) == len(self._ranks))
+        self._seat.beat(max(codes) if have_ended else None)
+        if self._seat.is_lost():
+            self._give_up()
+        for order in self._seat.new_orders():
+            self._take(order)
+        self._hear(self._period_s)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to all ranks; called by a handler."""
+        for each in self._ranks:
+            if each.code is None:
+                with suppress(OSError):
+                    send_signal(each.connection, number)
+
+    def _give_up(self) -> None:
+        """Kill all ranks, and come again: this node was silent, and others may have its ranks."""
+        say(
+            f"node {self._name} was silent and is replaced: its ranks are killed, and it becomes a spare"
+        )
+        self._end_ranks(signal.SIGKILL)
+        self._ranks.clear()
+        self._seat = NodeSeat(self._store, self._name, self._number)
+
+    def _take(self, order: Order) -> None:
+        """Have the zygote fork the ranks of an order."""
+        for place, rank in enumerate(order.ranks):
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(place)}
+            os.umask(mask := os.umask(0))
+            request = RankRequest(
+                words=self._words,
+                environment=self._environment | variables,
+                folder=os.getcwd(),
+                mask=mask,
+                cpus=tuple(sorted(os.sched_getaffinity(0))),
+                round=order.round,
+                died_s=order.died_s,
+                lost_node=order.lost_node,
+            )
+            connection = _connect(self._environment["MOE_FT_KEEP_SOCKET"])
+            send_request(connection, request, (0, 1, 2))
+            found = _Rank(connection, time.monotonic())
+            self._ranks.append(found)
+            self._selector.register(connection, selectors.EVENT_READ, found)
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take answers of the zygote for a while."""
+        for key, _ in self._selector.select(timeout_s):
+            rank: _Rank = key.data
+            answer, number = receive_answer(rank.connection)
+            rank.asked_s = None
+            if answer is Answer.RUNS:
+                continue
+            rank.code = _FAILED
+            if answer is Answer.ENDED:
+                code = os.waitstatus_to_exitcode(number)
+                rank.code = 128 - code if code < 0 else code
+            self._selector.unregister(rank.connection)
+            rank.connection.close()
+        now_s = time.monotonic()
+        if any(
+            each.asked_s is not None and now_s - each.asked_s > _ANSWER_S for each in self._ranks
+        ):
+            raise ConnectionError(f"it has not answered for {_ANSWER_S:.0f} s")
+
+    def _end_ranks(self, number: int) -> None:
+        """End all ranks with a signal, and kill those that do not end."""
+        self.pass_on(number)
+        end_s = time.monotonic() + _GRACE_S
+        try:
+            while any(each.code is None for each in self._ranks) and time.monotonic() < end_s:
+                self._hear(PERIOD_S)
+        except ConnectionError:
+            pass
+        for each in self._ranks:
+            if each.code is None:  # the zygote kills it then
+                self._selector.unregister(each.connection)
+                each.connection.close()
+
+
+def _connect(path: str) -> socket.socket:
+    """Return a connection to the zygote, which listens: this process is its fork."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    return connection
+
+
+def serve_store(
+    environment: Mapping[str, str], words: Sequence[str], listener: socket.socket
+) -> NoReturn:
+    """Keep the job's store, and decide about nodes, until this process is killed."""
+
+    def coordinate(store: SignedStore) -> NoReturn:
+        status = environment["MOE_FT_KEEP_STATUS"]
+        coordinator = Coordinator(
+            store,
+            num_nodes=int(environment["GROUP_WORLD_SIZE"]),
+            ranks_per_node=int(environment["LOCAL_WORLD_SIZE"]),
+            lost_after_s=float(environment["MOE_FT_KEEP_LOST_AFTER_S"]),
+            can_repair=wants_repair(words),
+            waits=flag_value(words, "--moe-ft-spare") == "wait",
+            status=Path(status) if status else None,
+        )
+        while True:
+            coordinator.step()
+            time.sleep(PERIOD_S)
+
+    job_store.serve(listener, environment, token_of(environment), coordinate)
+
+
+def start_store(environment: Mapping[str, str], words: Sequence[str]) -> None:
+    """Fork the process that keeps the store of the job."""
+    listener, parent = job_store.listen(environment), os.getpid()
+    if os.fork() == 0:
+        follow_parent(parent)
+        set_process_name("moe_ft_store")
+        serve_store(environment, words, listener)
+    listener.close()
+
+
+def main(words: Sequence[str]) -> None:
+    """Be the process of a node.
+
+    Args:
+        words: command line of the ranks.
+    """
+    set_process_name("moe_ft_node")
+    environment = dict(os.environ)
+    names = (environment.get(name) for name in ("MOE_FT_NODE_ID", "SLURMD_NODENAME"))
+    environment["MOE_FT_NODE_ID"] = next(filter(None, names), socket.gethostname())
+    link = Link(token=token_of(environment))
+    try:
+        if environment["GROUP_RANK"] == "0":
+            start_store(environment, words)
+        store = SignedStore(job_store.connect(environment, link, _MEET_S), lambda: link.token)
+    except (OSError, RepairError) as error:
+        say(f"node {environment['MOE_FT_NODE_ID']} cannot join the job: {error}")
+        raise SystemExit(_FAILED) from None
+    node = Node(environment, words, store)
+    for each in FORWARDED:
+        signal.signal(each, lambda number, _: node.pass_on(number))
+    raise SystemExit(node.run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,277 @@
+"""Nodes of a job that `keep` starts without torchrun: who is there, who has which ranks, who takes over.
+
+Each node has a process (node.py) that comes, beats, and does what it is told, all by signed values in the
+job's store. The process that keeps the store decides, and nobody else: it gives ranks to nodes, calls a node
+lost that is silent, and gives its ranks to a spare. Node 0, where it runs, cannot be replaced.
+
+A verdict may be false: a node that was stopped, or cut off, may wake up. It therefore begins a round of its
+own (rounds.py), and a node has a new name after it. The old one can still say things, and nobody listens.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.keeper.protocol import say
+from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
+
+PERIOD_S = 0.25  # between two beats of a node, and two looks at them
+# Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
+_SUSPECTED_S = 2.0
+_LONGEST_LOOK_S = 1.0
+_ARRIVED, _OVER = "nodes/arrived", "nodes/over"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """Ranks that a node is to run.
+
+    Attributes:
+        round: in which they join; 0 at the start.
+        died_s: time since 1970 when their node was heard last; 0 at the start.
+        lost_node: that had them before.
+    """
+
+    ranks: tuple[int, ...]
+    round: int = 0
+    died_s: float = 0.0
+    lost_node: str = ""
+
+
+class NodeSeat:
+    """One node's view of the store, as long as it is not lost. Used by one thread."""
+
+    def __init__(self, store: SignedStore, name: str, number: int) -> None:
+        """Come to the job.
+
+        Args:
+            number: among the nodes that were started; those that train come first.
+        """
+        self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
+        store.append(_ARRIVED, {"id": self._id, "name": name, "number": number})
+
+    def beat(self, code: int | None) -> None:
+        """Show that the node lives, and how its ranks have ended; None if some run, or there are none."""
+        self._beats += 1
+        self._store.set(_of(self._id, "beats"), [self._beats, code])
+
+    def new_orders(self) -> list[Order]:
+        """Return orders that were not returned before."""
+        if self._store.length(key := _of(self._id, "orders")) <= self._num_taken:
+            return []
+        found = self._store.values(key)[self._num_taken :]
+        self._num_taken += len(found)
+        return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+
+    def is_lost(self) -> bool:
+        """Return whether the node was called lost: another one has its ranks, or will have them."""
+        return self._store.get(_of(self._id, "lost")) is not None
+
+    def over(self) -> tuple[int, str] | None:
+        """Return the exit code of the job, and the reason if it failed; None as long as it runs."""
+        found = self._store.get(_OVER)
+        return None if found is None else (found["code"], found["why"])
+
+
+def _of(node: str, what: str) -> str:
+    return f"node_{node}/{what}"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Node:
+    """A node that is there.
+
+    Attributes:
+        slot: whose ranks it has, by the number of the node that had them first; None for a spare.
+        silent_s: for which the coordinator has watched it be silent.
+        heard_s: time since 1970 of its last beat.
+    """
+
+    id: str
+    name: str
+    slot: int | None
+    beats: int = 0
+    silent_s: float = 0.0
+    heard_s: float = 0.0
+    code: int | None = None
+
+
+class Coordinator:
+    """Gives ranks to nodes. One thread, in the process that keeps the store."""
+
+    def __init__(
+        self,
+        store: SignedStore,
+        *,
+        num_nodes: int,
+        ranks_per_node: int,
+        lost_after_s: float,
+        can_repair: bool,
+        waits: bool,
+        status: Path | None = None,
+    ) -> None:
+        """Know no node yet.
+
+        Args:
+            num_nodes: that train.
+            lost_after_s: silence of a node after which it is lost.
+            can_repair: whether the ranks repair (--moe-ft-repair auto).
+            waits: whether to wait for a spare if none is left, instead of ending the job.
+            status: file that gets the exit code of the job, "-" before, and in the next lines the names of
+                the nodes by slot.
+        """
+        self._store, self._rounds = store, Rounds(store, 0, num_nodes * ranks_per_node)
+        self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
+        self._lost_after_s, self._can_repair, self._waits = lost_after_s, can_repair, waits
+        self._status = status
+        self._nodes: list[_Node] = []
+        self._names: dict[int, str] = {}  # by slot, of the node that has had it last
+        self._open: dict[int, Order] = {}  # by slot, until a spare takes it
+        self._num_arrived = self._newest = 0
+        self._looked_s = time.monotonic()
+        self._over: int | None = None
+
+    def step(self) -> None:
+        """Look once, and decide."""
+        if self._over is not None:
+            return
+        self._meet_arrivals()
+        if lost := self._look():
+            self._lose(lost)
+        self._give_away()
+        self._end()
+
+    def _meet_arrivals(self) -> None:
+        if self._store.length(_ARRIVED) <= self._num_arrived:
+            return
+        arrived = self._store.values(_ARRIVED)
+        for each in arrived[self._num_arrived :]:
+            slot, number = None, each["number"]
+            if number < self._num_nodes and number not in self._names:
+                slot, self._names[number] = number, each["name"]
+            node = _Node(id=each["id"], name=each["name"], slot=slot, heard_s=time.time())
+            self._nodes.append(node)
+            if slot is None:
+                say(f"node {node.name} is a spare")
+            else:
+                self._order(node, Order(ranks=self._ranks_of(slot)))
+        self._num_arrived = len(arrived)
+        self._write_status()
+
+    def _ranks_of(self, slot: int) -> tuple[int, ...]:
+        first = slot * self._ranks_per_node
+        return tuple(range(first, first + self._ranks_per_node))
+
+    def _order(self, node: _Node, order: Order) -> None:
+        self._store.append(_of(node.id, "orders"), asdict(order))
+
+    def _look(self) -> list[_Node]:
+        """Hear all nodes, and return those that are lost."""
+        now_s, limit_s = time.monotonic(), self._lost_after_s
+        # A longer time between two looks says that this process did not run, and nothing about a node.
+        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
+        if any(each.silent_s > _SUSPECTED_S for each in self._nodes):
+            self._newest = self._rounds.newest(self._newest)
+            if self._rounds.is_suspected(self._newest + 1):
+                limit_s = min(limit_s, _SUSPECTED_S)
+        lost = []
+        for node in self._nodes:
+            beats, code = self._store.get(_of(node.id, "beats")) or (0, None)
+            if beats > node.beats:
+                node.code = code
+                node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
+            else:
+                node.silent_s += passed_s
+            if node.code is None and node.silent_s > limit_s:
+                lost.append(node)
+        return lost
+
+    def _lose(self, lost: Sequence[_Node]) -> None:
+        """Call nodes lost, and begin a round if they had ranks."""
+        slots = [each.slot for each in lost if each.slot is not None]
+        names = ", ".join(each.name for each in lost)
+        say(f"node {names} is lost: silent for {lost[0].silent_s:.1f} s")
+        for each in lost:
+            self._nodes.remove(each)
+            self._store.set(_of(each.id, "lost"), True)
+        if not slots:
+            return
+        if reason := self._why_over(slots):
+            self._set_over(1, f"node {names} is lost, and {reason}")
+            return
+        ranks = [rank for slot in slots for rank in self._ranks_of(slot)]
+        self._newest = self._rounds.declare_lost(ranks, self._newest)
+        for each in lost:
+            if each.slot is not None:
+                self._open[each.slot] = Order(
+                    ranks=self._ranks_of(each.slot),
+                    round=self._newest,
+                    died_s=each.heard_s,
+                    lost_node=self._names[each.slot],
+                )
+        if self._num_free() < 0:
+            say("no spare is left: training waits for a node (--moe-ft-spare wait)")
+
+    def _why_over(self, slots: Sequence[int]) -> str:
+        """Return why the ranks of lost nodes cannot be replaced; empty if they can."""
+        if 0 in slots:
+            return "it keeps the job's store"
+        if not self._can_repair:
+            return "without --moe-ft-repair auto it is not replaced"
+        if not self._rounds.has_trained():
+            return "no iteration was finished before"
+        if self._rounds.has_broken_too_many(self._rounds.newest(self._newest) + 1):
+            return (
+                f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
+            )
+        if not self._waits and len(slots) > self._num_free():
+            return "no spare is left (--moe-ft-spare restart)"
+        return ""
+
+    def _num_free(self) -> int:
+        return sum(each.slot is None for each in self._nodes) - len(self._open)
+
+    def _give_away(self) -> None:
+        """Have spares take over what is open."""
+        for slot, order in sorted(self._open.items()):
+            spare = next((each for each in self._nodes if each.slot is None), None)
+            if spare is None:
+                self._newest = self._rounds.newest(self._newest)
+                self._rounds.wait_for_spare(self._newest)
+                return
+            say(f"node {spare.name} takes over the ranks of node {order.lost_node}")
+            spare.slot = slot
+            del self._open[slot]
+            if not self._open:
+                self._rounds.note_spare(self._newest)
+            self._order(spare, order)
+            self._names[slot] = spare.name
+            self._write_status()
+
+    def _end(self) -> None:
+        """End the job when all its ranks have ended, or some have failed."""
+        ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
+        if code := max((each.code for each in ended if each.code is not None), default=0):
+            self._set_over(code, "a rank has failed")
+        elif len(ended) == self._num_nodes:
+            self._set_over(0, "")
+
+    def _set_over(self, code: int, why: str) -> None:
+        if why:
+            say(f"the job ends: {why}")
+        self._over = code
+        self._write_status()
+        self._store.set(_OVER, {"code": code, "why": why})
+
+    def _write_status(self) -> None:
+        if self._status is None:
+            return
+        code = "-" if self._over is None else str(self._over)
+        lines = [code, *(name for _, name in sorted(self._names.items()))]
+        part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
+        part.write_text("\n".join(lines) + "\n")
+        part.rename(self._status)

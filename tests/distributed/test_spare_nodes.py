@@ -1,0 +1,126 @@
+"""Spare nodes under `keep` alone: they take over for nodes that are lost, or only seem to be."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.jobs import RepairedJob
+from tests.kept_nodes import KeptNodes
+from tests.waiting import wait_for
+
+
+def lose(job: RepairedJob, nodes: KeptNodes, name: str) -> None:
+    """Lose a node with its memory."""
+    nodes.kill(name)
+    for path in job.memory_dir.glob(f"*/{name}"):
+        shutil.rmtree(path)
+
+
+def check_taken_over(
+    job: RepairedJob, rounds: list[dict[str, str]], lost: dict[str, list[int]]
+) -> None:
+    """Check who took over for whom, that the state came from peers, and that the bits are the same."""
+    for rank in range(job.num_ranks):
+        repairs = job.events("repair", rank)
+        assert [each["taken_over"] for each in repairs] == rounds
+        recoveries = job.events("recovery", rank)
+        assert len(recoveries) == len(repairs)
+        for repair, recovery in zip(repairs, recoveries, strict=True):
+            dead = [each for name in repair["taken_over"] for each in lost[name]]
+            assert repair["dead_ranks"] == dead
+            assert set(recovery["sources"]) == {"peer" if rank in dead else "memory"}
+    assert job.digests() == job.reference()
+
+
+def test_spare_takes_over_a_lost_node_in_place_and_the_bits_are_the_same(
+    repaired: RepairedJob,
+) -> None:
+    with repaired.kept_nodes() as nodes:
+        nodes.start("node0", "node1", "node2")
+        repaired.wait_for_iteration(4)
+        lose(repaired, nodes, "node1")
+        assert nodes.wait() == {"node0": 0, "node2": 0}, nodes.log("node0")[-3000:]
+    assert nodes.status.read_text().split() == ["0", "node0", "node2"]
+    check_taken_over(repaired, [{"node1": "node2"}], {"node1": [2, 3]})
+    for rank in (0, 1):
+        assert len({line["pid"] for line in repaired.events("start", rank)}) == 1
+
+
+@pytest.mark.rest
+def test_node_that_was_silent_ends_its_ranks_becomes_a_spare_and_takes_over_from_peers_memory(
+    repaired: RepairedJob,
+) -> None:
+    with repaired.kept_nodes(lost_after_s=3, train_iters=120) as nodes:
+        nodes.start("node0", "node1", "node2")
+        repaired.wait_for_iteration(4)
+        nodes.stop("node1")
+        wait_for(lambda: repaired.events("repair"), "the repair")
+        nodes.wake("node1")
+        wait_for(lambda: "node node1 is a spare" in nodes.log("node0"), "the spare")
+        assert "node node1 was silent and is replaced" in nodes.log("node1")
+        lose(repaired, nodes, "node2")
+        assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
+    # What node1 still had in memory was older than what its peers had.
+    rounds = [{"node1": "node2"}, {"node2": "node1"}]
+    check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
+
+
+@pytest.mark.rest
+def test_spare_that_is_lost_while_it_takes_over_is_replaced_by_the_next_one(
+    repaired: RepairedJob,
+) -> None:
+    with repaired.kept_nodes(train_iters=80) as nodes:
+        nodes.start("node0", "node1", "node2", "node3")
+        repaired.wait_for_iteration(4)
+        lose(repaired, nodes, "node1")
+        said = r"node (node[23]) takes over the ranks of node node1"
+        spare = wait_for(lambda: re.search(said, nodes.log("node0")), "the spare")[1]
+        (other,) = {"node2", "node3"} - {spare}
+        lose(repaired, nodes, spare)
+        assert nodes.wait() == {"node0": 0, other: 0}, nodes.log("node0")[-3000:]
+    check_taken_over(repaired, [{spare: other}], {spare: [2, 3]})
+
+
+@pytest.mark.rest
+def test_two_of_four_nodes_that_are_lost_at_once_are_replaced(repaired: RepairedJob) -> None:
+    with repaired.kept_nodes(num_nodes=4, train_iters=80) as nodes:
+        nodes.start(*(f"node{number}" for number in range(6)))
+        repaired.wait_for_iteration(4)
+        nodes.kill("node1", "node3")
+        assert nodes.wait() == dict.fromkeys(("node0", "node2", "node4", "node5"), 0)
+    last = {rank: repaired.events("repair", rank)[-1] for rank in range(4)}
+    assert {rank: each["is_replacement"] for rank, each in last.items()} == {
+        **dict.fromkeys((0, 2), False),
+        **dict.fromkeys((1, 3), True),
+    }
+    for rank in (1, 3):
+        assert set(repaired.events("recovery", rank)[-1]["sources"]) == {"peer"}
+    assert repaired.digests() == repaired.reference()
+
+
+@pytest.mark.rest
+def test_job_ends_when_a_node_is_lost_and_no_spare_is_left(repaired: RepairedJob) -> None:
+    with repaired.kept_nodes() as nodes:
+        nodes.start("node0", "node1")
+        repaired.wait_for_iteration(4)
+        nodes.kill("node1")
+        assert nodes.wait() == {"node0": 1}
+        assert "no spare is left (--moe-ft-spare restart)" in nodes.log("node0")
+        assert nodes.status.read_text().split() == ["1", "node0", "node1"]
+
+
+@pytest.mark.rest
+def test_job_that_is_to_wait_for_a_spare_continues_when_the_lost_node_comes_back(
+    repaired: RepairedJob,
+) -> None:
+    with repaired.kept_nodes("--moe-ft-spare", "wait") as nodes:
+        nodes.start("node0", "node1")
+        repaired.wait_for_iteration(4)
+        nodes.kill("node1")
+        wait_for(lambda: "training waits for a node" in nodes.log("node0"), "the wait")
+        nodes.start("node1", first=1)
+        assert nodes.wait()["node0"] == 0, nodes.log("node0")[-3000:]
+    (repair,) = repaired.events("repair", 2)
+    assert repair["taken_over"] == {"node1": "node1"}
+    assert repaired.digests() == repaired.reference()
