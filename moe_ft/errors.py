@@ -12,6 +12,7 @@ MoeFtError
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
 |   +-- StorageAwayError    not as long as storage does not answer or is full: start the job again later
 +-- RepairError             a repair in place was given up: the launcher restarts the job
+|   +-- ReplacedError       another node has this rank now: its old process must end
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)

@@ -112,12 +112,12 @@ def check_page(path: Path | None) -> None:
         )
 
 
-def write_page(path: Path | None, answer: Answer) -> None:
-    """Write the page of an answer, if one is asked for."""
+def write_page(path: Path | None, text: str) -> None:
+    """Write a page, if one is asked for."""
     if path is None:
         return
     try:
-        path.write_text(answer.as_html(), "utf-8")
+        path.write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(
             f"--html={path} cannot be written: {error.strerror}. Name another file."

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, override
 
-from moe_ft.config.config import ObservabilityConfig
 from moe_ft.config.fields import flag_of
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.links.addresses import address_of
 from moe_ft.errors import ConfigError
 from moe_ft.events import last_incarnation

@@ -11,7 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog, last_incarnation, read_progress
 from moe_ft.faults import Phase
 from moe_ft.loop.listeners import (

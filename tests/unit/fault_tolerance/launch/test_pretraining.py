@@ -211,7 +211,7 @@ def test_flags_of_a_script_that_never_trained_are_refused(
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setitem(training._STARTUP_TIMESTAMPS, "pretrain_entry", None)
     pretraining.check_has_trained(["train.py", "--lr", "1"])
-    assert "train.py has ended without a call" in capsys.readouterr().err
+    assert "train.py ended without calling" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         pretraining.check_has_trained(["train.py", "--moe-ft-strategy=dense", "--moe-ft-keep", "3"])
     assert end.value.code == EXIT_REFUSED

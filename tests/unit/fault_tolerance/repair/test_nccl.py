@@ -138,7 +138,7 @@ def test_variables_that_nobody_has_set_are_set() -> None:
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a rank that has written its flight recorder ends"),
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000", "a group waits a minute"),
         ("ENABLE_INTRA_NODE_COMM", "1", "its buffers are shared"),
-        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "its backends are others"),
+        ("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "its backends are different"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "groups have wrappers then"),
     ],
 )

@@ -25,8 +25,8 @@ from megatron.fault_tolerance.repair.recover import (
     validation_batches,
 )
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.config.config import ObservabilityConfig
 from moe_ft.config.flag_table import flag_classes
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.errors import RepairError, UnrecoverableError
 from moe_ft.files.patience import excused_until_s
 from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState

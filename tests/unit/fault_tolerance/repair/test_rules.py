@@ -91,7 +91,10 @@ ON_GPUS_ONLY = [
     ),
 ]
 ANYWHERE = [
-    ({"dataloader_type": "external"}, "--dataloader-type external: nobody knows"),
+    (
+        {"dataloader_type": "external"},
+        "--dataloader-type external: how to set its position is not known",
+    ),
     ({"async_save": True}, "--async-save: all ranks wait"),
     ({"ckpt_assume_constant_structure": True}, "--ckpt-assume-constant-structure: a new"),
     ({"phase_transition_iterations": [3]}, "--phase-transition-iterations: the position"),

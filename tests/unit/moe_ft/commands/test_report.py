@@ -29,7 +29,7 @@ def test_summary_of_a_finished_run_leaves_the_warming_up_out(tmp_path: Path) -> 
 def test_bytes_to_peers_are_told_by_kind_and_tokens_at_risk_by_target(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0])
     for state, gradients in ((2048, 0), (1024, 1024)):
-        log.write("replicate", 1, state_bytes=state, gradient_bytes=gradients)
+        log.write("replicate", 1, bytes=9, seconds=0.1, state_bytes=state, gradient_bytes=gradients)
     log.write("at_risk", 1, tokens={"memory": 10})
     log.write("at_risk", 2, tokens={"memory": 30, "peers": 50})
     text = " ".join(render(summarize(tmp_path), tmp_path).split())

@@ -33,10 +33,10 @@ PIPE = "must be a regular file, but is a named pipe"
 INDEXES: list[tuple[Any, str]] = [
     (["a"], "has a weight_map that is a list"),
     ({"a": 5}, "names the file 5, but may only name files of its own folder"),
-    ({"a": "/etc/passwd"}, "names the file '/etc/passwd', and must name files"),
-    ({"a": "../../etc/hostname"}, "names the file '../../etc/hostname', and must"),
+    ({"a": "/etc/passwd"}, "names the file '/etc/passwd', but may only name files"),
+    ({"a": "../../etc/hostname"}, "names the file '../../etc/hostname', but may only"),
     ({"a": "pipe"}, "pipe must be a regular file, but is a named pipe"),
-    ({"a": "link"}, "link is a link to /etc/hostname, and must stay"),
+    ({"a": "link"}, "link is a link to /etc/hostname, but must stay"),
     ({"t0": "gone"}, "gone cannot be read"),
 ]
 FILES: list[tuple[str, Any, str]] = [

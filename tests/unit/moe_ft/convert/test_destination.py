@@ -150,7 +150,7 @@ def test_destination_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_little_space_is_found_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"DST=.*dst needs \d+ bytes, and .* has \d+ free"):
+    with pytest.raises(ConfigError, match=r"DST=.*dst needs \d+ bytes, but .* has only \d+ free"):
         make(tmp_path).check(shutil.disk_usage(tmp_path).total * 2)
 
 

@@ -130,7 +130,7 @@ def test_memory_without_some_rank_is_refused(tmp_path: Path) -> None:
     who = make_identity(world_size=2)
     region, _ = fill_region(tmp_path / "job/node/rank_00000", identity=who)
     region.close()
-    with pytest.raises(ConfigError, match=r"lacks that of ranks \[1\] at iteration 5"):
+    with pytest.raises(ConfigError, match=r"lacks the state of ranks \[1\] at iteration 5"):
         open_source(str(tmp_path))
 
 

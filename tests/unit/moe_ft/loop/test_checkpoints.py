@@ -11,7 +11,8 @@ import torch
 from megatron.training import global_vars
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import Report
 from moe_ft.events import EventLog, event_path, read_events

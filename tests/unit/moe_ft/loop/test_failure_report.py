@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
-from moe_ft.config.config import FaultConfig, MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import FaultConfig, MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog

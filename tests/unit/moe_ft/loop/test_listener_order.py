@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.faults import Phase
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.failure_report import FailureReport

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_ft.config.config import ObservabilityConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.errors import ConfigError
 from moe_ft.loop import metrics
 from moe_ft.loop.metrics import METRICS, Metrics

@@ -15,7 +15,8 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.versions import RECOMMENDED
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop.listeners import Built, LoopState, Repair

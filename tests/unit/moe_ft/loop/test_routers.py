@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_ft.config.config import MoeFtConfig, ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.elastic.slot_layer import NewTable
 from moe_ft.events import EventLog

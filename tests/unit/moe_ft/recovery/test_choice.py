@@ -117,7 +117,7 @@ def test_run_that_began_otherwise_is_refused_with_the_flags_and_both_remedies(
     with pytest.raises(ConfigError) as refusal:
         chosen(versions_of(FIRST, 12, began_with=began), asked)
     message = str(refusal.value)
-    assert re.match("--finetune --load=/base begins a run", message)
+    assert re.match("--finetune --load=/base begins a new run", message)
     assert f"began {described}, at iteration 12" in message
     assert "leave the flag out" in message
     assert "--moe-ft-recover-from load" in message

@@ -172,7 +172,7 @@ def test_changed_flags_of_the_script_are_said_once_with_both_values(
         speaker.say_changed(["--corpus: a there, b now", "--log: x there, y now"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe_ft: warning: flags of the training script have changed. If they")
-    assert line.endswith("undisturbed job: --corpus: a there, b now; --log: x there, y now")
+    assert line.endswith("undisturbed one: --corpus: a there, b now; --log: x there, y now")
 
 
 def test_state_of_another_layout_is_said_to_be_divided_again_with_both_numbers_of_ranks(

@@ -57,7 +57,7 @@ def with_a_file_elsewhere(manifest: Manifest) -> Manifest:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (of_another_iteration, "of iteration 6"),
+        (of_another_iteration, "claims iteration 6"),
         (without_a_rank, r"ranks \[1\] is missing"),
         (without_units, "lists no units"),
         (with_a_file_elsewhere, "elsewhere/rank_00000.safetensors as its own"),
