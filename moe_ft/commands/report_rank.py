@@ -232,8 +232,8 @@ class RankReader:
                 left_out = b""
             if (handle := handlers.get(kind)) is not None:
                 handle(event)
-                if course is not None:
-                    course.take(event)
+            if course is not None:
+                course.take(event)
             self._last_s = event.time
 
     def _spend(self, use: Spent, begin_s: float, end_s: float) -> None:
