@@ -9,11 +9,11 @@ from moe_ft.config.config import (
     FaultConfig,
     MemoryConfig,
     MoeFtConfig,
-    ObservabilityConfig,
     RecoveryConfig,
     StorageConfig,
 )
 from moe_ft.config.fields import flag_of
+from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.rules import check_directories
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
