@@ -42,8 +42,8 @@ _MIN_POLL_S = 0.1
 class _Notes:
     """Notes of ranks, as far as they are there."""
 
-    heard: frozenset[int]
     silent: tuple[int, ...]  # that left none, and are the ones to look at
+    is_first: bool  # to miss any: once is enough to say so
     timed_out: bool  # whether any rank had timed out waiting for another
 
 
@@ -130,7 +130,7 @@ class FailureReport(LoopListener):
         silent = None
         if notes is not None:
             silent = list(notes.silent)
-            if silent and rank == min(notes.heard):  # once is enough
+            if notes.is_first:
                 say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
         elif dist.is_initialized():
             seen = _last_seen(0, directory)
@@ -179,9 +179,11 @@ class FailureReport(LoopListener):
         # processes before notes: what has ended by now has left its note, if it leaves one.
         suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))
         said = {**meeting.said(key), rank: timed_out}
+        silent = tuple(sorted(suspects - said.keys()))
         notes = _Notes(
-            heard=frozenset(said),
-            silent=tuple(sorted(suspects - said.keys())),
+            silent=silent,
+            # Not the lowest that was heard: it may be told to end before it misses any.
+            is_first=bool(silent) and store.set_first(f"{key}/first", rank) == rank,
             timed_out=any(said.values()),
         )
         if rank == 0:

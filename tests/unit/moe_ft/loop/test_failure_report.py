@@ -201,6 +201,26 @@ def test_rank_that_fails_names_all_that_left_no_note(event_log: EventLog) -> Non
     assert last_event(event_log)["silent_ranks"] == [1, 2]
 
 
+@pytest.mark.parametrize("has_said", [False, True])
+def test_first_rank_that_misses_others_says_so_whichever_were_heard(
+    has_said: bool, event_log: EventLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=3)
+    try:
+        report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
+        report._processes = JobProcesses(token="the token")
+        notes = SignedStore(dist.distributed_c10d._get_default_store(), lambda: "the token")
+        key = f"moe_ft/stopped/{event_log.incarnation}"
+        notes.append(key, [0, True])  # told to end before it missed rank 2, unless it has said so
+        if has_said:
+            notes.set_first(f"{key}/first", 0)
+        report._report("RuntimeError: lost", True)
+    finally:
+        dist.destroy_process_group()
+    assert last_event(event_log)["silent_ranks"] == [2]
+    assert ("heard nothing from rank 2" in capsys.readouterr().err) != has_said
+
+
 @pytest.mark.usefixtures("three_ranks")
 def test_rank_that_is_told_to_end_waits_for_nobody_and_names_whose_process_is_gone(
     event_log: EventLog,
