@@ -209,7 +209,10 @@ def flag_value(words: Sequence[str], flag: str) -> str:
 
 def token_of(environment: Mapping[str, str]) -> str:
     """Return the token of a start, where all nodes know a secret of the job; empty where they do not."""
-    if not (secret := environment.get("MOE_FT_KEEP_TOKEN", "")):
+    secret = environment.get("MOE_FT_KEEP_TOKEN", "")
+    if (
+        not secret or "MOE_FT_KEEP_SOCKET" not in environment
+    ):  # ranks of torchrun have a store of their own
         return ""
     # Another start has another token, so nobody listens to what an earlier one says.
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")

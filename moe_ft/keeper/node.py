@@ -212,6 +212,10 @@ def start_store(environment: Mapping[str, str], words: Sequence[str]) -> None:
     """Fork the process that keeps the store of the job."""
     listener, parent = job_store.listen(environment), os.getpid()
     if os.fork() == 0:
+        # SLURM signals all processes of a step, and the zygote its group: those who end save state first.
+        os.setsid()
+        for each in FORWARDED:
+            signal.signal(each, signal.SIG_IGN)
         follow_parent(parent)
         set_process_name("moe_ft_store")
         serve_store(environment, words, listener)

@@ -273,5 +273,8 @@ class Coordinator:
         code = "-" if self._over is None else str(self._over)
         lines = [code, *(name for _, name in sorted(self._names.items()))]
         part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
-        part.write_text("\n".join(lines) + "\n")
-        part.rename(self._status)
+        try:
+            part.write_text("\n".join(lines) + "\n")
+            part.rename(self._status)
+        except OSError as error:  # the job goes on without it
+            say(f"warning: {self._status} is not written: {error}")

@@ -231,18 +231,19 @@ def declare(
         RepairError: if too many rounds have been broken.
     """
     rounds = Rounds(store, rank, world_size)
-    number = 1
+    number = max(since, 1)  # what came before that is not this process's
     while True:
-        if number > since and rank in rounds.replaced(number):
-            raise ReplacedError(f"another node has rank {rank} since round {number}")
-        if rounds.is_finished(number) or rounds.has_joined(number, rank):
-            number += 1
-            continue
-        if rounds.has_broken_too_many(number):
+        is_past = rounds.is_finished(number) or rounds.has_joined(number, rank)
+        if not is_past and rounds.has_broken_too_many(number):
             raise RepairError(
                 f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
             )
-        if rounds.is_declared(number) or rounds._declare(number, {}):
-            break
+        if is_past or rounds.is_declared(number) or rounds._declare(number, {}):
+            # It is declared, so this does not change any more.
+            if number > since and rank in rounds.replaced(number):
+                raise ReplacedError(f"another node has rank {rank} since round {number}")
+            if not is_past:
+                break
+            number += 1
     rounds.join(number, Member(rank=rank, died_s=died_s, hung_s=hung_s))
     return number

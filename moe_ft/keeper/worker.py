@@ -57,7 +57,10 @@ def main(words: Sequence[str]) -> NoReturn:
     own_words, environment, agent_pid = target.words, dict(os.environ), os.getppid()
     if target.of_node:
         own_words, agent_pid = ("-m", NODE, *target.words), os.getpid()
-        environment |= target.of_node | {"MOE_FT_KEEP_SOCKET": str(socket_path(agent_pid))}
+        try:
+            environment |= target.of_node | {"MOE_FT_KEEP_SOCKET": str(socket_path(agent_pid))}
+        except (OSError, UnsafePathError) as error:
+            _run_here(target, f"there is no place for a process to fork ranks from ({error})")
         environment.pop("RANK", None)  # of the launcher: it has one process a node
     elif "TORCHELASTIC_RUN_ID" not in os.environ:
         _run_here(target, "torchrun has not started this process, so nothing would restart it")
@@ -115,7 +118,9 @@ def socket_path(agent_pid: int) -> Path:
 
 
 def _secret() -> str:
-    """Return what an agent's workers know and no other user: the random name of torchrun's log folder."""
+    """Return what those of this job know and no other user: a hash of its secret, or of torchrun's log folder."""
+    if token := os.environ.get("MOE_FT_KEEP_TOKEN", ""):
+        return hashlib.sha256(f"socket {token}".encode()).hexdigest()[:16]
     folder, is_known, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16] if is_known else ""
 

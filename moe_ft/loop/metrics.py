@@ -125,17 +125,21 @@ class Metrics(LoopListener):
         directory, first = Path(self._config.event_log), self._rank
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         course = FollowedRun(directory, range(first, first + num_local), is_from_end=True)
-        address = _LOOPBACK
-        if (interface := self._config.metrics_interface) is not None:
-            address = address_of(flag_of("metrics_interface"), interface)
+        address, interface = _LOOPBACK, self._config.metrics_interface
         is_begun = last_incarnation(directory, self._rank) >= 0
         try:
+            if interface is not None:
+                address = address_of(flag_of("metrics_interface"), interface)
             self._serve(course, address, _PATIENCE_S if is_begun else 0.0)
         except OSError as error:
             problem = self._problem(address, error)
             if not is_begun:
                 raise ConfigError(problem) from error
             say(f"warning: no metrics are served: {problem}")  # which must not end a run
+        except ConfigError as error:  # on a spare node
+            if not is_begun:
+                raise
+            say(f"warning: no metrics are served: {error}")
 
     def _serve(self, course: FollowedRun, address: str, patience_s: float) -> None:
         """Listen; retry for a while where the port is taken."""
