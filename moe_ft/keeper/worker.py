@@ -118,7 +118,7 @@ def socket_path(agent_pid: int) -> Path:
 
 
 def _secret() -> str:
-    """Return what those of this job know and no other user: a hash of its secret, or of torchrun's log folder."""
+    """Return what this job knows and no other user: from its secret, or the name of torchrun's log folder."""
     if token := os.environ.get("MOE_FT_KEEP_TOKEN", ""):
         return hashlib.sha256(f"socket {token}".encode()).hexdigest()[:16]
     folder, is_known, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")

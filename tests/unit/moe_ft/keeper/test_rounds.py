@@ -105,3 +105,11 @@ def test_rank_that_dies_on_a_node_after_another_one_has_it_is_not_replaced_there
         declare(store, rank=2, world_size=4, died_s=5.0)
     Rounds(store, 2, 4).join(1, Member(rank=2, died_s=4.0, node="spare", lost_node="node1"))
     assert declare(store, rank=2, world_size=4, died_s=5.0, since=1) == 2
+
+
+def test_rank_whose_node_was_lost_together_with_another_begins_a_round_of_its_own() -> None:
+    store = signed()
+    rounds = Rounds(store, 0, 4)
+    assert [rounds.declare_lost([2]), rounds.declare_lost([3])] == [1, 2]
+    Rounds(store, 3, 4).join(2, Member(rank=3, died_s=4.0, node="spare", lost_node="node1"))
+    assert declare(store, rank=3, world_size=4, died_s=5.0, since=2) == 3
