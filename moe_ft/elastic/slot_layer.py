@@ -25,10 +25,9 @@ from moe_ft.config.elastic import ElasticConfig
 from moe_ft.elastic.homes import Homes
 from moe_ft.planning.slot_moves import count_moves
 from moe_ft.planning.slot_tables import Table, balanced, replicas_of, stock
-from moe_ft.planning.token_shares import shares
+from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
 
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +65,7 @@ def next_table(
     """
     load = tokens.sum(axis=0).tolist()
     found = balanced(load, len(table), settings.expert_slots, settings.min_replicas)
-    after = shares(tokens, replicas_of(found, len(load))).sum(axis=(0, 1))
+    _, after = share_of(tokens, replicas_of(found, len(load)), 0)
     if after.max() >= received.max():
         return None
     return NewTable(
@@ -169,7 +168,7 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
             self._place(self.table)
             self.homes(self._placed)
             self._is_stale = False
-        sent = self._count(routing_map)[:, self._rank]
+        sent = self._count(routing_map)
         slots = torch.from_numpy(np.repeat(self._first_slots.ravel(), sent.ravel()))
         experts, tokens = routing_map.T.nonzero(as_tuple=True)  # by expert, then by token
         slots = slots.to(tokens.device)
@@ -180,16 +179,16 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         return super().preprocess(hidden_states, wide_probs, wide_map)
 
     def _count(self, routing_map: torch.Tensor) -> Numbers:
-        """Return ``[expert, source, destination]`` tokens of a micro-batch, and count them."""
+        """Return ``[expert, destination]`` tokens of a micro-batch that this rank sends, and count them."""
         own = routing_map.sum(dim=0, dtype=torch.int64)
         everyone = own.new_empty((len(self._placed), len(own)))
         dist.all_gather_into_tensor(everyone, own[None], group=self.ep_group)
         tokens = everyone.cpu().numpy()
-        found = shares(tokens, self._replicas)
+        found, received = share_of(tokens, self._replicas, self._rank)
         # Full recomputation runs forward twice, the first time without gradients. Evaluation has none.
         if torch.is_grad_enabled():
             self._tokens = self._tokens + tokens
-            self._received = self._received + found.sum(axis=(0, 1))
+            self._received = self._received + received
         return found
 
     @override

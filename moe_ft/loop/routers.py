@@ -114,8 +114,8 @@ class Routers(LoopListener):
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._boost.close()  # put on last
         self._load.close()
-        self._boost.close()
 
 
 class SlotTables(LoopListener):

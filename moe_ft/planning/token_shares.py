@@ -46,17 +46,40 @@ def shares(tokens: Numbers, replicas: Numbers) -> Numbers:
 
     Source: Lazarus, algorithm 1, with the sum of line 10 over all other receivers, and in integers.
     """
+    own, sent, free = _left(tokens, replicas)
+    # What is left of senders and receivers lies on one line: where two pieces overlap, tokens go.
+    found = _overlap(sent.cumsum(axis=1)[:, :, None], sent[:, :, None], free)
+    index = np.arange(len(tokens))
+    found[:, index, index] += own
+    return found
+
+
+def share_of(tokens: Numbers, replicas: Numbers, source: int) -> tuple[Numbers, Numbers]:
+    """Return the share of one rank, in the time that it takes for one, and what all ranks get.
+
+    Returns:
+        ``[expert, destination]``, of `shares` what this rank sends; ``[rank]`` tokens that a rank gets.
+    """
+    own, sent, free = _left(tokens, replicas)
+    end = sent[:, : source + 1].sum(axis=1, keepdims=True)
+    found = _overlap(end[:, None], sent[:, source, None, None], free)[:, 0]
+    found[:, source] += own[:, source]
+    return found, (own + free).sum(axis=0)
+
+
+def _left(tokens: Numbers, replicas: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return ``[expert, rank]`` tokens that stay, that are left to send, and that there is room for."""
     if (lost := np.flatnonzero(replicas.sum(axis=1) == 0)).size:
         raise PlanError(f"experts {', '.join(map(str, lost))} have no replica")
     wanted = tokens.T
     capacity = divide(wanted.sum(axis=1), replicas)
     own = np.minimum(wanted, capacity)
-    # What is left of senders and receivers lies on one line: where two pieces overlap, tokens go.
-    sent, free = wanted - own, capacity - own
-    sent_to, free_to = sent.cumsum(axis=1)[:, :, None], free.cumsum(axis=1)[:, None]
-    sent_from, free_from = sent_to - sent[:, :, None], free_to - free[:, None]
-    overlap = np.minimum(sent_to, free_to) - np.maximum(sent_from, free_from)
-    found: Numbers = np.maximum(overlap, 0)
-    index = np.arange(len(tokens))
-    found[:, index, index] += own
+    return own, wanted - own, capacity - own
+
+
+def _overlap(sent_to: Numbers, sent: Numbers, free: Numbers) -> Numbers:
+    """Return ``[expert, source, destination]`` overlaps of pieces that end at `sent_to` with free room."""
+    free_to = free.cumsum(axis=1)[:, None]
+    first = np.maximum(sent_to - sent, free_to - free[:, None])
+    found: Numbers = np.maximum(np.minimum(sent_to, free_to) - first, 0)
     return found

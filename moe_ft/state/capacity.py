@@ -122,7 +122,8 @@ def extra_tokens(
     sums = torch.minimum(wanted[order].cumsum(dim=0), unused)
     granted = torch.zeros_like(wanted)
     granted[order] = torch.diff(sums, prepend=sums.new_zeros(1))
-    by_place = -torch.arange(num_tokens, device=probs.device, dtype=probs.dtype).unsqueeze(1)
+    # Not of the dtype of the probabilities: bf16 knows no more than 256 places.
+    by_place = -torch.arange(num_tokens, device=probs.device, dtype=torch.float32).unsqueeze(1)
     keys = probs if drop_policy == "probs" else by_place.expand_as(probs)
     best = torch.topk(keys.masked_fill(~dropped, -torch.inf), k=most, dim=0).indices
     is_granted = torch.arange(most, device=probs.device).unsqueeze(1) < granted

@@ -48,10 +48,10 @@ CASES: dict[str, tuple[dict[str, int], int, Mapping[str, Any]]] = {
         | {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
         | {"moe_aux_loss_coeff": 0},
     ),
-    "three experts a token, MTP": (
+    "three experts a token": (
         {"ep": 4},
         2,
-        {"num_experts": 8, "moe_router_topk": 3, "mtp_num_layers": 1},
+        {"num_experts": 8, "moe_router_topk": 3},
     ),
 }
 

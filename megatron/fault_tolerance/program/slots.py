@@ -110,6 +110,11 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
     _refused_flag("overlap_dispatch_backward_with_experts_wgrad"),
     _refused_flag("overlap_param_gather_with_optimizer_step"),
     _refused_flag("log_params_norm", "it would add up slots and homes"),
+    _refused_flag("log_num_zeros_in_grad", "it would count the padding of homes"),
+    _refused_flag(
+        "mtp_num_layers", "Megatron builds its layers from a spec of its own, without slots"
+    ),
+    _refused_flag("spec", "slots go into Megatron's own spec of the layers"),
     _refused_flag("save", _SAVED),
     _refused_flag("non_persistent_save_interval", _SAVED),
     _refused_flag("load", _SAVED),
