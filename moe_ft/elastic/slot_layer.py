@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, override
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -27,7 +26,6 @@ from moe_ft.planning.slot_moves import count_moves
 from moe_ft.planning.slot_tables import Table, balanced, replicas_of, stock
 from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
-
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
