@@ -168,6 +168,7 @@ def test_second_demo_in_the_same_folder_is_refused(
     check_nothing_stays(tmp_path / "run", memory_dir)
 
 
+@pytest.mark.rest
 def test_demo_without_room_in_memory_shows_what_is_missing_and_leaves_nothing(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, mount_small: Callable[[str], Path]
 ) -> None:

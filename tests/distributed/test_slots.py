@@ -82,7 +82,7 @@ def runs(tmp_path: Path, dataset_flags: list[str]) -> Runs:
     return Runs(tmp_path, dataset_flags)
 
 
-@pytest.mark.parametrize("case", share_of(CASES, *list(CASES)[:2]))
+@pytest.mark.parametrize("case", share_of(CASES, next(iter(CASES))))
 def test_megatrons_table_gives_the_bits_of_stock_megatron(case: str, runs: Runs) -> None:
     layout, slots, changes = CASES[case]
     stock = runs.train("stock", *layout_flags(layout), is_stock=True, **changes)
