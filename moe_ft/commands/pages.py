@@ -96,7 +96,7 @@ def fill_page(name: str, **parts: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # What Python hands on for bytes that are no text cannot be written.
+    # Surrogates, which stand for bytes that are no text, cannot be encoded.
     return pages.get_template(name).render(parts).encode("utf-8", "backslashreplace").decode()
 
 

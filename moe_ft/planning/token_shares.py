@@ -47,7 +47,7 @@ def shares(tokens: Numbers, replicas: Numbers) -> Numbers:
     Source: Lazarus, algorithm 1, with the sum of line 10 over all other receivers, and in integers.
     """
     own, sent, free = _left(tokens, replicas)
-    # What is left of senders and receivers lies on one line: where two pieces overlap, tokens go.
+    # Lay the tokens left to send and the room left on one line: where two pieces overlap, tokens go.
     found = _overlap(sent.cumsum(axis=1)[:, :, None], sent[:, :, None], free)
     index = np.arange(len(tokens))
     found[:, index, index] += own

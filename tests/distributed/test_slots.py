@@ -127,7 +127,7 @@ def test_ranks_need_not_divide_the_experts(runs: Runs) -> None:
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
 ALONE = "window, a stage alone"
 TWO_OF_FOUR = ("node0", "node0", "node1", "node1")
-# What else than a kill in the backward pass of iteration 5 there is.
+# Changes to a job in which a rank is killed in the backward pass of iteration 5.
 RECOVERIES: dict[str, dict[str, Any]] = {
     "whole state": {},
     "window": {"flags": SPARSE},

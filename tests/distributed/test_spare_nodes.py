@@ -61,7 +61,7 @@ def test_node_that_was_silent_ends_its_ranks_becomes_a_spare_and_takes_over_from
         assert "node node1 was silent and is replaced" in nodes.log("node1")
         lose(repaired, nodes, "node2")
         assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
-    # What node1 still had in memory was older than what its peers had.
+    # The state in node1's memory was older than that of its peers.
     rounds = [{"node1": "node2"}, {"node2": "node1"}]
     check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
 

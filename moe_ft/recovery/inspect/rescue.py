@@ -85,8 +85,8 @@ def rescue(memory_dir: str, job_id: str, url: str, wait_s: float, say: Say = pri
                 raise filelock.Timeout(str(directory))
             storage = Storage(url, PATIENCE_S)
             storage.make_root()
-            _check_is_free(storage, url)
-            return _rescue(directory, storage, wait_s, say)
+            _check_is_free(storage)
+            return _rescue(directory, storage, url, wait_s, say)
     except filelock.Timeout:
         raise ConfigError(
             f"JOB={job_id} runs on this machine, or starts or ends: it needs no rescue. End all of its "
@@ -94,17 +94,17 @@ def rescue(memory_dir: str, job_id: str, url: str, wait_s: float, say: Say = pri
         ) from None
 
 
-def _check_is_free(storage: Storage, url: str) -> None:
+def _check_is_free(storage: Storage) -> None:
     """Raise ConfigError if a job that runs writes there; a job that has died leaves its lock."""
     lock = StorageLock(storage)
     seen = lock.look()
     if seen is not None and watch_lock(lock, seen, LOCK_STALE_S) not in (None, seen):
         raise ConfigError(
-            f"--to={url} is being written by {seen.holder}. Name another place, or end that job."
+            f"--to={storage.url} is being written by {seen.holder}. Name another place, or end that job."
         )
 
 
-def _rescue(directory: Path, storage: Storage, wait_s: float, say: Say) -> bool:
+def _rescue(directory: Path, storage: Storage, url: str, wait_s: float, say: Say) -> bool:
     worker = PersistWorker(directory, storage, _KEPT)
     for state in _states(directory, say):
         if (found := _on_storage(storage, state)) is not None:
@@ -114,7 +114,7 @@ def _rescue(directory: Path, storage: Storage, wait_s: float, say: Say) -> bool:
             return True
         missing = _write(state, worker, storage, wait_s, say)
         if not missing:
-            return _complete(state, storage, say)
+            return _complete(state, storage, url, say)
         named = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
         more = ", ..." if len(missing) > _MOST_NAMED else ""
         say(
@@ -212,11 +212,12 @@ def _write_rank(state: _State, rank: int, worker: PersistWorker, say: Say) -> No
         return
 
 
-def _complete(state: _State, storage: Storage, say: Say) -> bool:
+def _complete(state: _State, storage: Storage, url: str, say: Say) -> bool:
     """Make the files of all ranks a checkpoint, read all of it, and say what it is."""
     write_manifest(storage, state.iteration, state.tag, state.identity.world_size)
-    place = f"{storage.url.rstrip('/')}/{iteration_directory(state.iteration)}"
-    right, wrong = verify(place)
+    name = iteration_directory(state.iteration)
+    right, wrong = verify(f"{url.rstrip('/')}/{name}")  # the URL of a Storage shows no password
+    place = f"{storage.url.rstrip('/')}/{name}"
     for line in wrong:
         say(f"WRONG  {line}")
     if not wrong:

@@ -139,7 +139,7 @@ def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: 
     size = path.stat().st_size
     write_run(tmp_path, 0, [5.0, 4.0], incarnation=1)
     added = path.read_bytes()[size:]
-    # What was read is made unreadable: it is not looked at again.
+    # Make the part that was read unreadable: nobody reads it again.
     path.write_bytes(b"x" * (size - 1) + b"\n" + added[:-20])
     with path.open("r+b"):
         view.look()

@@ -168,3 +168,14 @@ def test_job_without_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == REFUSED
     assert "JOB=other has no memory" in capsys.readouterr().err
     assert not (tmp_path / "storage").exists()
+
+
+def test_password_of_a_url_is_used_and_not_shown(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.own(0, 5), job.own(1, 5)
+    words = ["rescue", "job", "--memory-dir", str(job.memory)]
+    assert main([*words, "--to", "memory://user:secret@host/rescued"]) == DONE
+    said = capsys.readouterr()
+    assert "memory://user:***@host/rescued/iter_0000005 is a checkpoint of iteration 5" in said.out
+    assert "secret" not in said.out + said.err
