@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.kernel import Kernel, Process
@@ -20,6 +21,7 @@ class World:
 
     Attributes:
         clocks: by node.
+        os_thread: that runs the simulation. Others of this process, such as that of fsspec, are none of it.
         has_stranger: whether somebody else writes to the stores of starts.
     """
 
@@ -29,6 +31,7 @@ class World:
     collectives: "Collectives"
     clocks: dict[str, "Clocks"] = field(default_factory=dict)
     has_stranger: bool = False
+    os_thread: int = field(default_factory=get_ident)
 
     @property
     def process(self) -> Process:
@@ -41,7 +44,7 @@ _worlds: list[World] = []
 
 def world() -> World | None:
     """Return the world of the simulated thread that runs; None outside of simulated threads."""
-    if _worlds and _worlds[-1].kernel.running is not None:
+    if _worlds and _worlds[-1].kernel.running is not None and _worlds[-1].os_thread == get_ident():
         return _worlds[-1]
     return None
 
@@ -74,8 +77,8 @@ class Patches:
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _worlds and _worlds[-1].kernel.running is not None:
-                return simulated(_worlds[-1], *args, **kwargs)
+            if (current := world()) is not None:
+                return simulated(current, *args, **kwargs)
             return original(*args, **kwargs)
 
         self.set(owner, name, call)

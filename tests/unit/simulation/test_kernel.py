@@ -1,5 +1,8 @@
 """Virtual time, processes and threads: one runs at a time, and a seed decides which."""
 
+import threading
+import time
+
 import pytest
 
 from tests.simulation.kernel import HangError, Kernel
@@ -34,6 +37,29 @@ def test_suspended_process_stands_still(simulated: Simulated) -> None:
     simulated.later(1.5, lambda: simulated.kernel.suspend(process, 10.0))
     simulated.run()
     assert [round(now) for now, _ in simulated.trace] == [1, 12, 13, 14]
+
+
+def test_other_threads_of_this_process_keep_their_clocks_and_locks(simulated: Simulated) -> None:
+    asked, answers = threading.Event(), list[tuple[float, type]]()
+
+    def act_outside() -> None:  # as the thread of an object store or of a progress bar
+        asked.wait()
+        answers.append((time.monotonic(), type(threading.Lock())))
+
+    outside = threading.Thread(target=act_outside)
+    outside.start()
+
+    def act() -> None:
+        simulated.kernel.sleep(1.0)
+        asked.set()
+        outside.join(60.0)
+
+    before = time.monotonic()
+    simulated.process(act)
+    simulated.run()
+    ((now, lock),) = answers
+    assert before <= now <= time.monotonic()
+    assert lock is type(threading.Lock())
 
 
 def test_endless_loop_is_found() -> None:
