@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 PATIENCE_S = 30.0  # for one small operation
 SLOWEST_BYTES_PER_S = 20e6  # a slower transfer counts as stuck
+_NUM_LOOKS = 20  # a machine that stands still costs one
 _ends_s: dict[int, list[float]] = {}  # of the waits that each thread is in
 _left_s: dict[int, float] = {}  # when each thread left its last one
 _progress_s: dict[int, float] = {}
@@ -48,7 +49,8 @@ def progress_s(thread: int) -> float:
 def call_within[Result](act: Callable[[], Result], patience_s: float, what: str) -> Result:
     """Return what a call returns, unless it takes too long.
 
-    The call runs on a daemon thread. If it takes too long, the thread stays and may still act later.
+    The call runs on a daemon thread. If it takes too long, the thread stays and may still act later. Time in
+    which this process or its machine stood still is no fault of what is called, and hardly counts.
 
     Args:
         act: must not need the thread of the caller.
@@ -62,7 +64,10 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
     thread = threading.Thread(target=_run, args=(act, outcome), name="moe_ft-patience", daemon=True)
     with waiting(patience_s):
         thread.start()
-        thread.join(patience_s)
+        for _ in range(_NUM_LOOKS):
+            thread.join(patience_s / _NUM_LOOKS)
+            if not thread.is_alive():
+                break
     if not outcome.done():
         raise TimeoutError(f"{what} did not return within {patience_s:.0f} s")
     try:

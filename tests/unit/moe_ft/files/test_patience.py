@@ -14,6 +14,7 @@ from moe_ft.files import storage as storages
 from moe_ft.files.patience import call_within, excused_until_s, note_progress, progress_s, waiting
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.faulty_storage import give_up_soon
+from tests.unit.simulation.simulated import Simulated
 
 
 @pytest.fixture
@@ -41,6 +42,22 @@ def test_each_piece_of_a_file_that_was_read_is_progress(
     monkeypatch.setattr(storages, "note_progress", lambda: noted.append(None))
     assert storage.read("file") == b"12345"
     assert len(noted) == 3
+
+
+def test_time_in_which_the_machine_stood_still_is_no_fault_of_a_call() -> None:
+    with Simulated() as simulated:
+
+        def answer() -> str:
+            for _ in range(2):
+                simulated.kernel.sleep(0.5)
+            return "answer"
+
+        process = simulated.process(
+            lambda: simulated.say(call_within(answer, 30.0, "a short call"))
+        )
+        simulated.later(0.1, lambda: simulated.kernel.suspend(process, 60.0))
+        simulated.run()
+        assert simulated.said == ["answer"]
 
 
 def test_call_that_raises_a_timeout_of_its_own_raises_that_one() -> None:
