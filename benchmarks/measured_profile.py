@@ -73,6 +73,21 @@ class Profile:
         """Return the mean of a number over the failures; 0 without any."""
         return fmean(getattr(each, name) for each in self.failures) if self.failures else 0.0
 
+    @property
+    def instants(self) -> list[float]:
+        """Seconds at which failures strike if state is back after the mean time each time, then as measured.
+
+        No failure of the job has struck a recovery, and none of the simulated ones may.
+        """
+        mean_s = self.mean("processes_s") + self.mean("state_s")
+        found: list[float] = []
+        resumed_s = measured_s = 0.0
+        for each in self.failures:
+            found.append(resumed_s + each.time_s - measured_s)
+            resumed_s = found[-1] + mean_s
+            measured_s = each.time_s + each.processes_s + each.state_s
+        return found
+
     def costs(self, name: str, kind: RecoveryKind, iteration_s: float, replicas: int) -> Costs:
         """Return the costs that the simulation takes.
 

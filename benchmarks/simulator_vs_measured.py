@@ -168,8 +168,8 @@ def compare(row: Row, profile: Profile, iteration_s: float, load: float = 0.0) -
     costs = profile.costs(row.preset, kind, iteration_s, replicas)
     pool = Pool(num_nodes=NUM_NODES, return_s=0.0)
     trace = [
-        Change(time_s=each.time_s, struck=(number % NUM_NODES,))
-        for number, each in enumerate(profile.failures)
+        Change(time_s=time_s, struck=(number % NUM_NODES,))
+        for number, time_s in enumerate(profile.instants)
     ]
     course = run_course(costs, kind, pool, trace, profile.wall_s)
     num_failures = len(profile.failures)

@@ -35,8 +35,8 @@ from moe_ft.event_lines import (
     Tokens,
     decode,
 )
-from moe_ft.loop.course import TIERS, Tier, TimeUse
-from moe_ft.planning.time_shares import Spent
+from moe_ft.loop.course import TIERS, Tier
+from moe_ft.planning.time_shares import Spent, TimeSpent
 
 NUM_BUCKETS = 528
 MOST_ENDS = 200  # of iterations, which a row shows one by one
@@ -189,7 +189,7 @@ class RankReader:
         """Begin, with a course if this rank is to tell how the job went."""
         self.sums, self.num_others = RankSums(), 0
         self._rank, self._frame, self._course = rank, frame, course
-        self._time = TimeUse(self._spend)
+        self._time = TimeSpent()
         self._traffic: dict[type[Line], Traffic] = {}  # hashing a tier would take half of the time
         self._pid, self._last_s, self._has_told = 0, frame.first_s, True
         self._handlers: dict[type[Line], Callable[[Any], None]] = {
@@ -254,7 +254,9 @@ class RankReader:
         self._time.start()
 
     def _iterate(self, event: Iteration) -> None:
-        self._time.iterate(event)
+        step = self._time.add(event.iteration, event.time, event.iteration_s, event.stall_s)
+        for span in step:
+            self._spend(*span)
         sums, at = self.sums, self._frame.place(event.time)
         if len(sums.ends) <= MOST_ENDS:
             sums.ends.append(at)
@@ -287,7 +289,7 @@ class RankReader:
             traffic.longest_s = seconds
 
     def _recover(self, event: Recovery) -> None:
-        self._time.recover(event)
+        self._time.recover(event.phases_s.get("replay", 0.0))
         for source, num_bytes in event.read_bytes.items():
             self.sums.read_bytes["storage" if source == "storage" else "memory"] += num_bytes
         self._mark(event.time, Mark.RECOVERY, f"continues from iteration {event.target_iteration}")

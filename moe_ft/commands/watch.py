@@ -191,7 +191,7 @@ class Watch:
         yield "last recovery", Text(_recovery(ranks))
         yield "last repair", Text(_repair(ranks))
         yield "lost tokens", Text(f"{max(each.lost_tokens for each in ranks):,}")
-        seconds = {use: sum(each.spent_s[use] for each in ranks) for use in Spent}
+        seconds = {use: sum(each.spent.seconds[use] for each in ranks) for use in Spent}
         shares = TimeShares.of(seconds)
         yield "time", Text(", ".join(f"{use} {shares[use]:.1%}" for use in Spent))
         if troubles := [*self._troubles(ranks)]:

@@ -6,7 +6,7 @@ metrics.py does. `moe_ft report` reads a log as a whole.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +29,7 @@ from moe_ft.event_lines import (
     decode,
 )
 from moe_ft.events import EventTail, event_path
-from moe_ft.planning.time_shares import Spent
+from moe_ft.planning.time_shares import TimeSpent
 
 _NUM_RECENT = 20  # iterations, for medians
 
@@ -65,53 +65,6 @@ class TierCourse:
         self.seconds += event.seconds
 
 
-class TimeUse:
-    """Division of the time of a rank, from its first iteration to its last, among the uses.
-
-    Evaluation and logging between iterations count as productive. A log cannot tell recoveries from waits
-    for machines: the time between the iterations of two starts is that of recoveries, but for their replays.
-    """
-
-    def __init__(self, note: Callable[[Spent, float, float], None]) -> None:
-        """Begin; spans go to `note` in seconds since 1970, in order and without gaps."""
-        self._note = note
-        self._now_s: float | None = None
-        self._reached, self._replay_s, self._last, self.is_first = 0, 0.0, 0, True
-
-    def start(self) -> None:
-        """Take the beginning of an incarnation."""
-        self.is_first = True
-
-    def recover(self, event: Recovery) -> None:
-        """Take a recovery."""
-        self._replay_s += event.phases_s.get("replay", 0.0)
-
-    def iterate(self, event: Iteration) -> None:
-        """Divide the time since the iteration before."""
-        note, end_s, iteration = self._note, event.time, event.iteration
-        begin_s = end_s - event.iteration_s if self._now_s is None else self._now_s
-        begin_s = min(begin_s, end_s)
-        num = 1  # iterations since then: this one, and those that were left out
-        if self.is_first:
-            resumed_s = max(begin_s, end_s - event.iteration_s)
-            replayed_s = max(begin_s, resumed_s - self._replay_s)
-            note(Spent.RECOVERING, begin_s, replayed_s)
-            note(Spent.REDONE, replayed_s, resumed_s)
-            begin_s = resumed_s
-        elif iteration > self._last:
-            num = iteration - self._last
-        if num_again := min(num, max(0, self._reached - (iteration - num))):
-            again_s = begin_s + (end_s - begin_s) * num_again / num
-            note(Spent.REDONE, begin_s, again_s)
-            begin_s = again_s
-        if num_again < num:
-            step_s = max(begin_s, end_s - (num - num_again) * event.stall_s)
-            note(Spent.PRODUCTIVE, begin_s, step_s)
-            note(Spent.BLOCKED, step_s, end_s)
-            self._reached = iteration
-        self._last, self._now_s, self._replay_s, self.is_first = iteration, end_s, 0.0, False
-
-
 @dataclass(kw_only=True, slots=True)
 class RankCourse:
     """Course of one rank.
@@ -125,7 +78,7 @@ class RankCourse:
         recent: iterations of this incarnation, without the first, which pays for warming up.
         loss: the last one of a rank that knows it; NaN and infinities as such.
         num_iterations, num_tokens, stall_s, idle_s: sums over all iterations, those that ran again too.
-        spent_s: seconds by use, from the first iteration on.
+        spent: uses of the time from the first iteration on.
         num_not_read: lines that are no events.
         is_finished: the last incarnation has written its end.
     """
@@ -142,7 +95,7 @@ class RankCourse:
     num_tokens: float = 0.0
     stall_s: float = 0.0
     idle_s: float = 0.0
-    spent_s: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
+    spent: TimeSpent = field(default_factory=TimeSpent)
     tiers: dict[Tier, TierCourse] = field(
         default_factory=lambda: {each: TierCourse() for each in Tier}
     )
@@ -158,13 +111,6 @@ class RankCourse:
     num_not_read: int = 0
     is_finished: bool = False
     _is_warm: bool = False
-    _time_use: TimeUse = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._time_use = TimeUse(self._spend)
-
-    def _spend(self, use: Spent, begin_s: float, end_s: float) -> None:
-        self.spent_s[use] += end_s - begin_s
 
     @property
     def iteration_s(self) -> float | None:
@@ -224,7 +170,7 @@ class RankCourse:
         self.start, self.iteration, self._is_warm = event, event.iteration, False
         self.ending, self.is_finished = "", False
         self.recent.clear()
-        self._time_use.start()
+        self.spent.start()
 
     def _iterate(self, event: Iteration) -> None:
         self.iteration = event.iteration
@@ -237,7 +183,7 @@ class RankCourse:
         if self._is_warm:
             self.recent.append(event)
         self._is_warm = True
-        self._time_use.iterate(event)
+        self.spent.add(event.iteration, event.time, event.iteration_s, event.stall_s)
 
     def _recover(self, event: Recovery | Repair) -> None:
         if isinstance(event, Repair):  # a recovery of its own came before it
@@ -248,7 +194,7 @@ class RankCourse:
         # A strategy that loses updates says the sum, which belongs to the state; others lose none.
         total = event.total_lost_tokens
         self.lost_tokens = event.lost_tokens if total is None else total
-        self._time_use.recover(event)
+        self.spent.recover(event.phases_s.get("replay", 0.0))
 
 
 class FollowedRun:

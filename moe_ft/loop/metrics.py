@@ -71,7 +71,7 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         "last_event_timestamp_seconds": course.time_s or None,
     }
     yield from ((name, "", value) for name, value in known.items() if value is not None)
-    for use, seconds in course.spent_s.items():
+    for use, seconds in course.spent.seconds.items():
         yield "time_seconds", use, seconds
     for tier, traffic in course.tiers.items():
         if traffic.num:

@@ -41,7 +41,7 @@ class Progress(LoopListener):
         self._config, self._training = config, training
         self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
-        self._spent, self._is_first = TimeSpent(), True  # iteration of this start
+        self._spent = TimeSpent()
         self._process: psutil.Process | None = None
         self._is_on_gpu = False
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
@@ -71,7 +71,7 @@ class Progress(LoopListener):
 
     def after_recovery(self) -> None:
         """Write the event "start", and what the loop will not do any more."""
-        self._is_first = True
+        self._spent.start()
         if not self._has_log:
             return
         iteration, fields = self._loop.iteration, self._training.start_fields()
@@ -100,14 +100,12 @@ class Progress(LoopListener):
         """Write the event "iteration", and its times where the loop writes its own numbers."""
         times = {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}
         idle_s = self._loop.idle_s
+        if self._spent.is_first:
+            self._spent.recover(self._loop.replay_s)
         self._spent.add(
-            ended.iteration,
-            time.time(),
-            iteration_s=ended.seconds,
-            stall_s=self._loop.stall_s,
-            replay_s=self._loop.replay_s if self._is_first else None,
+            ended.iteration, time.time(), iteration_s=ended.seconds, stall_s=self._loop.stall_s
         )
-        self._is_first, self._log.spent = False, self._spent.numbers
+        self._log.spent = self._spent.numbers
         shares = TimeShares.of(self._spent.seconds)
         known = {**times, **{f"time/{use}": shares[use] for use in Spent}}
         if idle_s is not None:

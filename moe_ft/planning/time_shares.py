@@ -83,40 +83,57 @@ class TimeSpent:
         seconds: by use.
         reached: the latest iteration that was done.
         ended_s: when the last one ended, in seconds since 1970; 0 before it.
+        last: the last one, which a start may have gone back to.
+        is_first: whether the next one is the first one of a start.
     """
 
     seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
     reached: int = 0
     ended_s: float = 0.0
+    last: int = 0
+    is_first: bool = True
+    _replay_s: float = 0.0
+
+    def start(self) -> None:
+        """Note a start; the next iteration is its first one."""
+        self.is_first = True
+
+    def recover(self, replay_s: float) -> None:
+        """Note the seconds that a recovery has replayed for."""
+        self._replay_s += replay_s
 
     def add(
-        self,
-        iteration: int,
-        ended_s: float,
-        iteration_s: float,
-        stall_s: float,
-        replay_s: float | None = None,
-    ) -> None:
-        """Note an iteration.
+        self, iteration: int, ended_s: float, iteration_s: float, stall_s: float
+    ) -> list[tuple[Spent, float, float]]:
+        """Divide the time since the iteration before; return the spans, in seconds since 1970, without gaps.
 
         Args:
+            iteration: those since the last one that a reader has left out were as this one.
             ended_s: in seconds since 1970.
-            replay_s: of the recovery before it, if it is the first one of a start; None if it is not.
         """
-        seconds = self.seconds
-        elapsed_s = max(0.0, ended_s - self.ended_s) if self.ended_s else iteration_s
-        if replay_s is not None:
-            gap_s = max(0.0, elapsed_s - iteration_s)
-            seconds[Spent.REDONE] += min(gap_s, replay_s)
-            seconds[Spent.RECOVERING] += gap_s - min(gap_s, replay_s)
-            elapsed_s -= gap_s
-        if iteration > self.reached:
-            stall_s = min(stall_s, elapsed_s)
-            seconds[Spent.BLOCKED] += stall_s
-            seconds[Spent.PRODUCTIVE] += elapsed_s - stall_s
-        else:
-            seconds[Spent.REDONE] += elapsed_s
-        self.ended_s, self.reached = ended_s, max(self.reached, iteration)
+        begin_s = min(self.ended_s or ended_s - iteration_s, ended_s)
+        spans, num = [], 1
+        if self.is_first:
+            resumed_s = max(begin_s, ended_s - iteration_s)
+            replayed_s = max(begin_s, resumed_s - self._replay_s)
+            spans.append((Spent.RECOVERING, begin_s, replayed_s))
+            spans.append((Spent.REDONE, replayed_s, resumed_s))
+            begin_s = resumed_s
+        elif iteration > self.last:
+            num = iteration - self.last
+        if num_again := min(num, max(0, self.reached - (iteration - num))):
+            again_s = begin_s + (ended_s - begin_s) * num_again / num
+            spans.append((Spent.REDONE, begin_s, again_s))
+            begin_s = again_s
+        if num_new := num - num_again:
+            step_s = max(begin_s, ended_s - num_new * stall_s)
+            spans.append((Spent.PRODUCTIVE, begin_s, step_s))
+            spans.append((Spent.BLOCKED, step_s, ended_s))
+        for use, start_s, end_s in spans:
+            self.seconds[use] += end_s - start_s
+        self.last, self.ended_s, self.reached = iteration, ended_s, max(self.reached, iteration)
+        self.is_first, self._replay_s = False, 0.0
+        return spans
 
     @property
     def numbers(self) -> tuple[float, ...]:

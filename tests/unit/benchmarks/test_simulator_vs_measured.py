@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_simulation_of_a_profile_comes_as_far_as_the_job() -> None:
     assert sum(found.measured[use] for use in Spent) == pytest.approx(1)
     for use in Spent:
         assert found.simulated[use] == pytest.approx(found.measured[use], abs=1e-6)
+
+
+def test_failures_strike_as_long_after_a_recovery_as_they_did_also_where_that_took_longer() -> None:
+    profile = read_profile(logs())
+    (first,) = profile.failures
+    slow = replace(first, processes_s=first.processes_s + 20.0)
+    second_s = slow.time_s + slow.processes_s + slow.state_s + 6.0
+    second = replace(first, time_s=second_s, processes_s=first.processes_s)
+    several = replace(profile, failures=(slow, second), wall_s=profile.wall_s + 40.0)
+    mean_s = several.mean("processes_s") + several.mean("state_s")
+    assert several.instants == pytest.approx([slow.time_s, slow.time_s + mean_s + 6.0])
+    compare(GEMINI, several, iteration_s=0.9)
 
 
 def test_answers_that_are_not_those_of_a_row_are_noticed() -> None:

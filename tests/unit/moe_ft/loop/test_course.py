@@ -164,7 +164,7 @@ def write_times(directory: Path) -> None:
 def test_time_is_divided_as_the_report_divides_it(tmp_path: Path) -> None:
     write_times(tmp_path)
     # 5, and 10 of which 2 are blocked; 40 until the repeated iteration, of which it takes 4 and its replay 3.
-    assert course_of(tmp_path).spent_s == {
+    assert course_of(tmp_path).spent.seconds == {
         Spent.PRODUCTIVE: 5 + 8 + 5,
         Spent.BLOCKED: 2,
         Spent.REDONE: 4 + 3,
