@@ -140,6 +140,14 @@ class Stopped(Line, frozen=True, kw_only=True, tag_field="event", tag="stopped")
     silent_ranks: tuple[int, ...] | None = None
 
 
+class Hang(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
+    """Hang of the training thread, for which the rank has ended itself."""
+
+    section: str
+    silent_s: float
+    limit_s: float
+
+
 class Degraded(Line, frozen=True, kw_only=True, tag_field="event", tag="degraded"):
     """Part of checkpointing that failed while training went on."""
 
@@ -169,6 +177,7 @@ _Known = (
     | Recovery
     | Repair
     | Fault
+    | Hang
     | Stopped
     | Degraded
     | Skipped

@@ -1,4 +1,4 @@
-"""Faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE].
+"""Faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE]; phases and sections.
 
 Standard library only. moe_ft/loop/faults.py inflicts them.
 """
@@ -38,6 +38,17 @@ class Phase(StrEnum):
     PERSIST = "persist"  # the writer process has been told to write the state to storage
     RECOVERY = "recovery"  # half of the units are restored
     REPLAY = "replay"  # an iteration was run again up to its optimizer step
+
+
+class Section(StrEnum):
+    """Sections of a training loop, each with its own limit of silence (moe_ft/loop/hangs.py)."""
+
+    SETUP = "setup"  # until the first iteration of a start, or of a repair
+    ITERATION = "iteration"
+    BETWEEN = "log lines"  # and whatever else comes between iterations
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"  # of --save
+    EXIT = "exit"  # training is over
 
 
 FAULT_PHASES = tuple(each for each in Phase if each not in (Phase.SETUP, Phase.BETWEEN))

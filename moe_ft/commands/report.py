@@ -5,6 +5,7 @@ As text, as JSON, or as a page with pictures, which report_page.py draws. report
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class RunSummary:
     Attributes:
         recoveries: rows of a table for people.
         repairs: rows of another one; each has a recovery of the same start.
+        hangs: by section of the loop; None if not all ranks were read.
         shares: of the time from the first iteration to the last.
         snapshots: rows on what one rank has sent, and on tokens that are not everywhere.
         left_out: a line on each part of the log that could not be read.
@@ -39,6 +41,7 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     recoveries: tuple[Row, ...]
     repairs: tuple[Row, ...]
+    hangs: Mapping[str, int] | None
     shares: TimeShares
     snapshots: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
@@ -66,6 +69,7 @@ def summarize_run(run: Run) -> RunSummary:
         ranks=run.ranks,
         recoveries=tuple(course.recovery_rows()),
         repairs=tuple(course.repair_rows()),
+        hangs=run.hangs,
         shares=run.shares,
         snapshots=tuple(course.snapshot_rows()),
         left_out=run.left_out,
@@ -114,6 +118,11 @@ def _idle(summary: RunSummary) -> str:
     return f"{min(known):.3f} to {max(known):.3f}" if known else "-"
 
 
+def _hangs(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    if summary.hangs:
+        yield "hangs", ", ".join(f"{num} in {name}" for name, num in summary.hangs.items())
+
+
 def _starts(summary: RunSummary) -> str:
     if not summary.repairs:
         return str(summary.num_incarnations)
@@ -129,6 +138,7 @@ def _facts(summary: RunSummary, directory: Path) -> list[tuple[str, str]]:
         ("seconds per iteration (median)", show(summary.iteration_s)),
         ("tokens per second", show(summary.tokens_per_s, ",.0f")),
         ("seconds idle, by rank (median)", _idle(summary)),
+        *_hangs(summary),
         *summary.snapshots,
         ("events", str(directory)),
     ]

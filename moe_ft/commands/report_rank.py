@@ -6,7 +6,7 @@ report_run.py reads all ranks and adds them up, report_course.py has what one ra
 
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +21,7 @@ from moe_ft.event_lines import (
     Degraded,
     End,
     Fault,
+    Hang,
     Iteration,
     Line,
     Persist,
@@ -135,6 +136,7 @@ class RankSums:
         saved: ``[iteration][layer]`` experts in full in the snapshot of such an iteration.
         resident, device: most bytes of memory in a bucket.
         peak_bytes: of device memory at the end.
+        hangs: for which ranks have ended themselves, by section of the loop.
     """
 
     num_ranks: int = 1
@@ -149,6 +151,7 @@ class RankSums:
     resident: Cells = field(default_factory=new_cells)
     device: Cells = field(default_factory=new_cells)
     peak_bytes: int = 0
+    hangs: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "RankSums") -> None:
         """Add those of other ranks."""
@@ -168,6 +171,7 @@ class RankSums:
         self.resident = array("d", map(max, self.resident, other.resident))
         self.device = array("d", map(max, self.device, other.device))
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+        self.hangs += other.hangs
         for iteration, layers in other.loads.items():
             _add_loads(self.loads.setdefault(iteration, {}), layers)
         for iteration, layers in other.saved.items():
@@ -203,6 +207,7 @@ class RankReader:
             Repair: self._repair,
             Fault: self._fail,
             Stopped: self._fail,
+            Hang: self._hang,
             Degraded: self._degrade,
             Skipped: self._degrade,
             End: self._end,
@@ -309,6 +314,13 @@ class RankReader:
             else f"stopped: {event.reason[:80]}"
         )
         self._mark(event.time, Mark.FAULT, text)
+
+    def _hang(self, event: Hang) -> None:
+        self._has_told = True
+        self.sums.hangs[event.section] += 1
+        self._mark(
+            event.time, Mark.FAULT, f"hung in its {event.section} for {event.silent_s:.0f} s"
+        )
 
     def _degrade(self, event: Degraded) -> None:
         self._mark(event.time, Mark.TROUBLE, f"{event.part}: {event.reason[:80]}")

@@ -23,7 +23,7 @@ from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import LeftOut, Sampling
 from moe_ft.commands.report_rank import Frame, RankReader, RankSums
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import End, Fault, Iteration, Line, Start, Stopped
+from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped
 from moe_ft.events import (
     event_path,
     ranks_with_events,
@@ -107,6 +107,12 @@ class Run:
     def num_iterations(self) -> int:
         """Iterations that the rank has done that has done most."""
         return max(each.iteration for each in self.ranks)
+
+    @property
+    def hangs(self) -> dict[str, int] | None:
+        """Hangs by section of the loop; None if not all ranks were read."""
+        total = self.total
+        return dict(total.hangs) if total.num_ranks == len(self.ranks) else None
 
     @property
     def total(self) -> RankSums:
@@ -223,6 +229,10 @@ def _ending(last: Line) -> str:
         case Stopped(reason=reason, silent_ranks=silent):
             missed = f"; heard nothing from {', '.join(map(str, silent))}" if silent else ""
             return f"stopped: {reason[:60]}{missed}"
+        case Hang(section=section, silent_s=silent_s, limit_s=limit_s):
+            return (
+                f"hung in its {section}: {silent_s:.0f} s without progress, limit {limit_s:.0f} s"
+            )
         case Fault(kind=kind):
             return f"fell silent after an injected {kind}"
     return "fell silent: running, killed or hung"

@@ -227,6 +227,15 @@ class RecoveryConfig(Part):
         reason="a healthy rank on a busy machine may be silent for a moment",
         remedy="Give a number of seconds",
     )
+    hang_limit: str = setting(
+        "auto",
+        "seconds without progress of a rank's training thread, from the setup to the exit, after which the "
+        "rank ends if it waits for no other one; auto = ten times the longest so far in the same section of "
+        "the loop (an iteration, an evaluation, a checkpoint, what is between them), at least a minute or, "
+        "outside of iterations and evaluations, five",
+        metavar="auto|SECONDS",
+        bounds=Bounds(at_least=1),
+    )
     spare: str = setting(
         "restart",
         "with --moe-ft-repair auto, when a node is lost and no spare node is left: restart = the job ends, "
@@ -267,6 +276,11 @@ class RecoveryConfig(Part):
                 "iter_120."
             )
         return int(number)
+
+    @property
+    def hang_limit_s(self) -> int | None:
+        """The limit of every section in seconds, None for automatic; raises ConfigError if it is neither."""
+        return self.number_or_auto("hang_limit")
 
     @override
     def check(self, world_size: int) -> None:

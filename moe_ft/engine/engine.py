@@ -37,6 +37,7 @@ from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile, Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.files.patience import waiting
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
 from moe_ft.planning.boundary_log import PipelineTraffic
@@ -382,7 +383,9 @@ class CheckpointEngine:
             tell = partial(self._messages.drain, log, is_ending=True)
             num_ranks = len(self._context.topology.ranks)
             deadline_s = persist_deadline_s(self._memory.num_own_bytes, num_ranks)
-            if last.keep(tell, deadline_s, self._clock) and not is_for_memory:
+            with waiting(deadline_s):
+                is_kept = last.keep(tell, deadline_s, self._clock)
+            if is_kept and not is_for_memory:
                 outcome = LastState.SAVED
         self._messages.drain(log, is_ending=True)
         return Ending(

@@ -13,9 +13,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from moe_ft.faults import Section
+
 _FLAG = "--moe-ft-repair"
-_NUM_CELLS = 5
-_ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S = range(_NUM_CELLS)
+_NUM_CELLS = 6
+_ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S, _SECTION = range(_NUM_CELLS)
+_SECTIONS = tuple(Section)
 _TOKEN_BYTES = 32
 _LONGEST_PERIOD_S = 1.0
 _LOOKS_PER_LIMIT = 10
@@ -109,6 +112,15 @@ class Link:
         """Say that the rank is killed because it has hung for so long."""
         self._cells[_HUNG_S] = seconds
 
+    @property
+    def section(self) -> Section:
+        """Section of the training loop in which the rank is."""
+        return _SECTIONS[int(self._cells[_SECTION])]
+
+    @section.setter
+    def section(self, section: Section) -> None:
+        self._cells[_SECTION] = _SECTIONS.index(section)
+
 
 def period_s(limit_s: float) -> float:
     """Return the seconds between two beats, and between two looks.
@@ -132,12 +144,16 @@ class Heart:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to beat, once; the zygote expects it from now on."""
+    def start(self, limit_s: float | None = None) -> None:
+        """Begin to beat, once; the zygote expects it from now on.
+
+        Args:
+            limit_s: silence after which it kills this process until the next call, which gives none.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="moe_ft-heart", daemon=True)
             self._thread.start()
-            self._link.expect_beats(self._limit_s)
+        self._link.expect_beats(limit_s or self._limit_s)
 
     def _beat(self) -> None:
         while not self._ended.wait(period_s(self._limit_s)):

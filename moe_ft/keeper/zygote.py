@@ -165,8 +165,8 @@ class Zygote:
                 rank.link.note_hang(silent_s)
                 number = rank.request.environment.get("RANK")
                 say(
-                    f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s, "
-                    "and is killed"
+                    f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s "
+                    f"(in its {rank.link.section}), and is killed"
                 )
                 _send(rank, signal.SIGKILL)
 

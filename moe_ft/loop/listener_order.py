@@ -8,6 +8,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
+from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.metrics import Metrics
@@ -21,10 +22,11 @@ def listeners_of(
 ) -> Listeners:
     """Return everything that acts at the seams of a loop on one rank.
 
-    The order matters: metrics are served until the log has its last event; the log is opened before anything
-    is recovered, and closed last; the events of an iteration come before the reports of the engine; what it
-    has sent is committed before a window that it completes makes older logs superfluous; after a failure a
-    breakpoint comes before its report. Without `on_sigterm`, SIGTERM is left alone.
+    The order matters: hangs are watched from the start to the end; metrics are served until the log has its
+    last event; the log is opened before anything is recovered, and closed last; the events of an iteration
+    come before the reports of the engine; what it has sent is committed before a window that it completes
+    makes older logs superfluous; after a failure a breakpoint comes before its report. Without `on_sigterm`,
+    SIGTERM is left alone.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
@@ -35,6 +37,7 @@ def listeners_of(
     return Listeners(
         loop,
         [
+            Hangs(config.recovery, loop, log, training.timeout_s()),
             Metrics(config.observability, rank),
             Progress(config, training, loop, log),
             faults,

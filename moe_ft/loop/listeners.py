@@ -11,19 +11,22 @@ order of their list; `close` goes through it backwards. The seams of a run, in t
     end_training, after_training, end or failed, close
 
 A repair in place calls suspend, after_setup, after_recovery and begin_training again in between. Between
-them, `enter_phase` is called as the iteration passes through its phases.
+them, `enter_phase` is called as the iteration passes through its phases, and `enter_section` as the loop
+passes through its sections.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, Self
 
 import torch
 
-from moe_ft.faults import Phase
+from moe_ft.faults import Phase, Section
+from moe_ft.files.patience import note_progress
 from moe_ft.loop.training_loop import LoopParts
 
 Built = tuple[Any, Any, Any]  # model chunks, optimizer (None with --skip-train), scheduler
@@ -36,6 +39,8 @@ class LoopState:
     Owned by the training thread. The thread that reports a SIGTERM reads it.
 
     Attributes:
+        num_passes: how often each section has come to its end.
+        is_first: whether no iteration has ended since the start, or since a repair began.
         is_torn: whether the weights and moments of this rank are a mixture of two iterations.
         is_replaying: whether an iteration of a recovered window is running again.
         num_tokens: of the batch, with --calculate-per-token-loss.
@@ -51,6 +56,9 @@ class LoopState:
 
     iteration: int = 0
     phase: Phase = Phase.SETUP
+    section: Section = Section.SETUP
+    num_passes: Counter[Section] = field(default_factory=Counter)
+    is_first: bool = True
     is_in_iteration: bool = False
     is_torn: bool = False
     is_replaying: bool = False
@@ -146,6 +154,9 @@ class LoopListener:
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         """Act on the phase that the running iteration enters."""
 
+    def enter_section(self, section: Section) -> None:
+        """Act on the section that the loop enters."""
+
     def before_step(self) -> None:
         """Act when gradients are ready and no weight has changed."""
 
@@ -234,11 +245,14 @@ class Listeners:
         self.loop.iteration = iteration
         for each in self._listeners:
             each.after_setup(built)
+        note_progress()
         for each in self._listeners:
             each.after_recovery()
 
     def begin_iteration(self, iteration: int) -> None:
         """Note that the loop is about to run an iteration."""
+        self.loop.is_first = self.loop.section is Section.SETUP
+        self._enter_section(Section.ITERATION)
         self.before_batch()
         loop = self.loop
         loop.iteration, loop.is_in_iteration = iteration, True
@@ -258,8 +272,24 @@ class Listeners:
             InjectedFaultError: if a fault of kind exception waits there.
         """
         self.loop.phase = phase
+        note_progress()
         for each in self._listeners:
             each.enter_phase(self.loop.iteration, phase)
+
+    @contextmanager
+    def in_section(self, section: Section) -> Iterator[None]:
+        """Note that the loop does something else in this context; it is over unless it raises."""
+        before = self.loop.section
+        self._enter_section(section)
+        yield
+        self.loop.num_passes[section] += 1
+        self._enter_section(before)
+
+    def _enter_section(self, section: Section) -> None:
+        self.loop.section = section
+        note_progress()
+        for each in self._listeners:
+            each.enter_section(section)
 
     def before_step(self) -> None:
         """Note that gradients are ready."""
@@ -302,9 +332,13 @@ class Listeners:
         for each in self._listeners:
             each.after_iteration(ended)
         loop.stall_s = 0.0
+        loop.num_passes[Section.ITERATION] += 1
+        loop.is_first = False
+        self._enter_section(Section.BETWEEN)
 
     def suspend(self, iteration: int) -> None:
         """Note that an iteration was broken off: model and optimizer stay, but not their state."""
+        self._enter_section(Section.SETUP)
         for each in reversed(self._listeners):
             each.suspend(iteration)
         loop = self.loop
@@ -314,6 +348,7 @@ class Listeners:
 
     def end_training(self) -> None:
         """Note that `train` has returned, or exits by one of Megatron's --exit-* flags."""
+        self._enter_section(Section.EXIT)
         for each in self._listeners:
             each.end_training()
         for each in self._listeners:

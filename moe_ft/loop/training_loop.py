@@ -90,6 +90,10 @@ class TrainingLoop(ABC):
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
         """Return the samples consumed so far, by counter, with those that the loop has not counted yet."""
 
+    def timeout_s(self) -> float | None:
+        """Return the timeout of the groups; None if nobody notes the loop's evaluations and checkpoints."""
+        return None
+
     def is_used(self, iteration: int) -> bool:
         """Return whether the loop evaluates, saves or ends with a state before it continues to train."""
         return False

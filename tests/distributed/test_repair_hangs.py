@@ -33,15 +33,22 @@ def test_stopped_rank_is_killed_and_replaced(
 
 
 @pytest.mark.rest
-def test_rank_that_others_time_out_waiting_for_ends_itself_and_is_replaced(
+def test_rank_that_hangs_in_an_iteration_ends_itself_after_the_limit_and_is_replaced(
     repaired: RepairedJob,
 ) -> None:
-    patience = ("--distributed-timeout-minutes", "1")
-    repaired.run("hang:2@4:backward", strategy=SPARSE, extra=patience, deadline_s=DEADLINE_S)
+    """Its groups would time out after ten minutes."""
+    limit = ("--moe-ft-hang-limit", "20")
+    repaired.run("hang:2@4:backward", strategy=(*SPARSE, *limit), deadline_s=DEADLINE_S)
     repaired.check([2], [4], [{3}])
     assert hung_ranks(repaired) == [["2"]] * 4
+    hangs = {rank: repaired.events("hang", rank) for rank in range(repaired.num_ranks)}
+    assert [rank for rank, lines in hangs.items() if lines] == [2], "the others only wait"
+    ((line,),) = filter(None, hangs.values())
+    assert (line["iteration"], line["section"], line["phase"]) == (4, "iteration", "backward")
+    assert line["limit_s"] == 20
     text = (repaired.folder / "log").read_text()
-    assert "ends: its training thread has been in one iteration or recovery for" in text
+    assert "rank 2 hangs in iteration 4, phase backward, and ends: in its iteration it has" in text
+    assert "in _hang" in text, "the place is shown"
 
 
 @pytest.mark.rest

@@ -18,9 +18,9 @@ import torch
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
-from tests.simulation.repairs.mutations import OF_NODES, OF_REPAIRS
+from tests.simulation.repairs.mutations import OF_HANGS, OF_NODES, OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
-from tests.simulation.repairs.schedule import RepairSchedule, draw_with_spares
+from tests.simulation.repairs.schedule import RepairSchedule, draw_hangs, draw_with_spares
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import (
     Fault,
@@ -36,6 +36,12 @@ from tests.simulation.soak import AnySchedule, attempt, mistaken
 
 LIMIT = 300  # schedules
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
+# A thread that hangs in what looks like a wait for others: they time out.
+_LOST_MESSAGE = RepairSchedule(
+    seed=1,
+    iterations=8,
+    faults=(RepairFault(kind="hang", start=0, moment="forward", time=12, amount=0.2),),
+)
 # Schedules near which mistakes show that few random ones show. Each change of the product moves the place of
 # an event, so the same faults are tried at other places too.
 _NEAR: dict[str, AnySchedule] = {
@@ -48,6 +54,17 @@ _NEAR: dict[str, AnySchedule] = {
             RepairFault(kind="pause-node", start=0, moment="backward", time=10, amount=0.665),
         ),
         switching=0.1,
+    ),
+    "hang-not-ended": _LOST_MESSAGE,
+    "timeouts-kept-to-oneself": _LOST_MESSAGE,
+    "survivors-never-freed": _LOST_MESSAGE,
+    "slow-writes-are-silence": RepairSchedule(
+        seed=1,
+        ranks=2,
+        iterations=8,
+        hang_limit="25",
+        evaluation_steps=2,
+        faults=(RepairFault(kind="write-long", start=0, moment="between", time=11, amount=0.95),),
     ),
     "torn-breakpoint": Schedule(
         seed=1,
@@ -168,6 +185,8 @@ def drawer_for(
     """Return what draws the schedules in which a mistake may show."""
     if mutation in OF_NODES:
         return draw_with_spares
+    if mutation in OF_HANGS:
+        return draw_hangs
     if is_of_repairs or mutation in OF_REPAIRS:
         return draw_repairs
     if mutation in OF_UPDATES:

@@ -27,7 +27,7 @@ from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
-from tests.simulation.repairs import machine, store
+from tests.simulation.repairs import machine, product, store
 from tests.simulation.schedule import Schedule
 
 _PIECE_BYTES = 300
@@ -76,6 +76,7 @@ def installed() -> Iterator[None]:
             leaving,
             machine,
             store,
+            product,
         ):
             module.install(patches)
         yield

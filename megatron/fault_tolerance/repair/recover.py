@@ -8,18 +8,14 @@ from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair.meet import Position
-from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
-from moe_ft.files.patience import waiting
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
-_READ_S = 120.0  # a batch that takes longer hangs
 # With these flags an iteration gives, or writes, more than is kept of it.
 _NEEDING_MORE = (
     "dsa_indexer_loss_coeff",
@@ -79,17 +75,6 @@ def validation_batches() -> Batches:
     """Return the data of evaluations during training."""
     # Megatron's are a list, of which --full-validation alone has more than one.
     return Batches(lambda loaders: next(iter(loaders[1] or ()), None), "consumed_valid_samples")
-
-
-def install_reading(patches: Patches) -> None:
-    """Have a read of a batch count as a wait that other ranks do not explain."""
-    original = RerunDataIterator.__next__
-
-    def read(iterator: Any) -> Any:
-        with waiting(min(_READ_S, timeout_of_groups_s(get_args()))):
-            return original(iterator)
-
-    patches.set(RerunDataIterator, "__next__", read)
 
 
 def _renew(iterator: Any, data_set: Any, num_consumed: int) -> None:

@@ -26,7 +26,7 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
-from megatron.fault_tolerance.repair.recover import install_reading, training_batches
+from megatron.fault_tolerance.repair.recover import training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
@@ -142,7 +142,6 @@ class RepairSeam:
         """Wrap what the hooks of the listeners wrap after it."""
         with Patches() as patches:
             self._rank.batches.install(patches)
-            install_reading(patches)
             self._rank.evaluations.install(patches)
             self._end_barrier.install(patches)
             patches.wrap(dist, "init_process_group", self._record)
@@ -307,6 +306,8 @@ def installed(
     check_torch()
     links = Links(link, _transports(args))
     heart = Heart(link, checked_heartbeat_s(config, args))
+    if (limit_s := config.recovery.hang_limit_s) is not None:
+        heart.start(limit_s)  # the setup has a limit too
     # Each thread has a connection of its own, made before those that end with a round.
     deadline_s = 60.0 * args.distributed_timeout_minutes
     store, watched = (job_store.connect(os.environ, link, deadline_s) for _ in range(2))

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +20,7 @@ from moe_ft.errors import SnapshotError
 from moe_ft.files.patience import excused_until_s, progress_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.loop.hangs import stack_of
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
@@ -123,7 +123,7 @@ class Watcher:
         say(
             f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
             f"{now_s - since_s:.1f} s, and stays there although all its connections are closed. "
-            "It is in:\n" + "".join(traceback.format_stack(sys._current_frames()[thread]))
+            "It is in:\n" + stack_of(thread)
         )
         os.kill(os.getpid(), signal.SIGKILL)
 

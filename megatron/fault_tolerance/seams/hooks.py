@@ -1,10 +1,10 @@
 """Seams into Megatron's training loop: wrapped functions that call the listeners of the run.
 
-`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step` and `train` of
-megatron.training.training and `zero_grad` of the outermost optimizer, and restores the originals on exit.
-iteration_seams.py wraps its step. In models with slots of experts the optimizer's `step` is wrapped, too, and
-what DDP does before an iteration and when backward is over. moe_ft/loop/listeners.py says in which order
-listeners are called.
+`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step`, `train`, `evaluate` and
+`save_checkpoint` of megatron.training.training, what reads a batch, and `zero_grad` of the outermost
+optimizer, and restores the originals on exit. iteration_seams.py wraps its step. In models with slots of
+experts the optimizer's `step` is wrapped, too, and what DDP does before an iteration and when backward is
+over. moe_ft/loop/listeners.py says in which order listeners are called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +13,21 @@ from functools import partial
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
-from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
+from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration, timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
 from moe_ft.elastic.slot_layer import SlotMoELayer, slot_layers
+from moe_ft.faults import Section
+from moe_ft.files.patience import note_progress, waiting
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
 Function = Callable[..., Any]
+_READ_S = 120.0  # a batch that takes longer hangs
 
 
 @contextmanager
@@ -41,6 +45,9 @@ def installed(
         patches.wrap(training, "train_step", seams.train_step)
         patches.wrap(training, "dummy_train_step", seams.skip)
         patches.wrap(training, "train", seams.train)
+        patches.wrap(training, "evaluate", seams.evaluate)
+        patches.wrap(training, "save_checkpoint", seams.save)
+        _watch_reading(patches)
         try:
             yield
             listeners.end("finished")
@@ -119,6 +126,16 @@ class _Seams:
         self._listeners.end_training()
         return result
 
+    def evaluate(
+        self, original: Function, forward_step: Function, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._listeners.in_section(Section.EVALUATION):
+            return original(partial(_after_progress, forward_step), *args, **kwargs)
+
+    def save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        with self._listeners.in_section(Section.CHECKPOINT):
+            return original(*args, **kwargs)
+
     def _forward(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._iteration.begin_forward()
         output, loss_function = original(*args, **kwargs)
@@ -146,6 +163,22 @@ class _Seams:
         # a paged stash overflows.
         self._listeners.begin_attempt()
         return original(*args, **kwargs)
+
+
+def _after_progress(original: Function, *args: Any, **kwargs: Any) -> Any:
+    note_progress()
+    return original(*args, **kwargs)
+
+
+def _watch_reading(patches: Patches) -> None:
+    """Have a read of a batch count as a wait that other ranks do not explain."""
+    original = RerunDataIterator.__next__
+
+    def read(iterator: Any) -> Any:
+        with waiting(min(_READ_S, timeout_of_groups_s(get_args()))):
+            return original(iterator)
+
+    patches.set(RerunDataIterator, "__next__", read)
 
 
 def connect_slots(model: Sequence[Any], optimizer: Any, patches: Patches) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.faults import Phase
+from moe_ft.files.patience import note_progress
 from moe_ft.loop.listeners import Listeners
 from moe_ft.state.tensors import inner_optimizers
 
@@ -30,6 +31,7 @@ class IterationSeams:
 
     def begin_forward(self) -> None:
         """Note a forward pass, of which the first one begins the iteration."""
+        note_progress()
         if self._loop.phase in (Phase.SETUP, Phase.BETWEEN):
             self._listeners.enter(Phase.FORWARD)
 

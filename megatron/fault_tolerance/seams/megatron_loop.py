@@ -143,6 +143,11 @@ class MegatronLoop(CoreLoop):
         }
 
     @override
+    def timeout_s(self) -> float:
+        args = get_args()
+        return max(60.0 * float(args.distributed_timeout_minutes), timeout_of_groups_s(args))
+
+    @override
     def is_used(self, iteration: int) -> bool:
         args = get_args()
         saves = (args.save_interval, args.non_persistent_save_interval) if args.save else ()

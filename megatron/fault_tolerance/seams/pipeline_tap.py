@@ -113,7 +113,7 @@ class _Timed:
 
     def wait(self) -> Any:
         """Wait for the transfer."""
-        return self._run(self._request.wait)
+        return self._run(lambda: self._request.wait())  # a frame shows that this waits
 
 
 def _has_device_time() -> bool:

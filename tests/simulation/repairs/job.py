@@ -73,7 +73,8 @@ class Job:
         self.world, self.oracle, self.size = world, oracle, schedule.ranks
         self.iterations, self._nodes = schedule.iterations, schedule.nodes
         self.machine = Machine(world, self)
-        self.num_spares = schedule.spares
+        self.num_spares, self.repairs = schedule.spares, schedule.repairs
+        self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self._memory: dict[tuple[int, str], dict[int, int]] = {}
         self._homes: dict[int, str] = {}  # of ranks
         self.starts: list[Start] = []

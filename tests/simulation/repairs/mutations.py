@@ -4,12 +4,15 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from moe_ft.faults import Section
 from moe_ft.keeper import nodes, rounds, zygote
 from moe_ft.keeper.link import Link, Pulse
 from moe_ft.keeper.node import Node
 from moe_ft.keeper.nodes import Coordinator
 from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.keeper.zygote import Zygote
+from moe_ft.loop import hangs
+from moe_ft.loop.hangs import Hangs, Limits, Silence
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, mutation, name_of
 from tests.simulation.repairs.product import (
@@ -22,6 +25,7 @@ from tests.simulation.repairs.product import (
 
 OF_REPAIRS: set[str] = set()
 OF_NODES: set[str] = set()
+OF_HANGS: set[str] = set()
 
 
 def repair_mutation(make: Mutation) -> Mutation:
@@ -34,6 +38,47 @@ def node_mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list of all, and note that lost or silent nodes show it."""
     OF_NODES.add(name_of(make))
     return repair_mutation(make)
+
+
+def hang_mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list of all, and note that hangs in sections of the loop show it."""
+    OF_HANGS.add(name_of(make))
+    return repair_mutation(make)
+
+
+@hang_mutation
+def evaluations_without_a_limit(patches: Patches) -> None:
+    """A thread may be silent in an evaluation for as long as it likes."""
+    original = Limits.of
+
+    def of(self: Limits, section: Section) -> float:
+        return float("inf") if section is Section.EVALUATION else original(self, section)
+
+    patches.set(Limits, "of", of)
+
+
+@hang_mutation
+def waiting_ranks_blamed(patches: Patches) -> None:
+    """A rank that waits for another one in a collective is taken for one that hangs."""
+    patches.set(Hangs, "_waits", lambda self: False)
+
+
+@hang_mutation
+def own_stop_is_silence(patches: Patches) -> None:
+    """Time in which a process did not run counts as silence of its training thread."""
+    patches.set(hangs, "_LONGEST_LOOK_S", float("inf"))
+
+
+@hang_mutation
+def waits_for_storage_are_silence(patches: Patches) -> None:
+    """A wait for storage, which has a deadline of its own, counts as silence."""
+    patches.set(hangs, "excused_until_s", lambda thread: 0.0)
+
+
+@hang_mutation
+def slow_writes_are_silence(patches: Patches) -> None:
+    """A checkpoint that is still being written counts as silence."""
+    patches.set(Silence, "_writes", lambda self, silent_s: False)
 
 
 @repair_mutation

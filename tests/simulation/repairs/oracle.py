@@ -10,8 +10,9 @@ from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.job import Job, Start
 from tests.simulation.repairs.machine import FORGED, LINK
-from tests.simulation.repairs.rank import Group, Operation, Rank, final_states
+from tests.simulation.repairs.rank import IS_EXPLAINED, Group, Operation, Rank, final_states
 
+_LOOKS_S = 3.0  # for those who look for hangs
 _REPLACED_S = (
     15.0  # from the end of a silence until the ranks of a node that was replaced have ended
 )
@@ -96,6 +97,18 @@ class Oracle:
         """Note that a thread hangs: nothing but an iteration is watched."""
         if not is_in_iteration or not rank.link.is_armed:
             self.excuses.append("a thread hangs outside of an iteration")
+        process, section, limit_s = rank._process, rank.loop.section, rank.limit_s
+
+        def check() -> None:
+            if (
+                process.is_alive
+                and not process.is_suspended
+                and not process.local.get(IS_EXPLAINED)
+            ):
+                self.violate(f"{process} hangs in its {section}, and lives after {limit_s:g} s")
+
+        if limit_s is not None:
+            process.kernel.call_later(limit_s + _LOOKS_S, check)
 
     def leaves(self, rank: Rank, error: Exception) -> None:
         self.log.append(f"{rank._kernel.now:.3f} s: rank {rank.rank} ends: {error!r}")

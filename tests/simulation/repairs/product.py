@@ -1,15 +1,60 @@
 """Parts of megatron/fault_tolerance/repair that simulated ranks use; nothing else here imports any of it."""
 
+import threading
 from typing import Any
 
 from megatron.fault_tolerance.repair import watcher
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, Position, Role
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
+from moe_ft.files import patience
 from moe_ft.keeper.link import Link
-from tests.simulation.active import Patches
+from moe_ft.loop import hangs
+from tests.simulation.active import Patches, world
 
 __all__ = ["STUCK_S", "Deaths", "Links", "Membership", "Position", "Watcher", "ending_after"]
+
+
+WAITS, WRITTEN = "waits", "written"  # local state of a process
+FLOOR_S, NUM_LEARNED = 20.0, 2
+
+
+class _Threading:
+    """The module `threading` of what asks which thread it is in."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+    def get_ident(self) -> int:
+        if (current := world()) is None:
+            return threading.get_ident()
+        running, process = current.kernel.running, current.process
+        assert running is not None
+        return process.pid * 100 + process.threads.index(running)
+
+
+def _local(name: str, default: Any) -> Any:
+    current = world()
+    assert current is not None
+    return current.process.local.get(name, default)
+
+
+def install(patches: Patches) -> None:
+    """Have simulated threads be told apart, and their hangs be watched; sections are learned soon."""
+    for module in (patience, hangs, watcher):
+        patches.set(module, "threading", _Threading())
+    patches.set(hangs, "own_link", lambda: _local("link", None))
+    patches.set(hangs, "is_debugged", lambda thread: False)
+    patches.set(hangs, "written_bytes", lambda: _local(WRITTEN, 0))
+    patches.set(hangs, "waits_for_others", lambda thread: _local(WAITS, 0) > 0)
+    patches.set(hangs, "FLOORS_S", dict.fromkeys(hangs.FLOORS_S, FLOOR_S))
+    patches.set(hangs, "NUM_ITERATIONS", NUM_LEARNED)
+
+
+def forget_threads() -> None:
+    """Forget those of a simulation before this one."""
+    for known in (patience._ends_s, patience._left_s, patience._progress_s):
+        known.clear()
 
 
 def links_of(link: Link, transport: Any) -> Links:

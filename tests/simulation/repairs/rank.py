@@ -6,14 +6,23 @@ their order. Its state is a chain of hashes, so that a value of a wrong iteratio
 
 import os
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from moe_ft.config.config import RecoveryConfig
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
+from moe_ft.events import EventLog
+from moe_ft.faults import Phase, Section
+from moe_ft.files.patience import note_progress, waiting
 from moe_ft.keeper import job_store
 from moe_ft.keeper.link import Heart, Link
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.loop.hangs import Hangs
+from moe_ft.loop.listeners import Listeners, LoopState
 from tests.simulation.active import World
 from tests.simulation.kernel import Process, Waiting
 from tests.simulation.repairs import product
@@ -26,7 +35,10 @@ REPAIR_S = 600.0
 LONGEST_BUILD_S = 15.0
 ITERATION_S = 1.0
 KEPT = 3  # iterations whose state is in memory
-HANGS, RAISES = "hangs", "raises"  # local state of a process
+# Local state of a process: what is to befall it, and whether something explains that it is late.
+HANGS, RAISES, COMPUTES_S, STORES_S, WRITES_S = "hangs", "raises", "computes", "stores", "writes"
+IS_EXPLAINED = "is explained"
+EVALUATION_INTERVAL, SAVE_INTERVAL = 2, 3
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +73,16 @@ class Ends:
         self._group: Group | None = None
         self._place, self._has_ended = 0, False
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that the training thread waits for others, as its stack shows."""
+        local = self._process.local
+        local[product.WAITS] = local.get(product.WAITS, 0) + 1
+        try:
+            yield
+        finally:
+            local[product.WAITS] -= 1
+
     def mark(self) -> None:
         """Say that there is nothing before."""
 
@@ -88,7 +110,11 @@ class Ends:
         self._job.oracle.connects(group, self._rank, self._process)
         group.ends[self._rank] = self._process, self
         self._job.machine.changed()
-        if not self._job.machine.wait_for(lambda: len(group.ends) == self._start.size, timeout_s):
+        with self.waiting():
+            is_whole = self._job.machine.wait_for(
+                lambda: len(group.ends) == self._start.size, timeout_s
+            )
+        if not is_whole:
             raise RuntimeError(f"timed out after {timeout_s:g} s waiting for ranks to connect")
         self._group, self._place = group, 0
 
@@ -107,9 +133,10 @@ class Ends:
         if len(operation.values) == size:
             self._job.oracle.completes(group, operation)
             self._job.machine.changed()
-        self._job.machine.wait_for(
-            lambda: len(operation.values) == size or self._is_broken(group), timeout_s
-        )
+        with self.waiting():
+            self._job.machine.wait_for(
+                lambda: len(operation.values) == size or self._is_broken(group), timeout_s
+            )
         if len(operation.values) == size:
             return [operation.values[rank] for rank in range(size)]
         if self._is_broken(group):
@@ -144,18 +171,33 @@ class Rank:
             Rounds(SignedStore(each, lambda: link.token), self.rank, self._start.size)
             for each in (store, watched)
         )
+        self.loop, config = LoopState(), RecoveryConfig(hang_limit=self._job.hang_limit)
+        log = EventLog(Path(os.devnull), self.rank)
+        self._listeners = Listeners(self.loop, [Hangs(config, self.loop, log, 2 * TIMEOUT_S)])
         self.links = product.links_of(link, self._ends)
         self._watcher = product.Watcher(of_watcher, self.links, link)
         self._heart = Heart(link, HEARTBEAT_S)
+        if self._job.repairs and config.hang_limit_s is not None:
+            self._heart.start(config.hang_limit_s)
         self.membership = product.Membership(link, rounds, self.rank)
         self._deaths = product.Deaths(link, rounds, self.membership, self._watcher, self.links)
+        if not self._job.repairs:
+            link.retire()
+        with self._listeners:
+            self._run(store)
+
+    def _run(self, store: Any) -> None:
+        link = self.link
         if not self.is_alone:
             self._connect(0, self._timeout_s)
             link.token = self._ends.gather("start", link.token, self._timeout_s)[0]
             job_store.check_owner(store, os.environ, link.token)
-        self._watcher.start()
+        if self._job.repairs:
+            self._watcher.start()
         try:
             self._train(self._build() if self.is_alone else self._recover(self._job.iterations))
+            self._listeners.end_training()
+            self._pass("exit")
             self._job.oracle.has_trained(self)
             self._ends.gather("done", None, self._timeout_s)
         except Exception as error:
@@ -165,7 +207,8 @@ class Rank:
         finally:
             link.disarm()
             self._heart.close()
-            self._watcher.close()
+            if self._job.repairs:
+                self._watcher.close()
 
     def _connect(self, number: int, timeout_s: float) -> None:
         with self.links.recording():
@@ -174,6 +217,7 @@ class Rank:
     def _pass(self, name: str) -> None:
         """Pass a moment at which this rank may hang, or raise an exception of its own."""
         self._kernel.event(name)
+        self._kernel.sleep(self._process.local.pop(COMPUTES_S, 0.0))
         if self._process.local.get(HANGS):
             self._job.oracle.hangs(self, is_in_iteration=self._watcher._inside_since_s is not None)
             self._kernel.wait(Waiting())
@@ -185,43 +229,93 @@ class Rank:
         for _ in range(3):
             self._pass("build")
             self._kernel.sleep(self._kernel.random.random() * LONGEST_BUILD_S / 3)
-        return self.membership.wait_for_survivors().iteration
+        with self._ends.waiting():
+            return self.membership.wait_for_survivors().iteration
 
     def _train(self, iteration: int) -> None:
         while iteration < self._job.iterations:
             self._train_step(iteration)
             self._pass("between")
             iteration += 1
+            if self._job.evaluation_steps and iteration % EVALUATION_INTERVAL == 0:
+                self._evaluate(iteration - 1)
+            if self._job.evaluation_steps and iteration % SAVE_INTERVAL == 0:
+                self._save()
+
+    def _evaluate(self, iteration: int) -> None:
+        """Evaluate the state after an iteration; begin again if a rank dies in it."""
+        while True:
+            try:
+                with self._watcher.inside(), self._listeners.in_section(Section.EVALUATION):
+                    for _ in range(self._job.evaluation_steps):
+                        note_progress()
+                        self._pass("evaluate")
+                        self._kernel.sleep(ITERATION_S * self._kernel.random.random())
+                    self._ends.gather("evaluated:", None, self._timeout_s)
+                return
+            except BaseException as error:
+                self._notice_or_raise(error)
+            assert self.membership.position is not None
+            self.membership.position = replace(self.membership.position, is_evaluated=True)
+            self._repair_until_finished(iteration)
+
+    def _save(self) -> None:
+        """Write a checkpoint, on storage that may be slow."""
+        local = self._process.local
+        with self._listeners.in_section(Section.CHECKPOINT):
+            self._pass("save")
+            with waiting(TIMEOUT_S):
+                self._kernel.sleep(local.pop(STORES_S, 0.0))
+            end_s = self._kernel.now + local.pop(WRITES_S, 0.0)
+            while self._kernel.now < end_s:
+                local[product.WRITTEN] = local.get(product.WRITTEN, 0) + 1
+                self._kernel.sleep(ITERATION_S / 2)
+            self._ends.gather("saved:", None, self._timeout_s)
 
     def _train_step(self, iteration: int) -> None:
         if self.is_alone:
             self._become_replaceable()
         else:
             self.membership.position = product.position_at(iteration)
+            if not self._job.repairs:
+                self._iterate(iteration)
+                return
             try:
                 with self._watcher.inside():
                     self._iterate(iteration)
                 self._become_replaceable()
                 return
             except BaseException as error:
-                self._deaths.notice_or_raise(error)
+                self._notice_or_raise(error)
             self._become_replaceable()
+        self._repair_until_finished(iteration)
+
+    def _repair_until_finished(self, iteration: int) -> None:
         while True:
             try:
                 self._repair(iteration)
                 return
             except BaseException as error:
-                self._deaths.notice_or_raise(error, Exception)
+                self._notice_or_raise(error, Exception)
+
+    def _notice_or_raise(self, error: BaseException, *kinds: Any) -> None:
+        if not self._job.repairs:
+            raise error
+        with self._ends.waiting():
+            self._deaths.notice_or_raise(error, *kinds)
 
     def _become_replaceable(self) -> None:
-        self.membership.become_replaceable()
+        with self._ends.waiting():
+            self.membership.become_replaceable()
         self._heart.start()
 
     def _iterate(self, iteration: int) -> None:
         """Run an iteration, and leave it when all have finished it."""
+        self._listeners.begin_iteration(iteration)
         self._pass("forward")
         self._kernel.sleep(ITERATION_S * self._kernel.random.random())
         told = self._ends.gather(f"backward:{iteration}", [self.rank, self.state], self._timeout_s)
+        self._listeners.enter(Phase.BEFORE_STEP)
         self._pass("in step")
         self.state = next_state(self.state, told)
         memory = self._memory
@@ -229,17 +323,21 @@ class Rank:
         memory.pop(iteration + 1 - KEPT, None)
         self.links.check()
         self._ends.gather(f"end:{iteration}", None, self._timeout_s)
+        self._listeners.end_iteration({}, is_skipped=False, num_samples=1)
 
     def _repair(self, iteration: int) -> None:
         """Run one round, in the order of round.py."""
         with product.ending_after(REPAIR_S, self.link):
             self.links.leave()
+            self._listeners.suspend(iteration)
             self._pass("leave")
-            members = self.membership.meet().members
+            with self._ends.waiting():
+                members = self.membership.meet().members
             self.is_alone = False
             self._job.oracle.meets(self, members)
             self._pass("meet")
-            self.membership.wait_until_ready()
+            with self._ends.waiting():
+                self.membership.wait_until_ready()
             number = self.membership.round
             self.links.begin()
             self._timeout_s = 2 * TIMEOUT_S
@@ -251,8 +349,23 @@ class Rank:
                 self._iterate(each)
         self._timeout_s = TIMEOUT_S
         self._pass("finish")
-        self.membership.finish()
+        with self._ends.waiting():
+            self.membership.finish()
         self._job.oracle.finishes(self)
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds in which a hang must be found where this rank is; None if it may take longer."""
+        local, passes, section = self._process.local, self.loop.num_passes, self.loop.section
+        if local.get(IS_EXPLAINED) or local.get(product.WAITS):
+            return None
+        if self._job.hang_limit != "auto":
+            return float(self._job.hang_limit)
+        is_learned = passes[Section.ITERATION] >= product.NUM_LEARNED and passes[section]
+        is_learned = is_learned and not self.loop.is_first
+        if section in (Section.SETUP, Section.EXIT):
+            return 20 * TIMEOUT_S
+        return product.FLOOR_S if is_learned else 2 * TIMEOUT_S
 
     def _recover(self, most: int) -> int:
         """Restore the newest state that all ranks have, of this iteration at most; return its iteration."""

@@ -29,6 +29,17 @@ WITH_SPARES = {
     "slow-store": 1,
     "stranger-in-store": 1,
 }
+# Of schedules that are about hangs: also what must not be taken for one.
+OF_HANGS = {
+    "hang": 8,
+    "hang-all": 3,
+    "compute-long": 3,
+    "slow-storage": 3,
+    "write-long": 2,
+    "pause-node": 2,
+    "kill": 1,
+}
+IN_SECTIONS = (*("forward", "backward", "in step", "end"), *("between", "evaluate", "save", "exit"))
 IN_ITERATIONS = ("forward", "backward", "in step", "end", "between")
 # Moments in a repair, which each rank passes once a round. The last three are also those of a start.
 IN_REPAIRS = ("build", "leave", "meet", "finish", "swap", "recover", "restore")
@@ -39,6 +50,7 @@ BEHIND = {
 }  # of the store and of zygotes: how many a rank and start has, about
 _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
+_ABOUT_HANGS = 0.25
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
 _EACH_ROUND = 6
@@ -52,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         moment: name of the event at which it happens.
         time: how often that has passed by then, in all processes of the start.
         target: which rank; -1 for the one that passes the moment.
-        amount: how long, from 0 to 1.
+        amount: how long, from 0 to 1. A hang below 0.5 looks like a wait for others.
     """
 
     kind: str
@@ -72,6 +84,9 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides a simulation of repairs.
 
     Attributes:
+        repairs: whether dead ranks are replaced; else the launcher starts all again.
+        hang_limit: of --moe-ft-hang-limit.
+        evaluation_steps: of each evaluation, of which there are some, as there are checkpoints; 0 for none.
         spares: nodes that wait. With any, `keep` starts the nodes, and without them the launcher.
         switching: probability with which another thread runs after an event.
     """
@@ -81,12 +96,18 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
     spares: int = 0
     iterations: int = 6
+    repairs: bool = True
+    hang_limit: str = "auto"
+    evaluation_steps: int = 0
     faults: tuple[Fault, ...]
     switching: float = 0.2
 
     def __str__(self) -> str:
         head = f"seed {self.seed}, switching {self.switching}: {self.ranks} ranks on {self.nodes} nodes"
-        head += f" and {self.spares} spares" * bool(self.spares)
+        head += f" and {self.spares} spares" * bool(self.spares) + " without repairs" * (
+            not self.repairs
+        )
+        head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
         return "\n".join(
             [f"{head}, {self.iterations} iterations", *(f"  {f}" for f in self.faults)]
         )
@@ -110,8 +131,44 @@ def draw_with_spares(seed: int) -> RepairSchedule:
     return draw(seed, with_spares=1.0)
 
 
+def draw_hangs(seed: int) -> RepairSchedule:
+    """Draw a schedule of hangs, and of what is none, in each section of the loop."""
+    rng = random.Random(f"hangs {seed}")
+    ranks, iterations = rng.choice((2, 2, 3, 4)), rng.choice((6, 8, 10))
+    faults: list[Fault] = []
+    for number in range(rng.choice((1, 1, 2))):
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            moments: tuple[str, ...] = IN_SECTIONS
+            most = ranks * iterations
+            if rng.random() < 0.15:
+                moments, most = OF_STARTS[1:], ranks
+            moment = rng.choice(moments)
+            faults.append(
+                Fault(
+                    kind=rng.choices(list(OF_HANGS), list(OF_HANGS.values()))[0],
+                    start=number,
+                    moment=moment,
+                    time=1 + rng.randrange(ranks if moment == "exit" else most),
+                    target=-1,
+                    amount=round(rng.random(), 3),
+                )
+            )
+    return RepairSchedule(
+        seed=seed,
+        ranks=ranks,
+        iterations=iterations,
+        repairs=rng.random() < 0.6,
+        hang_limit=rng.choice(("auto", "auto", "25")),
+        evaluation_steps=rng.choice((2, 6, 40)),
+        faults=tuple(faults),
+        switching=rng.choice((0.02, 0.1, 0.3)),
+    )
+
+
 def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     """Draw a schedule, with a probability of spare nodes."""
+    if with_spares < 1.0 and random.Random(f"about hangs {seed}").random() < _ABOUT_HANGS:
+        return draw_hangs(seed)
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
     nodes = rng.choice([each for each in (1, 1, 2, 3) if each <= ranks])

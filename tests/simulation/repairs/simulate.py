@@ -3,7 +3,7 @@
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.simulation.active import active
@@ -13,8 +13,17 @@ from tests.simulation.processes import lines_of
 from tests.simulation.repairs.job import LOST_AFTER_S, Job
 from tests.simulation.repairs.machine import LINK
 from tests.simulation.repairs.oracle import Oracle
-from tests.simulation.repairs.product import STUCK_S
-from tests.simulation.repairs.rank import HANGS, HEARTBEAT_S, RAISES, TIMEOUT_S
+from tests.simulation.repairs.product import FLOOR_S, STUCK_S, WAITS, forget_threads
+from tests.simulation.repairs.rank import (
+    COMPUTES_S,
+    HANGS,
+    HEARTBEAT_S,
+    IS_EXPLAINED,
+    RAISES,
+    STORES_S,
+    TIMEOUT_S,
+    WRITES_S,
+)
 from tests.simulation.repairs.schedule import MENDED, Fault, RepairSchedule
 from tests.simulation.simulate import Verdict
 
@@ -28,6 +37,12 @@ _REPAIR_S = (
     75.0  # from the last fault to the end of a repair: the build, and connections that time out
 )
 _DEATHS = ("kill", "stop", "hang")
+# What a thread may take its time for, and is not killed for: its local state.
+_EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
+    "compute-long": lambda amount: {COMPUTES_S: amount * 0.8 * FLOOR_S},
+    "slow-storage": lambda amount: {STORES_S: amount * 0.8 * TIMEOUT_S},
+    "write-long": lambda amount: {WRITES_S: amount * 0.8 * TIMEOUT_S},
+}
 _OF_NODES = ("lose-node", "silence-node", "pause-node")
 
 
@@ -63,18 +78,30 @@ class Injection:
             oracle.excuses.append("all ranks may have died")
         if job.is_kept and fault.kind in _OF_NODES:
             self._judge_loss(job.node_of(rank))
+        elif fault.kind in _EXPLAINED:
+            if len(self._faults) > 1:
+                oracle.excuses.append("a rank is late for two reasons")
         elif fault.kind not in MENDED:
             oracle.excuses.append(fault.kind)
         limit_s = _REPAIR_S + 2 * LOST_AFTER_S * job.is_kept
         limit_s += (TIMEOUT_S + STUCK_S) * (fault.kind == "hang") + HEARTBEAT_S
         oracle.limit_s = max(oracle.limit_s, kernel.now + limit_s)
+        if process is not None and fault.kind in _EXPLAINED:
+            process.local |= {IS_EXPLAINED: True, **_EXPLAINED[fault.kind](fault.amount)}
+            return
         act = getattr(self, "_" + fault.kind.replace("-", "_"), None)
         if act is not None:
             act(fault, rank)
         elif process is not None:
-            self._hit(fault.kind, process)
+            # As where gloo has lost a message: its stack does not tell, and others time out.
+            is_alone = not any(HANGS in each.local for each in kernel.processes)
+            self._hit(
+                fault.kind,
+                process,
+                waits=fault.amount < 0.5 and is_alone and not job.evaluation_steps,
+            )
 
-    def _hit(self, kind: str, process: Process) -> None:
+    def _hit(self, kind: str, process: Process, *, waits: bool = False) -> None:
         """Hit the process of a rank. Nothing replaces one that is not armed."""
         link = process.local.get(LINK)
         if link is None or not link.is_armed:
@@ -90,6 +117,7 @@ class Injection:
                 self._kernel.call_later(_HELP_S, lambda: self._kernel.kill(process))
         else:
             process.local[{"hang": HANGS, "raise": RAISES}[kind]] = True
+            process.local[WAITS] = process.local.get(WAITS, 0) + (waits and kind == "hang")
 
     def _suspend(self, process: Process | None, seconds: float) -> None:
         if process is not None and process.is_alive:
@@ -123,6 +151,13 @@ class Injection:
         self._oracle.halted.update(silent)
         self._oracle.silences.append((silent, kernel.now + seconds))
 
+    def _hang_all(self, fault: Fault, rank: int) -> None:
+        """Have the threads of all ranks hang where they come next."""
+        self._oracle.excuses.append("all ranks may have died")
+        for each in range(self._job.size):
+            if (process := self._job.process_of(each)) is not None:
+                self._hit("hang", process)
+
     def _zygote_of(self, rank: int) -> Process | None:
         found = self._job.machine.zygotes.get(self._job.node_of(rank))
         return None if found is None else found[0]
@@ -136,6 +171,7 @@ class Injection:
             self._oracle.excuses += ["a node stands still", "a process is stopped"]
         for each in list(self._kernel.processes):
             if each.is_alive and each.node == self._job.node_of(rank):
+                each.local[IS_EXPLAINED] = True
                 self._suspend(each, fault.amount * _LONGEST_PAUSE_S)
 
     def _slow_store(self, fault: Fault, rank: int) -> None:
@@ -172,6 +208,7 @@ class Injection:
 def simulate(schedule: RepairSchedule, folder: Path) -> Verdict:
     """Run a schedule; everything is installed."""
     oracle = Oracle()
+    forget_threads()
     gc.disable()  # destructors at any time would make two runs of a seed different
     try:
         with tempfile.TemporaryDirectory(dir=folder) as root:

@@ -58,6 +58,8 @@ def loop_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         non_persistent_save_interval=None,
         exit_interval=None,
         phase_transition_iterations=None,
+        distributed_timeout_minutes=10,
+        distributed_timeout_seconds_after_init=None,
         log_interval=2,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,

@@ -1,7 +1,5 @@
 """Training data after a repair begin after the samples that are counted, in the same iterator."""
 
-import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -19,7 +17,6 @@ from megatron.training import training
 from megatron.fault_tolerance.repair import recover
 from megatron.fault_tolerance.repair.recover import (
     Batches,
-    install_reading,
     most_iteration,
     training_batches,
     validation_batches,
@@ -28,7 +25,6 @@ from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.errors import RepairError, UnrecoverableError
-from moe_ft.files.patience import excused_until_s
 from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.fault_tolerance.repair.members import position_at
@@ -73,19 +69,6 @@ def test_iterator_of_the_loop_continues_with_the_counted_samples(
     batches.renew(iterator)
     assert [next(iterator) for _ in following] == following
     assert iterator.saved_microbatches == following, "nothing of the broken iteration is left"
-
-
-def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(loop: Namespace) -> None:
-    loop.distributed_timeout_seconds_after_init = 70
-
-    def look() -> Iterator[float]:
-        yield excused_until_s(threading.get_ident()) - time.monotonic()
-
-    original = RerunDataIterator.__next__
-    with Patches() as patches:
-        install_reading(patches)
-        assert 60 < next(RerunDataIterator(look())) <= 70
-    assert RerunDataIterator.__next__ is original
 
 
 def test_each_virtual_stage_continues_with_its_own_data_if_it_reads_any(

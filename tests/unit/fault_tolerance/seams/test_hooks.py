@@ -1,5 +1,7 @@
 """Seams call the listeners as Megatron's loop runs, and are removed at the end."""
 
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
-from moe_ft.faults import Phase
+from moe_ft.faults import Phase, Section
+from moe_ft.files.patience import excused_until_s, progress_s
 from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
 from moe_ft.loop.training_loop import LoopParts
 
-SEAMS = ("setup_model_and_optimizer", "train_step", "dummy_train_step", "train")
+SEAMS = (
+    *("setup_model_and_optimizer", "train_step", "dummy_train_step", "train"),
+    *("evaluate", "save_checkpoint"),
+)
 
 
 class _Recorder(LoopListener):
@@ -179,6 +186,66 @@ def test_seams_of_a_run_are_passed_in_their_order(program: Program) -> None:
         *("after-step", "between"),
         *("end of training", "finished, 0"),
     ]
+
+
+class _Sections(LoopListener):
+    """A listener that notes the sections of the loop."""
+
+    def __init__(self) -> None:
+        self.entered: list[Section] = []
+
+    def enter_section(self, section: Section) -> None:
+        self.entered.append(section)
+
+
+def test_sections_of_the_loop_are_told_and_an_evaluation_gets_further_with_each_forward_pass(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections, thread = _Sections(), threading.get_ident()
+    program.listeners = Listeners(program.loop, [sections])
+    seen_s: list[float] = []
+
+    def evaluate(forward_step: Any, *given: Any) -> None:
+        assert program.loop.section is Section.EVALUATION
+        for _ in range(2):
+            seen_s.append(progress_s(thread))
+            forward_step(None, None)
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(training, "save_checkpoint", lambda: None)
+    monkeypatch.setattr(training, "dummy_train_step", lambda *_: training.save_checkpoint())
+    with hooks.installed(program.listeners):
+        program.setup()
+        assert program.loop.is_first
+        program.run_iteration(1)
+        training.evaluate(program.forward_step, None)
+        assert program.train() == "trained"
+        program.listeners.suspend(4)
+    assert sections.entered == [
+        *(Section.ITERATION, Section.BETWEEN, Section.EVALUATION, Section.BETWEEN),
+        *(Section.CHECKPOINT, Section.BETWEEN, Section.ITERATION, Section.BETWEEN),
+        *(Section.EXIT, Section.SETUP),
+    ]
+    assert program.loop.num_passes == {
+        Section.ITERATION: 2,
+        Section.EVALUATION: 1,
+        Section.CHECKPOINT: 1,
+    }
+    assert seen_s[1] > seen_s[0]
+
+
+def test_read_of_a_batch_excuses_the_thread_for_less_than_the_groups_wait(
+    program: Program, loop_args: Namespace
+) -> None:
+    loop_args.distributed_timeout_seconds_after_init = 70
+
+    def look() -> Iterator[float]:
+        yield excused_until_s(threading.get_ident()) - time.monotonic()
+
+    original = RerunDataIterator.__next__
+    with hooks.installed(program.listeners):
+        assert 60 < next(RerunDataIterator(look())) <= 70
+    assert RerunDataIterator.__next__ is original
 
 
 def test_every_attempt_at_an_iteration_is_told_and_its_phases_only_once(program: Program) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.commands.report import render, summarize
+from moe_ft.commands.report import render, summarize, summarize_run
 from moe_ft.commands.report_course import Course, Median
+from moe_ft.commands.report_run import read_run
 from moe_ft.event_lines import decode
 from moe_ft.events import event_path, read_lines
 from moe_ft.faults import Phase
@@ -77,6 +78,19 @@ def test_idle_time_is_told_from_the_rank_with_the_least_to_that_with_the_most(
     summary = summarize(tmp_path)
     assert [rank.idle_s for rank in summary.ranks] == [0.2, 0.5, None]
     assert "seconds idle, by rank (median)  0.200 to 0.500" in render(summary, tmp_path)
+
+
+def test_hangs_are_counted_by_section_where_all_ranks_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0, 4.5])
+    for _ in range(2):
+        log = write_run(tmp_path, 1, [5.0])
+        log.write("hang", 1, section="evaluation", silent_s=61.4, limit_s=60.0)
+    summary = summarize_run(read_run(tmp_path, all_ranks=True))
+    assert summary.hangs == {"evaluation": 2}
+    assert summary.ranks[1].ending == "hung in its evaluation: 61 s without progress, limit 60 s"
+    assert "hangs                           2 in evaluation" in render(summary, tmp_path)
+    write_run(tmp_path, 2, [5.0])
+    assert summarize(tmp_path).hangs is None, "the last rank alone is read"
 
 
 def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:

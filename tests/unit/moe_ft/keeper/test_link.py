@@ -58,8 +58,9 @@ def test_heart_beats_until_it_is_closed() -> None:
     link = Link()
     heart = Heart(link, limit_s=1.0)
     assert link.limit_s == 0, "it is not started"
-    heart.start()
-    heart.start()  # once
+    heart.start(20.0)
+    assert link.limit_s == 20.0, "until the next call"
+    heart.start()  # there is one thread
     assert link.limit_s == 1.0
     wait_for(lambda: link.beats > 2, "beats")
     heart.close()

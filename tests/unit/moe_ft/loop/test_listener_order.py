@@ -11,13 +11,15 @@ from moe_ft.faults import Phase
 from moe_ft.loop.checkpoints import Checkpoints, PipelineLog
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.faults import Faults
+from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.metrics import Metrics
 from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.routers import Routers, SlotTables
 
+pytestmark = pytest.mark.usefixtures("loop_args")
 ALL = (
-    *(Metrics, Progress, Faults, Routers, SlotTables, Digests, PipelineLog, Checkpoints),
+    *(Hangs, Metrics, Progress, Faults, Routers, SlotTables, Digests, PipelineLog, Checkpoints),
     FailureReport,
 )
 

@@ -1,0 +1,271 @@
+"""Hangs of the training thread: a rank that gets no further, and waits for no other rank, ends itself.
+
+A thread of its own looks once a second in which section the loop is, when it last got further
+(moe_ft/files/patience.py), and where in the code it is. So a rank that waits in a collective is not blamed
+for the one that has not come. The limit is that of --moe-ft-hang-limit. `auto` learns it: see `Limits`.
+
+What this cannot see: a thread that keeps the interpreter to itself, or a process that is stopped. The zygote
+of `keep` sees that (moe_ft/keeper/link.py), and others time out.
+"""
+
+import dis
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, override
+
+import psutil
+import torch
+
+from moe_ft.config.config import RecoveryConfig
+from moe_ft.config.fields import flag_of
+from moe_ft.events import EventLog
+from moe_ft.faults import Section
+from moe_ft.files.patience import excused_until_s, progress_s
+from moe_ft.keeper.link import own_link
+from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.saying import say
+
+LOOK_S = 1.0
+FACTOR = 10  # of the longest silence so far
+NUM_ITERATIONS = 10  # of this process, before anything that was learned counts
+FLOORS_S = {
+    Section.ITERATION: 60.0,
+    Section.EVALUATION: 60.0,
+    Section.BETWEEN: 300.0,
+    Section.CHECKPOINT: 300.0,
+}
+_CLOSE_S = 5.0
+_LONGEST_LOOK_S = 5.0  # from one look to the next, of a process that runs
+# Files in which a rank waits for others by looking again and again.
+_MEETINGS = (
+    "links/signed_store.py",
+    "keeper/rounds.py",
+    "keeper/job_store.py",
+    "repair/watcher.py",
+)
+_DEBUGGERS = ("/bdb.py", "/pydevd.py")
+
+
+class Limits:
+    """Limits of silence by section, given or learned. Used by one thread.
+
+    A section has a learned limit once this process has run ten iterations and come to the end of that
+    section: ten times the longest silence in it so far, and at least its floor. Until then, and in the first
+    iteration after a start or a repair, the limit is the timeout of the groups, as for those that wait. Setup
+    and exit, of which a process has one each, have ten times that.
+    """
+
+    def __init__(self, given_s: float | None, timeout_s: float, loop: LoopState) -> None:
+        """Know nothing yet."""
+        self._given_s, self._timeout_s, self._loop = given_s, timeout_s, loop
+        self._longest_s: dict[Section, float] = {}
+
+    def learn(self, section: Section, silent_s: float) -> None:
+        """Note a silence that has ended."""
+        self._longest_s[section] = max(silent_s, self._longest_s.get(section, 0.0))
+
+    def of(self, section: Section) -> float:
+        """Return the limit of a section in seconds."""
+        passes = self._loop.num_passes
+        if self._given_s is not None:
+            return self._given_s
+        if section not in FLOORS_S:
+            return FACTOR * self._timeout_s
+        is_known = passes[section] and passes[Section.ITERATION] >= NUM_ITERATIONS
+        if self._loop.is_first or not is_known:
+            return self._timeout_s
+        return max(FLOORS_S[section], FACTOR * self._longest_s.get(section, 0.0))
+
+    def __str__(self) -> str:
+        return "auto" if self._given_s is None else f"{self._given_s:g}"
+
+
+class Silence:
+    """Time for which the training thread has got no further, and waited for nobody. Used by one thread."""
+
+    def __init__(
+        self, thread: int, loop: LoopState, limits: Limits, waits: Callable[[], bool]
+    ) -> None:
+        """Begin now; the last argument tells whether the thread waits for others."""
+        self._thread, self._loop, self._limits, self._waits = thread, loop, limits, waits
+        self._section, self._is_first = loop.section, True
+        self._seconds = 0.0
+        self._begin_s = self._looked_s = time.monotonic()
+        self._written: int | None = None
+
+    def look(self) -> float:
+        """Return the seconds so far. They begin again with whatever explains them."""
+        now_s, thread, section = time.monotonic(), self._thread, self._loop.section
+        begin_s = max(self._begin_s, excused_until_s(thread), progress_s(thread))
+        # A longer time between two looks says that this process did not run, and nothing about the thread.
+        is_explained = now_s - self._looked_s > _LONGEST_LOOK_S or (
+            now_s - begin_s > LOOK_S and (self._waits() or self._writes(now_s - begin_s))
+        )
+        begin_s, self._looked_s = now_s if is_explained else begin_s, now_s
+        if begin_s > self._begin_s:
+            if (
+                section is not Section.SETUP and not self._is_first
+            ):  # not of one that was broken off
+                self._limits.learn(self._section, self._seconds)
+            self._begin_s = begin_s
+        self._section, self._is_first = section, self._loop.is_first
+        self._seconds = max(0.0, now_s - begin_s)
+        return self._seconds
+
+    def _writes(self, silent_s: float) -> bool:
+        """Return whether a checkpoint that is soon too late has written more since the last look."""
+        limit_s = self._limits.of(self._section)
+        if self._section is not Section.CHECKPOINT or silent_s < limit_s / 2:
+            self._written = None
+            return False
+        before, self._written = self._written, written_bytes()
+        return before is not None and self._written != before
+
+
+class Hangs(LoopListener):
+    """Ends this process if its training thread hangs. Started and closed by the training thread."""
+
+    def __init__(
+        self,
+        config: RecoveryConfig,
+        loop: LoopState,
+        event_log: EventLog,
+        timeout_s: float | None,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            timeout_s: of the groups; None if the loop does not tell its sections. Then nothing is learned.
+        """
+        given_s = config.hang_limit_s
+        self._is_on = timeout_s is not None or given_s is not None
+        self._loop, self._log = loop, event_log
+        self._limits = Limits(given_s, timeout_s or 0.0, loop)
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._training_thread = 0
+        self._stream: Any = None  # of a GPU, on which this rank computes
+
+    def start(self) -> None:
+        """Begin to watch the calling thread."""
+        self._training_thread = threading.get_ident()
+        if self._is_on:
+            self._watcher = threading.Thread(target=self._watch, name="moe_ft-hangs", daemon=True)
+            self._watcher.start()
+
+    def after_setup(self, built: Built) -> None:
+        """Learn which device may be what this rank waits for."""
+        on_gpu = (each for part in built[0] for each in part.parameters() if each.is_cuda)
+        if (parameter := next(on_gpu, None)) is not None:
+            self._stream = torch.cuda.current_stream(parameter.device)
+
+    @override
+    def enter_section(self, section: Section) -> None:
+        if (link := own_link()) is not None:
+            link.section = section
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._watcher is not None:
+            self._watcher.join(_CLOSE_S)
+
+    def _watch(self) -> None:
+        silence = Silence(self._training_thread, self._loop, self._limits, self._waits)
+        while not self._ended.wait(LOOK_S):
+            section, silent_s = self._loop.section, silence.look()
+            limit_s = self._limits.of(section)
+            if silent_s >= limit_s:
+                self._end(section, silent_s, limit_s)
+
+    def _waits(self) -> bool:
+        """Return whether the thread may wait for other ranks, or for somebody who debugs it."""
+        thread = self._training_thread
+        has_device_work = self._stream is not None and not self._stream.query()
+        return has_device_work or waits_for_others(thread) or is_debugged(thread)
+
+    def _end(self, section: Section, silent_s: float, limit_s: float) -> None:
+        """Say where the training thread is, and end the process: it is replaced, or all start again."""
+        loop, rank = self._loop, self._log.rank
+        if (link := own_link()) is not None:
+            link.note_hang(silent_s)
+        say(
+            f"rank {rank} hangs in iteration {loop.iteration}, phase {loop.phase}, and ends: in its "
+            f"{section} it has made no progress for {silent_s:.1f} s, and waits for no other rank. The limit "
+            f"is {limit_s:.0f} s ({flag_of('hang_limit')}={self._limits}). It is in:\n"
+            + stack_of(self._training_thread)
+        )
+        self._log.write(
+            "hang",
+            loop.iteration,
+            section=section.value,
+            phase=loop.phase.value,
+            silent_s=silent_s,
+            limit_s=limit_s,
+        )
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def stack_of(thread: int) -> str:
+    """Return where a thread is, for people; empty if it has ended."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def waits_for_others(thread: int) -> bool:
+    """Return whether a thread is in a function of torch.distributed, or waits for what it has begun."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False
+    if _method(frame) == "wait" or frame.f_code.co_filename.endswith(_MEETINGS):
+        return True
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        if "/torch/distributed/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _method(frame: FrameType) -> str:
+    """Return the name of what a frame calls now, if it is no Python function: that has a frame of its own.
+
+    It is read from the code, not from the source, which may be on storage that does not answer.
+    """
+    names: list[str] = []  # of what is to be called, from the outermost call inwards
+    for each in dis.get_instructions(frame.f_code):
+        if each.offset > frame.f_lasti:
+            break
+        if "NULL" in each.argrepr or each.opname == "PUSH_NULL":
+            names.append(str(each.argval))
+        elif each.opname.startswith("CALL") and each.offset < frame.f_lasti and names:
+            names.pop()
+    return names[-1] if names else ""
+
+
+def is_debugged(thread: int) -> bool:
+    """Return whether a debugger is attached to this process, or a thread is in one of Python."""
+    with open("/proc/self/status") as file:
+        traced = next((line.split()[1] for line in file if line.startswith("TracerPid")), "0")
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_DEBUGGERS):
+            return True
+        frame = frame.f_back
+    return traced != "0"
+
+
+def written_bytes() -> int:
+    """Return how much this process and those that it has started have written."""
+    process, total = psutil.Process(), 0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            total += each.io_counters().write_chars
+        except psutil.Error:  # it has ended
+            continue
+    return total
