@@ -12,17 +12,22 @@ the gradients. Over iterations and rounds: median (range) of the medians of jobs
 The second table is about one peer alone: time of its processor in the thread that receives replicas, per GB
 of state (10^9 bytes) that it then has, from a rank that sends them over a loopback connection. It contains
 receiving, the optimizer's step, and the checksums of the result.
+
+The third table has all strategies, as in the first one. "memory" are the bytes of a rank's own store and of
+the replica that it keeps, "process" the largest resident set of a rank, in which these are mapped.
 """
 
 import argparse
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.conditions import conditions
@@ -37,12 +42,21 @@ from tests.unit.moe_ft.followed import SIZES, Owner
 _WARM_UP = 4  # iterations
 _STATE, _FP32, _BF16 = "state", "gradients in fp32", "gradients in bf16"
 _JOBS = {_STATE: ("state", False), _FP32: ("gradients", False), _BF16: ("gradients", True)}
+_INTERVAL = ("--moe-ft-interval", "1")
+_STRATEGIES = {
+    "dense": ("--moe-ft-strategy", "dense", *_INTERVAL),
+    "partial": ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", *_INTERVAL),
+    "sparse": ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
+    "selective": ("--moe-ft-strategy", "selective", *_INTERVAL),
+}
 _PEERS = {_STATE: torch.float32, _FP32: torch.float32, _BF16: torch.bfloat16}
 _COMMAND = "python -m benchmarks.gradient_replicas"
 
 
-def train(name: str, num_iterations: int, folder: Path) -> dict[str, float]:
-    """Train once, and return bytes, seconds and stall of an iteration, the medians of all."""
+def train(
+    name: str, num_iterations: int, folder: Path, strategy: Sequence[str] = _STRATEGIES["dense"]
+) -> dict[str, float]:
+    """Train once; return bytes, seconds and stall of an iteration, medians of all, and host memory."""
     what, is_reduced_in_bf16 = _JOBS[name]
     model = {
         "train_iters": num_iterations,
@@ -53,10 +67,11 @@ def train(name: str, num_iterations: int, folder: Path) -> dict[str, float]:
     }
     flags = [
         *(*model_flags(**model), *layout_flags({"ep": 2}), *event_flags(folder / "events")),
-        *("--moe-ft-strategy", "dense", "--moe-ft-job-id", "bench"),
+        *(*strategy, "--moe-ft-job-id", "bench"),
         *("--moe-ft-memory-dir", str(folder / "memory"), "--moe-ft-replicate", what),
     ]
-    run_training(flags, NUM_RANKS, log_dir=folder / "log", nodes=TWO_NODES).check()
+    with watched(folder / "memory") as seen:
+        run_training(flags, NUM_RANKS, log_dir=folder / "log", nodes=TWO_NODES).check()
     sent, ended = (
         [
             line
@@ -71,8 +86,49 @@ def train(name: str, num_iterations: int, folder: Path) -> dict[str, float]:
         "send": median(1000 * line["seconds"] for line in sent),
         "stall": median(1000 * line["stall_s"] for line in ended),
         "iteration": median(1000 * line["iteration_s"] for line in ended),
+        "followed": median(line["followed"] for line in sent),
+        "memory": seen["memory"] / NUM_RANKS,
+        "process": seen["process"],
         "state": sum(line["state_bytes"] > 0 for line in sent) / len(sent),
     }
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[dict[str, int]]:
+    """Yield the most bytes of a folder, and of a process that maps files in it, seen until the end."""
+    seen, should_end = {"memory": 0, "process": 0}, threading.Event()
+
+    def watch() -> None:
+        while not should_end.wait(0.5):
+            with suppress(OSError):  # what is removed meanwhile
+                sizes = [each.stat().st_size for each in folder.rglob("*") if each.is_file()]
+                seen["memory"] = max(seen["memory"], sum(sizes))
+            for process in psutil.Process().children(recursive=True):
+                with suppress(OSError, psutil.Error):
+                    if str(folder) in Path(f"/proc/{process.pid}/maps").read_text():
+                        seen["process"] = max(seen["process"], process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        should_end.set()
+        thread.join()
+
+
+def table_of_strategies(num_iterations: int) -> str:
+    """Return bytes, stall and host memory of all strategies, as state and as gradients."""
+    rows = []
+    for strategy, flags in _STRATEGIES.items():
+        for name in (_STATE, _FP32) if strategy != "sparse" else (_STATE,):
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                found = train(name, num_iterations, Path(folder), flags)
+            numbers = [f"{found['bytes'] / 1e6:.2f}", f"{found['followed']:.0f}"]
+            numbers += [f"{found['stall']:.1f}", f"{found['memory'] / 1e6:.1f}"]
+            rows.append((strategy, name, *numbers, f"{found['process'] / 1e6:.0f}"))
+    headers = ["strategy", "sent", "MB", "followed", "stall, ms", "memory, MB", "process, MB"]
+    return markdown_table(rows, headers)
 
 
 def table_of_jobs(rounds: int, num_iterations: int) -> str:
@@ -151,14 +207,18 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog=_COMMAND)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=30, help="of a job")
+    parser.add_argument("--only-strategies", action="store_true", help="the third table alone")
     parser.add_argument("--factor", type=int, default=20_000, help="size of the peer's replica")
     options = parse_options(parser, words, rounds=1, iterations=8, factor=100)
     say = conditions("2 ranks (ep 2), each on a node of its own; both nodes are this machine.")
+    if options.only_strategies:
+        show([say, table_of_strategies(options.iterations)], options.output)
+        return
     jobs = table_of_jobs(options.rounds, options.iterations)
     peers = table_of_peers(options.factor, 2 if options.quick else 10)
     size_mb = 12 * options.factor * sum(SIZES.values()) / 1e6
     about = f"A replica of {size_mb:,.0f} MB, one thread:"
-    show([say, jobs, about, peers], options.output)
+    show([say, jobs, about, peers, table_of_strategies(options.iterations)], options.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens that a failure loses at equal bytes: round robin, Algorithm 1 of MoEtion, and tokens x age.
+"""Tokens that a failure loses at equal bytes: round robin, Algorithm 1, tokens x age, followed experts.
 
     python -m benchmarks.selective_routing TRACE.npz [--iterations N] [--output FILE.md]
     python -m benchmarks.selective_routing --quick
@@ -6,6 +6,8 @@
 The trace is that of benchmarks/partial_routing.py, played back from its beginning and from its middle on.
 Each expert-parallel rank saves equally many experts in every iteration: in turn, which is what `partial` does
 by default, or by the rules of strategies/selective/selection.py. Everything is saved at the beginning.
+"followed" is what peers have with --moe-ft-replicate gradients: fp32 gradients of the most popular experts in
+every iteration, at a third of the bytes of their state, and the others by tokens x age with the rest.
 """
 
 import argparse
@@ -20,12 +22,14 @@ import numpy.typing as npt
 from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.routing_trace import draw_routing, load_routing
 from moe_ft.planning.experts import Counts, ExpertLayout
-from moe_ft.strategies.rotating import Selection, Versions
+from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
 from moe_ft.strategies.selective.config import AGE, PAPER, SelectiveConfig
 from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, select
+from moe_ft.strategies.selective.strategy import SelectiveStrategy
 
 EP_SIZE = 8
 PERCENT = (3.125, 6.25, 12.5, 25.0, 37.5, 50.0)
+_SIZE = 12  # of an expert, so that its gradient is whole
 _WARM_UP = 50  # iterations that are left out of means
 
 Choose = Callable[[Need, int], Selection]  # from the number of the snapshot
@@ -69,13 +73,35 @@ def play(routed: Counts, choose: Choose) -> Outcome:
     return Outcome(lost=float(np.mean(lost)), unsaved=float(np.mean(unsaved)), oldest=oldest)
 
 
-def rules(experts: ExpertLayout, count: int) -> dict[str, Choose]:
+def following(experts: ExpertLayout, loads: RankLoads, budget_bytes: int, routed: Counts) -> Choose:
+    """Return what peers get of a trace if they follow experts; memory gets everything."""
+    names = [f"layer.{layer}" for layer in range(experts.num_layers)]
+    run = PlannedRun(interval=1, planned_tokens=1, tokens_per_iteration=1)
+    options = SelectiveConfig(local_budget=f"{1 << 40}", remote_budget=f"{budget_bytes}")
+    strategy = SelectiveStrategy(
+        *((), (), names, experts, options, run, loads, 0), has_peers=True, are_followed=True
+    )
+    everything = as_selection(range(experts.num_layers * experts.num_experts), experts)
+
+    def choose(need: Need, turn: int) -> Selection:
+        strategy.add_tokens(routed[turn + 1] - routed[turn])
+        window = strategy.plan_window(turn + 1)
+        strategy.note_begun(window)
+        strategy.note_complete(window, turn + 1)
+        strategy.note_sent(window)
+        found: Selection | None = window.memo.remote
+        return everything if found is None else found
+
+    return choose
+
+
+def rules(experts: ExpertLayout, count: int, routed: Counts) -> dict[str, Choose]:
     """Return each rule with which every expert-parallel rank saves so many experts."""
     number = np.arange(experts.num_layers * experts.num_experts)
     owners = number % experts.num_experts // experts.num_local
-    costs: npt.NDArray[np.int64] = (owners == np.arange(experts.ep_size)[:, None]).astype(np.int64)
+    costs: npt.NDArray[np.int64] = _SIZE * (owners == np.arange(experts.ep_size)[:, None])
     loads = RankLoads([0] * experts.ep_size, costs)
-    rooms = loads.rooms(count)
+    rooms = loads.rooms(_SIZE * count)
     limit = SelectiveConfig().age_limit
 
     def in_turn(need: Need, turn: int) -> Selection:
@@ -95,6 +121,7 @@ def rules(experts: ExpertLayout, count: int) -> dict[str, Choose]:
         "Algorithm 1": by(PAPER, limit),
         "tokens x age": by(AGE, limit),
         "tokens x age, no limit": by(AGE, 10**9),
+        "followed": following(experts, loads, _SIZE * count, routed),
     }
 
 
@@ -107,7 +134,7 @@ def compare(routed: Counts) -> str:
     for percent in PERCENT:
         count = max(1, round(per_rank * percent / 100))
         first: Outcome | None = None
-        for name, choose in rules(experts, count).items():
+        for name, choose in rules(experts, count, routed).items():
             found = play(routed, choose)
             first = first or found
             rows.append(

@@ -149,8 +149,9 @@ def _build_writer(
     pool = context.memory.pool
     sender = gradients = None
     if replicator is not None and settings.keeps_gradients:
-        always = [each for each in context.parameters if each.unit in strategy.always]
-        gradients = GradientCapture(always)
+        units = {*strategy.always, *strategy.followable}
+        parameters = [each for each in context.parameters if each.unit in units]
+        gradients = GradientCapture(parameters, strategy.followable)
     if replicator is not None:
         sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock)
     return SnapshotWriter(

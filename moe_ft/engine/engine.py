@@ -213,7 +213,7 @@ class CheckpointEngine:
     def note_reduced_gradients(self, iteration: int) -> None:
         """Note that gradients are reduced, before they are scaled and clipped; they lead to an iteration."""
         if self._gradients is not None:
-            self._gradients.note_reduced(iteration)
+            self._gradients.note_reduced(iteration, self._strategy.followed)
 
     def note_final_gradients(self, iteration: int, grad_norm: float | None) -> None:
         """Keep what the optimizer step that begins now gets, for peers; it leads to an iteration."""

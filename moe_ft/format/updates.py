@@ -52,11 +52,13 @@ class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         base_iteration: of the state that the step begins with.
         slices: in the order of the gradients that follow.
+        units: names of the units in slots that it makes, besides the region.
     """
 
     base_iteration: Count
     steps: tuple[AdamStep, ...] = ()
     slices: tuple[GradientSlice, ...] = ()
+    units: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

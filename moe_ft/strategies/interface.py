@@ -126,12 +126,14 @@ class Measured:
         copied_bytes: that it can copy while forward and backward run.
         flow_bytes: that it can commit and replicate.
         committed_bytes, sent_bytes: that it can commit, and send to its peers, each on its own.
+        can_follow: whether its peers can make replicas of gradients.
     """
 
     copied_bytes: float | None = None
     flow_bytes: float | None = None
     committed_bytes: float | None = None
     sent_bytes: float | None = None
+    can_follow: bool = True
 
 
 PlanBreakpoint = Callable[[Callable[[], Counts | None]], SnapshotPlan]
@@ -159,6 +161,16 @@ class Strategy(ABC):
     @abstractmethod
     def always(self) -> Collection[UnitId]:
         """Units of this rank that every window holds."""
+
+    @property
+    def followable(self) -> Collection[UnitId]:
+        """Rotating units of this rank that peers may ever follow by gradients."""
+        return ()
+
+    @property
+    def followed(self) -> Collection[UnitId]:
+        """Rotating units of this rank that peers follow in the next step: the next snapshot has them."""
+        return ()
 
     @property
     def memory_margin(self) -> float:
@@ -320,7 +332,8 @@ class StrategyKind(ABC):
         replays: whether a recovery runs iterations again. Their settings must then be those of the run.
         leaves_out_frozen: whether parameters that are not trained are in no unit.
         follows_gradients: whether peers can make its replicas of gradients: every snapshot is a window, and
-            the region of each holds the same units at FULL. What lies in slots is sent as state.
+            the region of each holds the same units at FULL. Of what lies in slots `Strategy.followed` is
+            made of gradients too.
         adaptive_with: flags that make `can_shard_adaptively` true; empty if none do.
         memory_remedy: what makes snapshots smaller, as a sentence; empty if nothing does.
     """

@@ -89,12 +89,13 @@ def test_replica_made_of_gradients_is_the_state_of_its_owner_bit_for_bit(
 
 
 # A rank has 150 kB besides 4 experts of 37 kB each.
+SELECTIVE = (
+    *("--moe-ft-strategy", "selective"),
+    *("--moe-ft-local-budget", "265000", "--moe-ft-remote-budget", "140000"),
+)
 TURNS = {
     "partial": (*PARTIAL, "--moe-ft-k-snapshot", "1"),
-    "selective": (
-        *("--moe-ft-strategy", "selective"),
-        *("--moe-ft-local-budget", "260000", "--moe-ft-remote-budget", "220000"),
-    ),
+    "selective": (*SELECTIVE, "--moe-ft-selective-rule", "paper"),
 }
 
 
@@ -169,3 +170,39 @@ def test_lost_message_costs_a_whole_state_and_then_gradients_follow_again(
     after = [line for at, line in sent.items() if at > 6 and not line["fallbacks"]]
     assert after
     assert all(line["gradient_bytes"] for line in after)
+
+
+def slots(memory: Path, pattern: str) -> Iterator[tuple[tuple[int, str, int], bytes]]:
+    """Yield rank, unit and iteration of the newest versions in slots, with their bytes."""
+    newest: dict[int, tuple[Path, Index]] = {}
+    for path in memory.glob(f"*/{pattern}/region_*.json"):
+        index = decode(path.read_bytes(), Index, str(path))
+        if index.iteration > (newest[index.rank][1].iteration if index.rank in newest else 0):
+            newest[index.rank] = path, index
+    for rank, (path, index) in newest.items():
+        for name, unit in index.units.items():
+            if unit.file:
+                content = path.with_name(unit.file).read_bytes()
+                yield (rank, name, unit.iteration), content[unit.offset :][: unit.num_bytes]
+
+
+@pytest.mark.parametrize("length", share_of([24, 250], 24))
+def test_experts_that_peers_follow_are_those_of_their_owners_bit_for_bit_and_come_back(
+    job: CheckpointJob, length: int
+) -> None:
+    set_model(job, FP16, 2 * length)
+    flags = (*SELECTIVE, "--moe-ft-interval", "1", *FOLLOWED)
+    job.run(*flags, "--exit-interval", str(length), nodes=TWO_NODES).check()
+    memory = job.memory_dir / "test"
+    own, kept = (dict(slots(memory, each)) for each in ("rank_?????", "*_at_*"))
+    newest = max(iteration for _, _, iteration in kept)
+    at_newest = {each for each in kept if each[2] == newest}
+    assert {rank for rank, _, _ in at_newest} == {0, 1}
+    assert {each: kept[each] for each in at_newest} == {each: own[each] for each in at_newest}
+    for rank in range(NUM_RANKS):
+        sent = [line for line in check_sent(job, rank) if line["followed"]]
+        assert len(sent) > length // 3
+    shutil.rmtree(memory / "node1")
+    job.resume(*flags, nodes=TWO_NODES)
+    recovery = job.events("recovery", 1)[-1]
+    assert (recovery["restored_iteration"], recovery["sources"]["peer"] > 0) == (newest, True)

@@ -40,10 +40,10 @@ def step_repeated_twice(patches: Patches) -> None:
 
 @of_group(OF_UPDATES)
 def step_from_another_base(patches: Patches) -> None:
-    """A peer steps from what lies in the region that it fills: the iteration before the last one."""
+    """A peer steps from what lies in the memory that it fills: the iteration before the last one."""
     original = Repetition.run
 
-    def run(self: Repetition, source: memoryview, target: memoryview, receive: Any) -> None:
+    def run(self: Repetition, source: Any, target: Any, receive: Any) -> None:
         original(self, target, target, receive)
 
     patches.set(Repetition, "run", run)
@@ -138,3 +138,29 @@ def versions_of_peers_overwritten(patches: Patches) -> None:
     """Slots with the versions that peers have count as free as soon as there are newer ones."""
     original = WindowStore._commit
     patches.set(WindowStore, "_commit", lambda self, region, retained: original(self, region, {}))
+
+
+@of_group(OF_BUDGETS)
+def followed_expert_made_in_place(patches: Patches) -> None:
+    """A peer makes the next version of an expert where the one before lies."""
+    original = adam._slots
+
+    def slots(memory: Any, index: Index, names: Any) -> Any:
+        found = original(memory, index, names)
+        region = next((each for each in memory.regions if each.iteration is not None), None)
+        if region is None or not region.iteration:
+            return found
+        return original(memory, region.index(Index), names)
+
+    patches.set(adam, "_slots", slots)
+
+
+@of_group(OF_BUDGETS)
+def followed_expert_left_out_of_a_snapshot(patches: Patches) -> None:
+    """Snapshots hold the experts that have their turn, also where peers follow others."""
+    original = SelectiveStrategy._select_local
+
+    def select_local(self: SelectiveStrategy, now: Any, follow: Any) -> Any:
+        return original(self, now, type(follow)())
+
+    patches.set(SelectiveStrategy, "_select_local", select_local)

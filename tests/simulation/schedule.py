@@ -217,6 +217,7 @@ def draw(
     setup = variations.add_selective(setup, budgets, is_certain=is_selective)
     if is_selective:
         faults = _draw_deaths(setup, budgets)
+    setup = variations.add_followed_experts(setup, random.Random(f"followed experts {seed}"))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 

@@ -181,6 +181,13 @@ def with_followers(setup: Setup, *, is_made_possible: bool) -> Setup:
     return changed
 
 
+def add_followed_experts(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup in which half of the jobs with budgets follow by gradients, where these can be."""
+    if setup.strategy != "selective" or rng.random() < 0.5:
+        return setup
+    return with_followers(setup, is_made_possible=False)
+
+
 def with_many_ranks(setup: Setup, rng: random.Random) -> Setup:
     """Return a job of more ranks than a group of the agreement has, as it is without changes."""
     dp = rng.choice((9, 10, 12))

@@ -32,7 +32,8 @@ from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadli
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.snapshots.job import ReplicationResult
-from moe_ft.engine.updates.following import Followers, LentUpdate, Sent, fields_of
+from moe_ft.engine.updates import following
+from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.patience import waiting
@@ -102,7 +103,7 @@ class PeerConnection:
 
         Args:
             slots: names of units of the pool, which are sent too.
-            update: is sent with its gradients in place of the region.
+            update: is sent with its gradients in place of the region and the slots that it makes.
 
         Returns:
             Why the peer wants the region after all; empty if it has committed the replica.
@@ -129,6 +130,8 @@ class PeerConnection:
         if update is not None:
             assert replica.lent is not None
             data = replica.lent.gradients
+            num_made_bytes += sum(index.units[name].num_bytes for name in update.units)
+            slots = [name for name in slots if name not in update.units]
         request = Put(
             index.rank,
             replica.keep_iteration,
@@ -273,6 +276,7 @@ class PeerReplicator:
 
     Attributes:
         most_bytes: the most that a peer got of the last snapshot, in slots too.
+        can_follow: False once a peer computes other bits than this rank.
     """
 
     def __init__(
@@ -293,7 +297,7 @@ class PeerReplicator:
         self._versions: Versions[int, tuple[int, str], tuple[int, str]] = Versions()  # by rank
         self._followers = Followers(reports)
         self._is_lacking_address = len(self._pairs) < len(peers)
-        self.most_bytes = 0
+        self.most_bytes, self.can_follow = 0, True
 
     def replicate(self, replica: Replica) -> bool:
         """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
@@ -308,12 +312,13 @@ class PeerReplicator:
             if replica.peers is None or rank in replica.peers
         }
         reached = {rank: each for rank, each in sent.items() if each is not None}
+        self.can_follow = self._followers.can_follow
         self.most_bytes = max((each.num_bytes for each in reached.values()), default=0)
         if reached:
             self._reports.add(
                 "replicate",
                 index.iteration,
-                **fields_of(reached),
+                **following.fields_of(reached),
                 seconds=self._clock.perf_counter() - start,
                 num_units=sum(1 for _ in index.entries()),
                 peers=[*reached],
@@ -336,19 +341,17 @@ class PeerReplicator:
             in_region = [units[each].offset for each in lacking if not units[each].file]
             if min(in_region, default=replica.start_byte) < replica.start_byte:
                 replica = replace(replica, start_byte=0)
-            is_empty = all(unit.file for unit in units.values())  # other ranks save its state
+            made = following.made_slots(replica.lent)
+            # Other ranks save the state outside experts, and no expert is followed.
+            is_empty = not made and all(unit.file for unit in units.values())
             sent = self._followers.send(
                 rank,
                 None if is_empty else replica.lent,
                 replica.keep_iteration,
-                {
-                    version[0]
-                    for each, version in self._versions.known(rank).items()
-                    if each not in units or not units[each].file
-                },
+                following.known_bases(self._versions.known(rank), units, made, iteration),
                 lambda update: pair.connection.put(replica, slots, self._phase_hook, update),
                 replica.end_byte - replica.start_byte,
-                sum(replica.index.units[name].num_bytes for name in slots),
+                {name: replica.index.units[name].num_bytes for name in slots},
             )
         except Exception as error:  # of the network, the peer, or an injected one
             pair.fail()
@@ -433,6 +436,7 @@ class ReplicaSender:
             is_protected=is_protected,
             seconds=self._clock.perf_counter() - start,
             num_bytes=self._replicator.most_bytes,
+            can_follow=self._replicator.can_follow,
         )
 
     def _send_recovered(self, replica: Replica) -> None:

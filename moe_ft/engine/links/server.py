@@ -6,7 +6,7 @@ listener.py lets connections in. The memory itself is memory/rank_memory.py.
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +37,7 @@ from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.index import Index, check_units
+from moe_ft.format.updates import decode_update
 
 _MAX_INDEX_BYTES = 1 << 30
 
@@ -74,33 +75,36 @@ class ReplicaKeeper:
                 f"expected {f'at most {region_bytes} bytes' if memory else 'none'}"
             )
         with self._alone(request.source):
-            made_bytes = region_bytes if request.update_bytes else 0
+            slot_bytes = memory.pool.num_bytes if memory.pool else 0
+            made_bytes = region_bytes + slot_bytes if request.update_bytes else 0
             body_bytes = request.data_bytes + request.slot_bytes
             sent_bytes = request.update_bytes + request.gradient_bytes + body_bytes
             deadline = Deadline.for_bytes(sent_bytes + made_bytes)
             update = receive(connection, request.update_bytes, deadline)
             try:
                 index = decode(bytes(content), Index, f"the index of rank {request.source}")
-                self._check_is_expected(index, request, region_bytes)
-                continues, sent = request.start_byte > 0, request.slots
+                step = decode_update(update) if update else None
+                made = step.units if step else ()
+                self._check_is_expected(index, request, region_bytes, made)
+                continues, sent = request.start_byte > 0, {*request.slots, *made}
                 region, index = memory.begin(
                     index, sent, request.keep_iteration, continues=continues
                 )
-                step = None
-                if update:
+                repeat = None
+                if step is not None:
                     num_bytes = request.gradient_bytes
-                    step = begin_repetition(update, num_bytes, memory, region, index)
+                    repeat = begin_repetition(step, num_bytes, memory, region, index)
             except (OSError, SnapshotError) as error:
                 pass_over(connection, request.gradient_bytes, deadline)
                 connection.receive_body([body_bytes], body_bytes, deadline)
                 return Reply(error=str(error), wants_state=bool(update))
-            if step is not None:
-                step(lambda gradients: connection.receive_into(gradients, deadline))
+            if repeat is not None:
+                repeat(lambda gradients: connection.receive_into(gradients, deadline))
             contents = {"": memoryview(region.mapping)}
-            if memory.pool is not None and request.slots:
+            if memory.pool is not None and sent:
                 contents[memory.pool.name] = memoryview(memory.pool.mapping)
             connection.receive_body(_targets(request, index, contents), body_bytes, deadline)
-            error_text = self._commit(request, index, memory, region, contents)
+            error_text = self._commit(request, index, memory, region, contents, sent)
             return Reply(error=error_text, wants_state=bool(error_text and update))
 
     @contextmanager
@@ -115,7 +119,9 @@ class ReplicaKeeper:
         finally:
             lock.release()
 
-    def _check_is_expected(self, index: Index, request: Put, region_bytes: int) -> None:
+    def _check_is_expected(
+        self, index: Index, request: Put, region_bytes: int, made: Collection[str]
+    ) -> None:
         """Raise CorruptStateError for what another rank wrote, or what its sender has given up since."""
         if index.rank != request.source:
             raise CorruptStateError(
@@ -128,6 +134,8 @@ class ReplicaKeeper:
             )
         sizes = {name: unit.num_bytes for name, unit in index.units.items() if unit.file}
         names = set(request.slots)
+        if not names.isdisjoint(made):
+            raise CorruptStateError("an update and a slot that it makes")
         if request.update_bytes and (request.start_byte or request.data_bytes):
             raise CorruptStateError("an update and a stretch of the region that it makes")
         if names - sizes.keys() or request.slot_bytes != sum(sizes[name] for name in names):
@@ -143,12 +151,13 @@ class ReplicaKeeper:
         memory: ReplicaStore,
         region: Region,
         contents: Mapping[str, memoryview],
+        sent: Collection[str],
     ) -> str:
         """Check what arrived and make it a replica; return what is wrong with it."""
         arrived = [
             (name, unit)
             for name, unit in index.entries()
-            if (unit.offset >= request.start_byte if not unit.file else name in request.slots)
+            if (unit.offset >= request.start_byte if not unit.file else name in sent)
         ]
         try:
             check_units(index, contents, f"rank {request.source}", arrived)

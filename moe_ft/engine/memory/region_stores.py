@@ -208,7 +208,7 @@ class ReplicaStore(RegionStore):
         What names the memory that it fills is gone then.
 
         Args:
-            sent: units of the sender's pool that come with it.
+            sent: units of the sender's pool that come with it, or that a step makes here.
             keep_iteration: the last iteration of the window that must not be overwritten.
             continues: whether it adds a snapshot to the region that has those before.
 
@@ -267,6 +267,11 @@ class ReplicaStore(RegionStore):
             if region is not target and region.iteration == iteration:
                 return region, region.index(Index)
         raise CorruptStateError(f"iteration {iteration}, on which an update builds, is not here")
+
+    def is_filled(self, unit: UnitEntry) -> bool:
+        """Return whether a slot is being filled; what lies in any other one must stay."""
+        extents = self._slots({"": unit})
+        return not self._store.filling.isdisjoint(extents)
 
     def commit(self, region: Region, index: Index) -> None:
         """Make what arrived a replica; raises OSError if its index has no room."""

@@ -70,11 +70,16 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicationResult:
-    """Outcome of sending a snapshot: whether all peers have it, and the most bytes that one of them got."""
+    """Outcome of sending a snapshot: whether all peers have it, and the most bytes that one of them got.
+
+    Attributes:
+        can_follow: whether peers can make replicas of gradients, as far as is known.
+    """
 
     is_protected: bool
     seconds: float
     num_bytes: int = 0
+    can_follow: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +160,8 @@ class SnapshotJob:
         result, num_bytes = self.result.result(), self.request.num_bytes
         profile.note(num_bytes, result.copy_s, result.commit_s, self.replicate_s)
         if self._replication is not None:
-            profile.note_sent(self._replication.result().num_bytes, self.replicate_s)
+            sent = self._replication.result()
+            profile.note_sent(sent.num_bytes, self.replicate_s, can_follow=sent.can_follow)
 
     @property
     def complete_s(self) -> float:

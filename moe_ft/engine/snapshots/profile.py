@@ -106,6 +106,7 @@ class SnapshotProfile:
         self._flow_rate: deque[float] = deque(maxlen=_WINDOW)
         self._commit_rate: deque[float] = deque(maxlen=_WINDOW)
         self._send_rate: deque[float] = deque(maxlen=_WINDOW)
+        self._can_follow = True
 
     def note_iteration(self, seconds: float) -> None:
         """Note the time of an iteration."""
@@ -122,8 +123,13 @@ class SnapshotProfile:
             self._flow_rate.append(num_bytes / max(commit_s, replicate_s, copy_s))
             self._commit_rate.append(num_bytes / max(commit_s, copy_s))
 
-    def note_sent(self, num_bytes: int, seconds: float) -> None:
-        """Note what sending a snapshot to all peers took, and the bytes of it that a peer got."""
+    def note_sent(self, num_bytes: int, seconds: float, *, can_follow: bool = True) -> None:
+        """Note what sending a snapshot to all peers took, and the bytes of it that a peer got.
+
+        Args:
+            can_follow: whether peers can make replicas of gradients.
+        """
+        self._can_follow = can_follow
         if seconds > 0 and num_bytes > 0:
             self._send_rate.append(num_bytes / seconds)
 
@@ -157,6 +163,7 @@ class SnapshotProfile:
             flow_bytes=self.flow_bytes,
             committed_bytes=self._in_an_iteration(self._commit_rate),
             sent_bytes=self._in_an_iteration(self._send_rate),
+            can_follow=self._can_follow,
         )
 
     def expected_stall_s(self, num_bytes: int) -> float:

@@ -1,13 +1,14 @@
 """Makes the next version of a replica: a peer repeats the owner's optimizer step on its own copy.
 
-The step goes from one region to another, because the version before must stay until all ranks have the next
-one. The operations are those of torch's Adam on a CPU in their order, so the bits are the owner's too. What
-proves it are the checksums of the owner's index, which the caller compares (engine/links/server.py).
+The step goes from one region to another, and from one slot of the pool to another, because the version before
+must stay until all ranks have the next one. The operations are those of torch's Adam on a CPU in their
+order, so the bits are the owner's too. What proves it are the checksums of the owner's index, which the
+caller compares (engine/links/server.py).
 
 Source: MoEtion, Algorithm 3.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.format.entries import TensorEntry, UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.packings import Packing
-from moe_ft.format.updates import AdamStep, Update, decode_update
+from moe_ft.format.updates import AdamStep, Update
 
 # Numbers in a block: with everything that a step reads and writes it fits into a core's cache. A pass over
 # whole arrays takes twice as long.
@@ -27,11 +28,15 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 Receive = Callable[[memoryview], None]  # fills a buffer with the next bytes
-_Places = dict[str, int]  # offsets in a region, by key of the tensor
+Parts = Mapping[
+    str, memoryview
+]  # memory of units in slots by their names, and the region as REGION
+REGION = ""
+_Places = dict[str, int]  # offsets in a part, by key of the tensor
 
 
 class Repetition:
-    """One step that is repeated from a region that holds the state before it.
+    """One step that is repeated from memory that holds the state before it.
 
     Raises CorruptStateError, before anything is received, if the two indexes or the update do not fit.
     """
@@ -41,12 +46,16 @@ class Repetition:
         self._update = update
         self._raw = torch.empty(4 * BLOCK, dtype=torch.uint8)
         self._gradient, self._denominator = torch.empty(BLOCK), torch.empty(BLOCK)
-        _check_layouts(base, index)
+        _check_layouts(base, index, update)
         units = [unit for _, unit in index.entries() if not unit.file]
-        self._end = max((unit.offset + unit.num_bytes for unit in units), default=0)
-        self._end = max(self._end, index.header_bytes)
-        tensors = dict(_tensors(units))
-        self._places: list[_Places] = []
+        end = max((unit.offset + unit.num_bytes for unit in units), default=0)
+        self._ends = {REGION: max(end, index.header_bytes)}
+        tensors = {place: (REGION, at) for place, at in _tensors(units)}
+        for name in update.units:
+            unit = index.units[name]
+            self._ends[name] = unit.num_bytes
+            tensors |= {place: (name, at - unit.offset) for place, at in _tensors([unit])}
+        self._places: list[tuple[str, _Places]] = []
         for each in update.slices:
             found = {
                 key: tensors.pop((each.parameter, each.start, each.end, key), None) for key in _KEYS
@@ -56,27 +65,35 @@ class Repetition:
                 raise CorruptStateError(
                     f"the replica has no fp32 state of {each.parameter}[{each.start}:{each.end}]"
                 )
-            self._places.append(places)
+            part = places[_KEYS[0]][0]
+            self._places.append((part, {key: at for key, (_, at) in places.items()}))
 
-    def run(self, source: memoryview, target: memoryview, receive: Receive) -> None:
-        """Fill a region from another one and the gradients, which are received in their order."""
-        covered = []
-        for each, places in zip(self._update.slices, self._places, strict=True):
+    def run(self, source: Parts, target: Parts, receive: Receive) -> None:
+        """Fill memory from other memory and the gradients, which are received in their order.
+
+        Args:
+            target: without the units of which the version to be made is there already.
+        """
+        covered: dict[str, list[tuple[int, int]]] = {part: [] for part in self._ends}
+        for each, (part, places) in zip(self._update.slices, self._places, strict=True):
             step, count = self._update.steps[each.step], each.end - each.start
-            covered += [(at, at + 4 * count) for at in places.values()]
+            covered[part] += [(at, at + 4 * count) for at in places.values()]
             for first in range(0, count, BLOCK):
                 num = min(BLOCK, count - first)
                 gradient = self._receive(step, num, receive)
+                if part not in target:
+                    continue
                 before, after = (
-                    tuple(_numbers(region, places[key] + 4 * first, num) for key in _KEYS)
-                    for region in (source, target)
+                    tuple(_numbers(memory[part], places[key] + 4 * first, num) for key in _KEYS)
+                    for memory in (source, target)
                 )
                 repeat_step(before, gradient, after, step, self._denominator[:num])
         # The header, gaps, and what no step changes: all of it counts in checksums.
-        at = 0
-        for start, end in [*sorted(covered), (self._end, self._end)]:
-            target[at:start] = source[at:start]
-            at = end
+        for part, content in target.items():
+            at, end = 0, self._ends[part]
+            for start, after_it in [*sorted(covered[part]), (end, end)]:
+                content[at:start] = source[part][at:start]
+                at = after_it
 
     def _receive(self, step: AdamStep, num: int, receive: Receive) -> torch.Tensor:
         """Return the next gradients as the owner's optimizer gets them."""
@@ -90,29 +107,42 @@ class Repetition:
 
 
 def begin_repetition(
-    content: bytes | bytearray,
+    update: Update,
     num_bytes: int,
     memory: ReplicaStore,
     target: Region,
     index: Index,
 ) -> Callable[[Receive], None]:
-    """Return what makes the state of an index in a region, of what memory holds and what it receives.
+    """Return what makes the state of an index in a region and slots, of what memory holds and receives.
 
     Args:
-        content: an encoded update.
         num_bytes: that are to be received.
+        target: begun for this index, whose units have their places in the pool.
 
     Raises:
         CorruptStateError: if the state before is not here, or does not fit.
     """
-    update = decode_update(content)
     if update.num_bytes != num_bytes:
         raise CorruptStateError(
             f"{num_bytes} bytes of gradients, and an update of {update.num_bytes}"
         )
     region, base = memory.base(update.base_iteration, target)
     repetition = Repetition(update, base, index)
-    return partial(repetition.run, region.view, target.view)
+    source = {REGION: region.view, **_slots(memory, base, update.units)}
+    new = [name for name in update.units if memory.is_filled(index.units[name])]
+    made = {REGION: target.view, **_slots(memory, index, new)}
+    return partial(repetition.run, source, made)
+
+
+def _slots(memory: ReplicaStore, index: Index, names: Iterable[str]) -> dict[str, memoryview]:
+    """Return the memory of units in slots, by name."""
+    units = {name: index.units[name] for name in names}
+    pool = memory.pool
+    return {
+        name: pool.view[unit.offset : unit.offset + unit.num_bytes]
+        for name, unit in units.items()
+        if pool is not None
+    }
 
 
 Moments = tuple[torch.Tensor, ...]  # masters, first and second moments, flat
@@ -154,8 +184,16 @@ def _tensors(units: list[UnitEntry]) -> Iterator[tuple[tuple[str, int, int, str]
                 yield place, unit.offset + tensor.offset
 
 
-def _check_layouts(base: Index, index: Index) -> None:
-    """Raise CorruptStateError unless the region of one index lies like that of the other."""
+def _check_layouts(base: Index, index: Index, update: Update) -> None:
+    """Raise CorruptStateError unless what a step makes lies like what it begins with."""
+    for name in update.units:
+        before, unit = base.units.get(name), index.units.get(name)
+        if before is None or unit is None or not before.file or not unit.file:
+            raise CorruptStateError(f"unit {name}, which an update makes, has no slot")
+        if before.iteration != update.base_iteration or before.tensors != unit.tensors:
+            raise CorruptStateError(
+                f"unit {name}, which an update makes, is here as of iteration {before.iteration}"
+            )
     if _layout(base) != _layout(index):
         raise CorruptStateError(
             f"iteration {base.iteration} does not lie in its region as iteration {index.iteration} does"

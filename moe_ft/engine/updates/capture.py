@@ -5,7 +5,7 @@ copied once, before the optimizer steps: 4 bytes of each parameter, 2 where grad
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ from moe_ft.state.gradients import (
     is_raw,
 )
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.units import UnitId
 
 _FIRST = "the optimizer has not stepped before"
 
@@ -35,10 +36,20 @@ class _Buffer:
 class GradientCapture:
     """Keeps the gradients of the last steps. Owned by the training thread."""
 
-    def __init__(self, parameters: Sequence[LocalParameter]) -> None:
-        """Take the parameters of a rank, whose optimizers are repeatable."""
+    def __init__(
+        self, parameters: Sequence[LocalParameter], rotating: Collection[UnitId] = ()
+    ) -> None:
+        """Take the parameters of a rank, whose optimizers are repeatable.
+
+        Args:
+            rotating: units of which some are followed at a time.
+        """
         own = [each for each in parameters if each.optimizer is not None and each.start < each.end]
         self._parameters = sorted(own, key=is_raw)  # fp32 first, so that everything is aligned
+        self._rotating = frozenset(rotating)
+        self._followed: Collection[UnitId] | None = None
+        self._chosen: list[LocalParameter] = []  # that are followed
+        self._names: tuple[str, ...] = ()  # of the units among them that rotate
         self._buffers: list[_Buffer] = []
         self._scales: dict[int, float] = {}
         # The states to which the last reduced gradients were to lead, and the last step.
@@ -52,9 +63,19 @@ class GradientCapture:
         num_bytes = sum(map(gradient_bytes, self._parameters))
         self._buffers = [_Buffer(num_bytes) for _ in range(NUM_GRADIENT_BUFFERS)]
 
-    def note_reduced(self, iteration: int) -> None:
-        """Note the loss scale of the step to an iteration, before `prepare_grads` sets the next one."""
+    def note_reduced(self, iteration: int, followed: Collection[UnitId] = ()) -> None:
+        """Note the loss scale of the step to an iteration, before `prepare_grads` sets the next one.
+
+        Args:
+            followed: of the rotating units.
+        """
         self._reduced, self._scales = iteration, inverse_scales(self._parameters)
+        if followed != self._followed:
+            self._followed = followed
+            left_out = self._rotating.difference(followed)
+            self._chosen = [each for each in self._parameters if each.unit not in left_out]
+            held = {each.unit for each in self._chosen} & self._rotating
+            self._names = tuple(sorted(map(str, held)))
 
     def capture(self, iteration: int, grad_norm: float | None) -> None:
         """Copy the gradients of the step that leads to an iteration; the optimizer steps next."""
@@ -66,7 +87,7 @@ class GradientCapture:
         steps: dict[int, tuple[int, AdamStep]] = {}
         slices, at, data = [], 0, buffer.data
         try:
-            for local, tensor, step in gradients(self._parameters, self._scales, grad_norm):
+            for local, tensor, step in gradients(self._chosen, self._scales, grad_norm):
                 end = at + tensor.nbytes
                 data[at:end].view(tensor.dtype).copy_(tensor)
                 at = end
@@ -76,7 +97,7 @@ class GradientCapture:
             self._reason = _FIRST
             return
         made = tuple(step for _, step in steps.values())
-        update = Update(base_iteration=iteration - 1, steps=made, slices=tuple(slices))
+        update = Update(iteration - 1, made, tuple(slices), self._names)
         self._captured = update, buffer
 
     def lend(self, iteration: int) -> LentUpdate:
@@ -90,6 +111,6 @@ class GradientCapture:
             return LentUpdate(update=update, gradients=content, is_lent=buffer.is_lent)
         if self._reduced != iteration:
             return LentUpdate(update=None, reason="its step was not made in this start")
-        if not has_moments(self._parameters):
+        if not has_moments(self._chosen):
             return LentUpdate(update=None, reason=_FIRST)
-        return LentUpdate(update=Update(base_iteration=iteration - 1))
+        return LentUpdate(update=Update(iteration - 1, units=self._names))

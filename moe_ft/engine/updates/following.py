@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any
 
 from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.format.entries import UnitEntry
 from moe_ft.format.updates import Update
 
 _MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for ever
@@ -45,11 +46,13 @@ class Sent:
     """Bytes that a peer was sent of a snapshot: as state and as gradients.
 
     Attributes:
+        num_followed: units in slots that it makes of gradients.
         fallback: why it got state where gradients were kept; empty if it did not.
     """
 
     state_bytes: int
     gradient_bytes: int = 0
+    num_followed: int = 0
     fallback: str = ""
 
     @property
@@ -64,8 +67,35 @@ def fields_of(sent: Mapping[int, Sent]) -> dict[str, Any]:
         "bytes": max(each.num_bytes for each in sent.values()),
         "state_bytes": sum(each.state_bytes for each in sent.values()),
         "gradient_bytes": sum(each.gradient_bytes for each in sent.values()),
+        "followed": max(each.num_followed for each in sent.values()),
         "fallbacks": {str(rank): each.fallback for rank, each in sent.items() if each.fallback},
     }
+
+
+def made_slots(lent: LentUpdate | None) -> frozenset[str]:
+    """Return the names of the units in slots that a step makes."""
+    return frozenset() if lent is None or lent.update is None else frozenset(lent.update.units)
+
+
+def known_bases(
+    known: Mapping[tuple[int, str], tuple[int, str]],
+    units: Mapping[tuple[int, str], UnitEntry],
+    made: Collection[str],
+    iteration: int,
+) -> set[int]:
+    """Return the iterations of what a step changes, as a peer is known to have it; -1 if it is not.
+
+    Args:
+        known: iterations and checksums, by snapshot and name of the unit.
+        units: of the replica, likewise.
+        made: units in slots that the step makes; one that the replica has not as of its iteration spoils it.
+        iteration: of the replica.
+    """
+    bases = {at for each, (at, _) in known.items() if each not in units or not units[each].file}
+    for each in ((-1, name) for name in made):
+        is_made = each in units and units[each].iteration == iteration
+        bases.add(known[each][0] if is_made and each in known else -1)
+    return bases
 
 
 class Followers:
@@ -83,7 +113,7 @@ class Followers:
         known: Collection[int],
         put: Put,
         region_bytes: int,
-        slot_bytes: int = 0,
+        slots: Mapping[str, int],
     ) -> Sent:
         """Send a peer the step that made a replica, or the whole of it if that cannot be repeated there.
 
@@ -93,22 +123,32 @@ class Followers:
             known: iterations of the versions that the peer is known to have.
             put: sends either, and returns why the peer wants the whole.
             region_bytes: of the whole.
-            slot_bytes: that are sent as state in any case.
+            slots: bytes of units in slots that are sent as state, but for those that the step makes.
         """
+        state_bytes = region_bytes + sum(slots.values())
         if lent is None:
             put(None)
-            return Sent(state_bytes=region_bytes + slot_bytes)
+            return Sent(state_bytes=state_bytes)
         update, why = lent.update, self._reason(rank, lent, keep_iteration, known)
         gradient_bytes = 0
         if update is not None and not why:
             gradient_bytes, why = update.num_bytes, put(update)
             if not why:
                 self._num_refused[rank] = 0
-                return Sent(state_bytes=slot_bytes, gradient_bytes=gradient_bytes)
+                return Sent(
+                    state_bytes=sum(slots.values())
+                    - sum(slots.get(each, 0) for each in update.units),
+                    gradient_bytes=gradient_bytes,
+                    num_followed=len(update.units),
+                )
             self._note_refusal(rank, update, why)
         put(None)
-        state_bytes = region_bytes + slot_bytes
         return Sent(state_bytes=state_bytes, gradient_bytes=gradient_bytes, fallback=why)
+
+    @property
+    def can_follow(self) -> bool:
+        """True unless a peer has refused so often that it gets state until the next start."""
+        return all(count < _MOST_REFUSALS for count in self._num_refused.values())
 
     def _reason(
         self, rank: int, lent: LentUpdate, keep_iteration: int | None, known: Collection[int]

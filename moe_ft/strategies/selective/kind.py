@@ -104,14 +104,21 @@ class Selective(StrategyKind):
         sizes = {(unit.layer_name, unit.expert): catalog.num_bytes(unit) for unit in own}
         everyone = facts.gather((facts.rank, sum(map(catalog.num_bytes, always)), sizes))
         loads = _loads(everyone, layers, experts.num_experts)
-        for flag, text, budget in (
-            ("local", options.local_budget, options.local_bytes),
-            ("remote", options.remote_budget, options.remote_bytes),
+        least, follows = loads.least_budget, config.memory.sends_gradients
+        for flag, text, budget, needed in (
+            ("local", options.local_budget, options.local_bytes, least),
+            (
+                "remote",
+                options.remote_budget,
+                options.remote_bytes,
+                loads.least_sent if follows else least,
+            ),
         ):
-            if budget is not None and budget < loads.least_budget:
+            if budget is not None and budget < needed:
+                what = "gradients of the" if follows and needed < least else "the"
                 raise ConfigError(
-                    f"--moe-ft-{flag}-budget={text} must be at least {loads.least_budget} bytes "
-                    f"({size_text(loads.least_budget)}): the state outside experts, and one expert. Raise it."
+                    f"--moe-ft-{flag}-budget={text} must be at least {needed} bytes "
+                    f"({size_text(needed)}): {what} state outside experts, and one expert. Raise it."
                 )
         run = PlannedRun.of(config, experts)
         return SelectiveStrategy(
@@ -119,7 +126,7 @@ class Selective(StrategyKind):
             [rank for rank, _, _ in everyone].index(facts.rank),
             frozen,
             has_peers=config.memory.num_replicas != 0,
-            are_followed=config.memory.sends_gradients,
+            are_followed=follows,
         )
 
 

@@ -18,7 +18,7 @@ from moe_ft.planning.report import (
     table,
     whole_line,
 )
-from moe_ft.strategies.selective.config import NAME, SelectiveConfig
+from moe_ft.strategies.selective.config import NAME, PAPER, SelectiveConfig
 from moe_ft.units import UnitKind
 
 
@@ -45,6 +45,8 @@ class SelectiveSizes:
         self.local_bytes = float(job.measured.budget_bytes or 0 if local is None else local)
         self.remote_bytes = self._remote()
         self.budget_bytes = min(self.local_bytes, self.remote_bytes)
+        self._follows = options.selective_rule != PAPER
+        self.follow_all = self._follows and 0 < job.gradient_bytes() <= self.remote_bytes
 
     def _remote(self) -> float:
         measured, factor = self.job.measured, self.job.replication_factor
@@ -104,7 +106,7 @@ class SelectiveSizes:
                     region_bytes=_always(rank),
                     pool_bytes=num_slots(len(sizes) + retained, most) * slot,
                     breakpoint_bytes=job.breakpoint_bytes,
-                    gradient_bytes=job.gradient_bytes(has_experts=False),
+                    gradient_bytes=job.gradient_bytes(has_experts=self._follows),
                 )
             )
         return max(shares, key=lambda share: share.own_bytes(persists=False))
@@ -150,6 +152,11 @@ def render(job: PlannedJob, options: SelectiveConfig) -> str:
         "if both had the smaller one",
         f"snapshot: at most {megabytes(most)} MB of a rank, {most / full:.1%} of a full one",
     ]
+    if sizes.follow_all and full <= sizes.local_bytes:
+        lines.append(
+            f"peers can follow all experts by gradients: {megabytes(job.gradient_bytes())} MB a snapshot, "
+            "after which they lack nothing"
+        )
     if measured.budget_bytes is not None and measured.bandwidth is not None:
         stall_s = max(0.0, most / measured.bandwidth - measured.hidden_s)
         lines.append(

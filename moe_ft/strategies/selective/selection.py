@@ -19,6 +19,8 @@ from moe_ft.planning.lost_tokens import NEVER
 from moe_ft.strategies.rotating import Selection, Versions
 from moe_ft.strategies.selective.config import PAPER
 
+STATE_PER_GRADIENT = 3  # bytes of Adam's state per byte of an fp32 gradient
+STAYS = 1.32  # an expert is followed until its rate is so many times below what it takes: 15 % in its period
 OLD_SHARE = 4  # experts beyond the age limit take one in so many places
 Order = npt.NDArray[np.int64]  # numbers of experts: layer times experts per layer, plus expert
 
@@ -72,17 +74,33 @@ class RankLoads:
         """Budget with which every snapshot can hold an expert, and none holds more than its budget."""
         return int((self._always + self._most).max(initial=0))
 
-    def rooms(
-        self, budget_bytes: int | None, *, are_followed: bool = False
-    ) -> npt.NDArray[np.int64]:
-        """Return ``[rank]`` bytes that are left for experts; None for a budget without limit.
+    @property
+    def least_sent(self) -> int:
+        """The same where gradients are sent in the place of what every snapshot holds."""
+        return int((-(-self._always // STATE_PER_GRADIENT) + self._most).max(initial=0))
 
-        Args:
-            are_followed: whether gradients stand for the state outside experts: 4 bytes for 12, or less.
-        """
+    def as_gradients(self) -> "RankLoads":
+        """Return the same with gradients in the place of all state: 4 bytes of 12, or less."""
+        return RankLoads(
+            [*-(-self._always // STATE_PER_GRADIENT)], -(-self.costs // STATE_PER_GRADIENT)
+        )
+
+    def rooms(self, budget_bytes: int | None) -> npt.NDArray[np.int64]:
+        """Return ``[rank]`` bytes that are left for experts; None for a budget without limit."""
         if budget_bytes is None:
             return np.full_like(self._always, np.iinfo(np.int64).max // 2)
-        return np.asarray(budget_bytes - (-(-self._always // 3) if are_followed else self._always))
+        return np.asarray(budget_bytes - self._always)
+
+    def without_place(
+        self, rooms: npt.NDArray[np.int64], wanted: "RankLoads"
+    ) -> npt.NDArray[np.int64]:
+        """Return ``[rank]`` bytes that are left besides one expert, or all where all that is wanted fits."""
+        fit_all = wanted.costs.sum(axis=1) <= rooms
+        return np.where(fit_all, rooms, rooms - self._most)
+
+    def bytes_of(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return ``[rank]`` bytes of some experts."""
+        return np.asarray(self.costs[:, list(numbers)].sum(axis=1, dtype=np.int64))
 
     def old_rooms(self, rooms: npt.NDArray[np.int64], turn: int) -> npt.NDArray[np.int64]:
         """Return ``[rank]`` bytes for experts beyond the age limit: a quarter, in whole experts.
@@ -101,7 +119,7 @@ class RankLoads:
 
     def fill(
         self,
-        order: Order,
+        order: Order | Sequence[int],
         rooms: npt.NDArray[np.int64],
         used: npt.NDArray[np.int64],
         *,
@@ -113,8 +131,13 @@ class RankLoads:
             used: ``[rank]`` bytes that are taken; those of the result are added.
             may_exceed: whether a rank takes one expert even if it has no room for any.
         """
+        numbers = [*map(int, order)]
+        everything = used + self.bytes_of(numbers)
+        if (everything <= rooms).all():
+            used[:] = everything
+            return numbers
         taken = []
-        for each in order.tolist():
+        for each in numbers:
             ranks = self._holders[each]
             after = used[ranks] + self.costs[ranks, each]
             fits = after <= rooms[ranks]
@@ -202,6 +225,52 @@ def by_quota(
     return np.array(chosen, np.int64)
 
 
+def by_rate(
+    rates: npt.NDArray[np.int64],
+    held: npt.NDArray[np.bool_],
+    loads: RankLoads,
+    rooms: npt.NDArray[np.int64],
+    experts: ExpertLayout,
+) -> Order:
+    """Return the experts that peers follow by gradients, for each expert-parallel rank by itself.
+
+    They are so many of those with the most tokens per byte that the fewest tokens are at risk on average:
+    none of theirs, and (sum of sqrt(rate x bytes))^2 / 2 bytes of the others, which have the best periods
+    with what is left. It pays where an expert would be sent every 5.4 iterations or more often.
+
+    Args:
+        rates: ``[number of the expert]`` tokens per iteration, in any unit.
+        held: likewise, whether it is followed already; then it stays until another one is clearly better.
+        rooms: ``[rank]`` bytes that peers get of experts in an iteration.
+    """
+    group_of = np.array([experts.rank_of(each) for each in range(experts.num_experts)])
+    groups = np.tile(group_of, experts.num_layers)
+    chosen: list[npt.NDArray[np.int64]] = []
+    for group in range(experts.ep_size):
+        own = np.flatnonzero((groups == group) & loads.has_units)
+        ranks = np.flatnonzero(loads.costs[:, own].any(axis=1))
+        state = loads.costs[np.ix_(ranks, own)].sum(axis=0)
+        rate = np.where(held[own], STAYS, 1.0) * rates[own]
+        order = np.lexsort((own, -rate / np.maximum(1, state)))
+        # Sums in the order of the experts: all ranks get the same numbers.
+        each = -(-state // STATE_PER_GRADIENT), np.sqrt(rate * state), rate
+        spent, roots, routed = (np.cumsum([0.0, *values[order]]) for values in each)
+        left = np.maximum(0, rooms[ranks]).sum(dtype=np.float64) - spent
+        num_left = len(own) - np.arange(len(left))
+        is_possible = (left >= state.max(initial=0)) | ((num_left == 0) & (left >= 0))
+        is_possible[0] = True
+        rest = roots[-1] - roots
+        lost = rest**2 / np.maximum(1, left) - (routed[-1] - routed)
+        lost = np.where(is_possible, np.maximum(0, lost), np.inf)
+        # One that would be sent in every iteration takes less if it is followed.
+        has_none = rest[:-1] * np.sqrt(state[order]) < left[:-1] * np.sqrt(rate[order])
+        lost[:-1][has_none & is_possible[1:]] = np.inf
+        # If nothing is at risk either way, gradients take fewer bytes.
+        count = len(lost) - 1 - int(np.argmin(lost[::-1]))
+        chosen.append(own[order[:count]])
+    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+
+
 def select(
     need: Need,
     loads: RankLoads,
@@ -211,6 +280,7 @@ def select(
     *,
     age_limit: int,
     turn: int,
+    first: Sequence[int] = (),
 ) -> Selection:
     """Select the experts of a stage that a target gets, within the room that each rank has.
 
@@ -219,8 +289,10 @@ def select(
 
     Args:
         turn: number of the snapshot, which all ranks count alike.
+        first: experts that it gets in any case, beyond this room.
     """
     among = need.is_new.ravel() & loads.has_units
+    among[list(first)] = False
     used = np.zeros(len(rooms), np.int64)
     missing = among & need.is_missing.ravel()
     taken = loads.fill(oldest(need, missing), rooms, used)
@@ -235,7 +307,7 @@ def select(
         rest[found] = False
         taken += found
         taken += loads.fill(by_age(need, rest), rooms, used)
-    return as_selection(taken, experts)
+    return as_selection([*taken, *first], experts)
 
 
 def as_selection(numbers: Sequence[int], experts: ExpertLayout) -> Selection:

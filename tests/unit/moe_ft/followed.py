@@ -11,7 +11,8 @@ import torch
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import PeerReplicator
-from moe_ft.engine.memory.layout import lay_out
+from moe_ft.engine.memory.layout import UnitPlace, lay_out
+from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.faults import Phase
@@ -45,8 +46,13 @@ class Owner:
         *,
         factor: int = 1,
         peer: RankInfo | None = None,
+        rotating: str = "",
     ) -> None:
-        """Begin with parameters of `SIZES` numbers times a factor, and another peer than one of its own."""
+        """Begin with parameters of `SIZES` numbers times a factor, and another peer than one of its own.
+
+        Args:
+            rotating: the name of a unit that lies in slots.
+        """
         self.generator = torch.Generator().manual_seed(3)
         self.dtype, self.iteration = dtype, 0
         self.complete: int | None = None
@@ -57,11 +63,21 @@ class Owner:
         self.inner = SimpleNamespace(optimizer=optimizer, config=config, grad_scaler=scaler)
         self.parameters = [self._parameter(name, each) for name, each in masters.items()]
         check_repeatable(self.parameters)
-        self.capture = GradientCapture(self.parameters)
+        in_slots = [each for each in self.parameters if each.name == rotating]
+        in_region = [each for each in self.parameters if each.name != rotating]
+        self.rotating = frozenset(each.unit for each in in_slots)
+        self.followed: frozenset[UnitId] = frozenset()
+        self.capture = GradientCapture(self.parameters, self.rotating)
         self.capture.start()
-        self.layout = lay_out(
-            (local.unit, Level.FULL, describe(local, Level.FULL)) for local in self.parameters
+        self.layout, pooled = (
+            lay_out((local.unit, Level.FULL, describe(local, Level.FULL)) for local in each)
+            for each in (in_region, in_slots)
         )
+        self.pool = self.slot = None
+        if in_slots:
+            (self.slot,) = pooled.units
+            self.pool = Pool(folder / "own", self.slot.num_bytes, 2)
+            self.pool.open()
         size = self.layout.num_bytes
         self.regions = [Region(folder / "own", number, size) for number in range(2)]
         for region in self.regions:
@@ -70,6 +86,8 @@ class Owner:
         self.reports, self.faults = Reports(), set[int]()
         if peer is None:
             self.peer = Peer(folder, size)
+            if self.pool is not None:
+                self.peer.keep_in_slots(self.pool.slot_bytes)
             peer = self.peer.info
         self.replicator = PeerReplicator([peer], TOKEN, self.reports, self._hook, Clock())
 
@@ -99,7 +117,7 @@ class Owner:
     def train(self, *, steps: bool = True) -> None:
         """Run an iteration, as Megatron does: unscale, find the norm, clip, step."""
         self.iteration += 1
-        self.capture.note_reduced(self.iteration)
+        self.capture.note_reduced(self.iteration, self.followed)
         if not steps:
             return
         for local in self.parameters:
@@ -119,34 +137,42 @@ class Owner:
     def save(self) -> Index:
         """Take a snapshot, have the peer keep it, and complete it."""
         region = self.regions[self.iteration % 2]
-        for local, place in zip(self.parameters, self.layout.units, strict=True):
+        for local in self.parameters:
+            content, place = self._place(local, region)
             for tensor in place.tensors:
                 live = live_tensor(local, tensor.key)
                 assert live is not None
                 at = place.offset + tensor.offset
-                region.mapping[at : at + 4 * live.numel()] = live.detach().numpy().tobytes()
+                content[at : at + 4 * live.numel()] = live.detach().numpy().tobytes()
         index = self._index(region)
         region.commit(encode(index), self.iteration)
         lent = self.capture.lend(self.iteration)
-        replica = replica_of(region, index, self.complete)
+        replica = replica_of(region, index, self.complete, self.pool)
         self.replicator.replicate(replace(replica, lent=lent))
         lent.release()
         self.complete = self.iteration
         return index
 
+    def _place(self, local: LocalParameter, region: Region) -> tuple[memoryview, UnitPlace]:
+        """Return the memory of this iteration's version of a unit, and where it lies there."""
+        if self.pool is not None and self.slot is not None and local.unit in self.rotating:
+            at = self.pool.offset_of(self.iteration % 2)
+            return memoryview(self.pool.mapping), replace(self.slot, offset=at)
+        place = next(each for each in self.layout.units if each.unit == local.unit)
+        return memoryview(region.mapping), place
+
     def _index(self, region: Region) -> Index:
-        content = memoryview(region.mapping)
-        units = {
-            str(place.unit): UnitEntry(
+        units = {}
+        for content, place in (self._place(each, region) for each in self.parameters):
+            units[str(place.unit)] = UnitEntry(
                 offset=place.offset,
                 num_bytes=place.num_bytes,
                 iteration=self.iteration,
                 level="full",
                 checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
                 tensors=place.tensors,
+                file=self.pool.name if self.pool and place.unit in self.rotating else "",
             )
-            for place in self.layout.units
-        }
         header = self.layout.header
         return msgspec.structs.replace(
             make_state(SOURCE, self.iteration)[0],
@@ -170,6 +196,11 @@ class Owner:
         for place in self.layout.units:
             stretch = slice(place.offset, place.offset + place.num_bytes)
             assert kept[self.iteration][stretch] == own.mapping[stretch]
+        for local in self.parameters if self.pool else ():
+            if local.unit in self.rotating:
+                content, place = self._place(local, own)
+                own_bytes = bytes(content[place.offset : place.offset + place.num_bytes])
+                assert self.peer.in_slot(self.iteration, str(local.unit)) == own_bytes
 
     def close(self) -> None:
         self.replicator.close()

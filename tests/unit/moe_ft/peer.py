@@ -110,6 +110,22 @@ class Peer:
         """Accept replicas into this memory."""
         self.server.keep(replicas, self.reports)
 
+    def keep_in_slots(self, slot_bytes: int) -> None:
+        """Accept replicas with units in slots: of two versions of one unit."""
+        pool = Pool(self.regions[0].directory, slot_bytes, 2)
+        pool.open()
+        self.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=pool)})
+
+    def in_slot(self, iteration: int, name: str) -> bytes:
+        """Return a unit in a slot, as the replica of an iteration has it."""
+        for path in self.regions[0].directory.glob("region_*.json"):
+            index = decode(path.read_bytes(), Index, str(path))
+            if index.iteration == iteration:
+                unit = index.units[name]
+                content = (path.parent / unit.file).read_bytes()
+                return content[unit.offset : unit.offset + unit.num_bytes]
+        raise KeyError(iteration)
+
     def connect_raw(self) -> socket.socket:
         """Return a connection that was let in, over which the caller says what it likes."""
         assert self.server.address is not None

@@ -56,6 +56,7 @@ class Recorder(PeerReplicator):
         self.may_go_on.set()
         self.is_closed = False
         self.most_bytes = 0
+        self.can_follow = True
 
     def replicate(self, replica: Replica) -> bool:
         """Take a replica."""

@@ -11,6 +11,8 @@ import torch
 from moe_ft.engine.updates import adam
 from tests.unit.moe_ft.followed import SIZES, Owner
 
+EXPERT = "layer.0.expert.1"
+
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def owner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Owner]:
@@ -36,6 +38,69 @@ def test_every_replica_that_follows_by_gradients_is_the_state_of_the_rank(owner:
         owner.check_replica()
         expected = (num_bytes if iteration % 7 else 0) if iteration > 1 else 0
         assert (sent["gradient_bytes"], sent["state_bytes"] == 0) == (expected, iteration > 1)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def turning(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Owner]:
+    """Yield an owner with an expert in slots, which is followed now."""
+    with closing(Owner(tmp_path, request.param, rotating=EXPERT)) as owner:
+        owner.train()
+        owner.save()
+        owner.reports.drain()
+        owner.followed = owner.rotating
+        yield owner
+
+
+def test_expert_that_is_followed_is_the_state_of_the_rank_in_every_iteration(
+    turning: Owner,
+) -> None:
+    num_bytes = sum(SIZES.values()) * turning.dtype.itemsize
+    for iteration in range(2, 260):
+        is_step = iteration % 7 != 0
+        turning.train(steps=is_step)
+        turning.save()
+        sent = turning.sent()
+        turning.check_replica()
+        assert sent["fallbacks"] == {}
+        assert (sent["gradient_bytes"], sent["state_bytes"]) == (num_bytes * is_step, 0)
+        assert sent["followed"] == 1
+
+
+def test_expert_that_is_not_followed_is_sent_as_state_besides_gradients(turning: Owner) -> None:
+    turning.followed = frozenset()
+    turning.train()
+    turning.save()
+    sent = turning.sent()
+    turning.check_replica()
+    expert = SIZES[EXPERT]
+    num_bytes = (sum(SIZES.values()) - expert) * turning.dtype.itemsize
+    assert (sent["gradient_bytes"], sent["followed"], sent["fallbacks"]) == (num_bytes, 0, {})
+    assert sent["state_bytes"] >= 12 * expert
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_expert_whose_base_the_peer_lacks_is_sent_as_state_with_everything_and_then_followed(
+    turning: Owner, is_damaged: bool
+) -> None:
+    follow(turning)
+    if is_damaged:
+        directory = turning.peer.regions[0].directory
+        (path,) = directory.glob("pool_*.safetensors")
+        num_bytes = path.stat().st_size
+        with path.open("r+b") as file:  # it stays mapped
+            file.write(bytes(num_bytes))
+    else:
+        turning.faults = {turning.iteration + 1}
+        turning.train()
+        turning.save()
+        turning.complete = turning.iteration - 1
+        turning.reports.drain()
+    for is_followed in (False, True):
+        turning.train()
+        turning.save()
+        turning.check_replica()
+        sent = turning.sent()
+        assert (sent["fallbacks"] == {}, sent["followed"]) == (is_followed, int(is_followed))
 
 
 def test_replica_after_a_lost_message_is_sent_as_state_and_the_next_one_follows(

@@ -1,6 +1,6 @@
 """Strategies with budgets of bytes for tests: stages whose experts have sizes, and the steps of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ def strategy_of(
     *,
     has_peers: bool = True,
     takes_whole: bool = False,
+    are_followed: bool = False,
     **options: Any,
 ) -> SelectiveStrategy:
     """Return the strategy of one expert-parallel rank."""
@@ -71,6 +72,7 @@ def strategy_of(
         loads_of(experts),
         place,
         has_peers=has_peers,
+        are_followed=are_followed,
     )
 
 
@@ -99,7 +101,7 @@ def take(
     return plans
 
 
-def experts_in(units: Sequence[UnitId] | frozenset[UnitId]) -> set[tuple[int, int]]:
+def experts_in(units: Collection[UnitId]) -> set[tuple[int, int]]:
     """Return layer and number of experts."""
     return {(unit.layer, unit.expert) for unit in units}
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from moe_ft.config.config import RecoveryConfig
+from moe_ft.config.config import MemoryConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting, ModelFacts
 from moe_ft.strategies.selective.config import SelectiveConfig
 from moe_ft.strategies.selective.kind import SELECTIVE
 from moe_ft.strategies.selective.report import SelectiveSizes
 from tests.unit.moe_ft.planning.described import LARGE_OF_8, planned, planned_job, row
-from tests.unit.moe_ft.strategies.stage import EXPERTS, OTHERS, build, config_of
+from tests.unit.moe_ft.strategies.stage import EXPERTS, OTHERS, build, config_of, facts_of
 
 
 def test_experts_rotate_and_their_lost_tokens_are_counted() -> None:
@@ -34,6 +34,19 @@ def test_budget_without_room_for_an_expert_is_refused_with_the_least_that_is_pos
         build(SELECTIVE, SelectiveConfig(**options))
     enough: dict[str, Any] = {flag: "10200"}
     build(SELECTIVE, SelectiveConfig(**enough))
+
+
+def test_budget_for_peers_that_follow_needs_room_for_the_gradients_outside_experts() -> None:
+    followed = replace(config_of(SELECTIVE), memory=MemoryConfig(replicate="gradients"))
+    for budget, is_refused in (("4199", True), ("4200", False)):  # a third of 9000, and 1200
+        options = {"selective": SelectiveConfig(remote_budget=budget)}
+        config = replace(followed, options=options)
+        if not is_refused:
+            assert SELECTIVE.build(config, facts_of()).followable
+            continue
+        message = f"--moe-ft-remote-budget={budget} must be at least 4200 bytes .* gradients of"
+        with pytest.raises(ConfigError, match=message):
+            SELECTIVE.build(config, facts_of())
 
 
 @pytest.mark.parametrize(

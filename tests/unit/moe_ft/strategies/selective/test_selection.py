@@ -2,15 +2,22 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.selective.config import AGE, PAPER
-from moe_ft.strategies.selective.selection import Need, RankLoads, divide_quota, select
+from moe_ft.strategies.selective.selection import (
+    Need,
+    RankLoads,
+    by_rate,
+    divide_quota,
+    select,
+)
 from tests.unit.moe_ft.strategies.selective.budgets import (
     ALWAYS,
     SIZE,
@@ -188,6 +195,67 @@ def test_gradients_in_place_of_state_outside_experts_leave_room_for_more_of_them
     loads = loads_of(layout(2, 4))
     limit = ALWAYS + 3 * SIZE
     assert loads.rooms(limit).tolist() == [3 * SIZE]
-    followed = loads.rooms(limit, are_followed=True).tolist()
+    followed = loads.as_gradients().rooms(limit).tolist()
     assert followed == [3 * SIZE + ALWAYS - math.ceil(ALWAYS / 3)]
-    assert loads.rooms(None, are_followed=True).tolist() == loads.rooms(None).tolist()
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 6])
+def test_experts_are_followed_if_that_leaves_the_fewest_tokens_at_risk_of_all_choices(
+    num_experts: int,
+) -> None:
+    rng = np.random.default_rng(num_experts)
+    experts, size = layout(1, num_experts), 12
+    loads = RankLoads([0], np.full((1, num_experts), size))
+    none = np.zeros(num_experts, np.bool_)
+    for _ in range(100):
+        rates = rng.permutation((10_000 * rng.random(num_experts) ** 3).astype(np.int64) + 1)
+        room = int(rng.integers(size, size * num_experts + 9))
+
+        def risk(followed: Sequence[int], rates: Counts = rates, room: int = room) -> float:
+            rest = np.delete(rates, list(followed)).astype(float)
+            left = room - len(followed) * size // 3
+            if left < (size if len(rest) else 0):
+                return math.inf
+            if not len(rest):
+                return 0.0
+            rest, lost = np.sort(rest)[::-1], math.inf
+            for num_always in range(len(rest)):  # these are sent in every iteration
+                room_left = left - num_always * size
+                others = rest[num_always:]
+                if room_left > 0:
+                    period = np.sqrt(size / others) * np.sqrt(others * size).sum() / room_left
+                    if (period >= 1).all():
+                        lost = min(lost, float((others * (period - 1)).sum()))
+            return 0.0 if left >= size * len(rest) else lost
+
+        found = by_rate(rates, none, loads, np.array([room]), experts).tolist()
+        choices = itertools.chain.from_iterable(
+            itertools.combinations(range(num_experts), count) for count in range(num_experts + 1)
+        )
+        assert risk(found) == pytest.approx(min(map(risk, choices)), abs=1e-6)
+
+
+def test_all_experts_are_followed_from_a_third_of_their_bytes_on_and_each_rank_by_its_own_room() -> (
+    None
+):
+    experts = layout(2, 4, 2)
+    loads, none = loads_of(experts), np.zeros(8, np.bool_)
+    gradients = loads.as_gradients().bytes_of(range(8))
+    rates = np.arange(8)
+    assert set(by_rate(rates, none, loads, gradients, experts)) == {*range(8)}
+    rooms = np.array([gradients[0], SIZE])
+    found = by_rate(rates, none, loads, rooms, experts).tolist()
+    assert {each for each in found if experts.rank_of(each % 4) == 0} == {0, 1, 4, 5}
+    assert len(found) == 4  # one place on the other rank is for all of its experts in turn
+
+
+def test_expert_that_is_followed_stays_until_another_one_has_clearly_more_tokens() -> None:
+    experts, rooms = layout(1, 4), np.array([SIZE + 4])
+    loads = loads_of(experts)
+    held = np.array([True, False, False, False])
+
+    def followed(*rates: int) -> list[int]:
+        return [*map(int, by_rate(np.array(rates), held, loads, rooms, experts))]
+
+    assert followed(1000, 1200, 1, 1) == [0]
+    assert followed(1000, 1500, 1, 1) == [1]

@@ -1,6 +1,7 @@
 """The selective strategy: its counters for each target, its budgets, and what no expert has to fear."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.strategies.interface import Measured, Resumed
+from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.unit.moe_ft.strategies.selective.budgets import (
     ALWAYS,
     SIZE,
@@ -235,3 +237,68 @@ def test_ranks_of_a_stage_hold_together_what_one_rank_with_all_budgets_would() -
         memos = [each.plan_window(iteration).memo for each in ranks]
         assert memos[0].selection == memos[1].selection
         assert memos[0].remote == memos[1].remote
+
+
+def following() -> SelectiveStrategy:
+    """Return a rank whose peers have room for the gradient of one expert, and the state of one."""
+    remote = math.ceil(ALWAYS / 3) + math.ceil(SIZE / 3) + SIZE
+    options: dict[str, Any] = {"local_budget": budget(4), "remote_budget": f"{remote}"}
+    return strategy_of(layout(1, 4), are_followed=True, **options)
+
+
+def test_peers_follow_the_expert_with_the_most_tokens_and_lack_none_of_them() -> None:
+    rank, popular = following(), {(0, 2)}
+    for iteration in range(1, 20):
+        train([rank], np.array([[1, 1, 1000, 1]]))
+        followed = experts_in(rank.followed)
+        (plan,) = take([rank], iteration)
+        if iteration < 5:
+            continue
+        assert followed == popular
+        assert plan.remote is not None
+        assert popular < experts_in(plan.remote) <= experts_in([*plan.rotating])
+        assert len(plan.remote) == 2
+        assert rank.at_risk()["peers"] < 10
+    assert rank.followable == rank.rotating
+
+
+def test_snapshot_after_one_that_peers_lack_follows_no_expert_until_it_was_sent_again() -> None:
+    rank, popular = following(), {(0, 2)}
+
+    def step(iteration: int, *, is_sent: bool = True) -> tuple[set[Expert], int]:
+        train([rank], np.array([[1, 1, 1000, 1]]))
+        followed = experts_in(rank.followed)
+        (plan,) = take([rank], iteration, is_sent=is_sent)
+        return followed, len(plan.remote or ())
+
+    for iteration in range(1, 10):
+        step(iteration)
+    assert step(10, is_sent=False) == (popular, 2)
+    _, num_sent = step(11)  # the step was kept, but leads from nowhere
+    assert num_sent == 1
+    assert step(12) == (popular, 2)
+    assert step(14)[1] == 1  # there was no snapshot of 13
+
+
+def test_no_expert_is_followed_once_a_peer_of_any_rank_computes_other_bits() -> None:
+    rank = following()
+    for iteration in range(1, 10):
+        train([rank], np.array([[1, 1, 1000, 1]]))
+        take([rank], iteration)
+    assert rank.values() == [1, -1]
+    rank.note_measured(Measured(can_follow=False))
+    assert rank.values() == [0, -1]
+    assert rank.agree(rank.values()) == {"followed": 0}
+    assert rank.agree(rank.values()) == {}
+    train([rank], np.array([[1, 1, 1000, 1]]))
+    take([rank], 10)
+    assert rank.followed == frozenset()
+
+
+def test_algorithm_1_follows_no_experts() -> None:
+    options: dict[str, Any] = {"local_budget": budget(4), "remote_budget": budget(4)}
+    rank = strategy_of(layout(1, 4), are_followed=True, selective_rule="paper", **options)
+    for iteration in range(1, 6):
+        train([rank], np.array([[1, 1, 1000, 1]]))
+        take([rank], iteration)
+        assert (rank.followed, rank.followable) == (frozenset(), ())
