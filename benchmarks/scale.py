@@ -1,29 +1,21 @@
-"""Parts of a start and of an iteration that grow with the ranks, at sizes that no machine here has.
+"""Parts of a start that grow with the ranks, at sizes that no machine here has.
 
 Placements and recoveries are planned by the functions of the product, on one core. So are manifests and the
 overview of another layout, for ranks of a model with 16 stages whose 256 experts are divided among 32 ranks,
 with the indexes that such ranks write. Seconds are those of the processor, as other processes share it.
-Agreement is counted for many ranks: connections of a rank, and messages one after the other, of which a time
-on one machine says nothing. For few ranks the training thread is timed in real groups, while another thread
-of each rank, or of its leader, does the rest; the pause between stands for an optimizer step.
+Agreement of many ranks is in agreement.py.
 """
 
 import argparse
-import json
 import pickle
-import shutil
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 
-import torch.distributed as dist
-
-from benchmarks.conditions import ranks_on_cpu, versions
+from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
@@ -31,7 +23,7 @@ from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, Unit
 from moe_ft.format.identity import Identity, Start
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord, OptimizerRecord
-from moe_ft.planning.levels import divide, most_connections, plan_levels
+from moe_ft.planning.levels import divide, plan_levels
 from moe_ft.planning.placement import place_replicas, plan_node_memory
 from moe_ft.planning.recovery import Plan, Version, plan_recovery, plan_to_keep
 from moe_ft.planning.relayout import ModelTensor
@@ -39,7 +31,6 @@ from moe_ft.planning.shares import Common, share_out
 from moe_ft.recovery.inventory import Inventory, merge_packed, pack
 from moe_ft.recovery.overview import Overview, merge, number_of
 from moe_ft.topology import RankInfo, Topology
-from tests.harness import run_ranks
 
 _SIZES = (64, 512, 4096, 16384)
 _RANKS_PER_NODE, _NUM_STAGES, _FACTOR = 8, 8, 2
@@ -322,61 +313,6 @@ def _version_in(num_ranks: int) -> Callable[[int], Version]:
     return version_of
 
 
-_STEP_S = 0.05  # an optimizer step
-_NUM_VOTES = 10  # integers that ranks agree on
-
-
-def agree(folder: str, num_iterations: int) -> None:
-    """Agree in some iterations; write what the training thread paid for each. Runs on every rank."""
-    dist.init_process_group("gloo")
-    agreement = Agreement(120.0)
-    agreement.start()
-    used, waited = [], []
-    for _ in range(num_iterations):
-        dist.barrier()  # as the norm of the gradients does
-        begin = time.thread_time(), time.perf_counter()
-        agreement.begin([1] * _NUM_VOTES)
-        begun = time.perf_counter()
-        time.sleep(_STEP_S)
-        read = time.perf_counter()
-        agreement.result()
-        end = time.perf_counter()
-        used.append(time.thread_time() - begin[0])
-        waited.append(begun - begin[1] + end - read)
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps([used, waited]))
-    dist.barrier()
-
-
-def _pay(num_ranks: int, num_iterations: int) -> list[object]:
-    """Return what the training threads of real ranks pay for an agreement, in milliseconds."""
-    folder = Path(tempfile.mkdtemp(prefix="scale_"))
-    run_ranks(agree, num_ranks, str(folder), num_iterations, log_dir=folder / "log").check()
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    shutil.rmtree(folder)
-    levels = plan_levels(range(num_ranks))
-    cells: list[object] = [num_ranks, len(levels)]
-    for kind in range(2):
-        most = max(found, key=lambda each: median(each[kind]))
-        each = [1000 * seconds for rank in found for seconds in rank[kind]]
-        cells += [f"{median(each):.2f}", f"{1000 * median(most[kind]):.2f}"]
-    return cells
-
-
-def _count(num_ranks: int) -> list[object]:
-    """Return the connections and messages of an agreement in levels, next to those of one group."""
-    levels = plan_levels(range(num_ranks))
-    # gloo's all-reduce sends around a ring twice, its broadcast along a tree.
-    up = sum(2 * (len(level[0]) - 1) for level in levels)
-    down = sum((len(level[0]) - 1).bit_length() for level in levels[:-1])
-    others = [
-        f"{num_ranks - 1:,}",
-        most_connections(num_ranks),
-        f"{2 * (num_ranks - 1):,}",
-        up + down,
-    ]
-    return [f"{num_ranks:,}", len(levels), *others]
-
-
 def _planned(sizes: Sequence[int], num_times: int) -> list[str]:
     """Return what placements and recoveries take."""
     placed = [_measure(layout, size, num_times) for layout in _LAYOUTS for size in sizes]
@@ -407,22 +343,6 @@ def _indexed(sizes: Sequence[int]) -> list[str]:
     ]
 
 
-def _agreed(sizes: Sequence[int], num_iterations: int) -> list[str]:
-    """Return what an agreement takes."""
-    headers = ("ranks", "levels", "connections, one group", "in levels")
-    return [
-        f"What the training thread pays for an agreement of real ranks, in ms. {ranks_on_cpu()}. Time on a "
-        "core, and time that it waits, of all ranks and of the rank that pays most; medians of "
-        f"{num_iterations} iterations",
-        markdown_table(
-            [_pay(size, num_iterations) for size in sizes],
-            ("ranks", "levels", "on a core", "at most", "waits", "at most "),
-        ),
-        "Agreement of all ranks: connections of the rank that has most, and messages one after the other",
-        markdown_table(map(_count, _SIZES), (*headers, "messages, one group", "in levels ")),
-    ]
-
-
 def main() -> None:
     """Measure and count, and show both."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -433,7 +353,6 @@ def main() -> None:
         f"One core; median (range) of {options.times}. {versions()}.",
         *_planned(sizes, options.times),
         *_indexed(sizes),
-        *_agreed((8,) if options.quick else (8, 16, 32), 10 if options.quick else 200),
     ]
     show(parts, options.output)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path, PurePosixPath
-from typing import Self, override
+from typing import BinaryIO, Self, override
 
 from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.parts import spread
@@ -18,7 +18,7 @@ from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.persist.soundness import check_is_finite, read_index
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.patience import note_progress
-from moe_ft.files.private_files import open_private, read_private
+from moe_ft.files.private_files import open_private, open_regular, read_private
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry
@@ -128,6 +128,16 @@ def read_unit(
     return unit, content
 
 
+def _map(path: Path, opened: Callable[[Path], BinaryIO]) -> memoryview:
+    """Return the bytes of a file, which stay mapped as long as anything shows them."""
+    with opened(path) as file:
+        try:
+            # Private, because torch wants a writable buffer; nothing is written to it.
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except ValueError as error:
+            raise CorruptStateError(f"{path} is empty") from error
+
+
 class MemoryReader(StateReader):
     """Reads a region or replica in this node's memory, and the pool in the same directory.
 
@@ -151,14 +161,7 @@ class MemoryReader(StateReader):
 
     def _mapped(self, name: str) -> memoryview:
         if name not in self._views:
-            path = self._directory / name
-            with open_private(path) as file:
-                try:
-                    # Private, because torch wants a writable buffer; nothing is written to it.
-                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                except ValueError as error:
-                    raise CorruptStateError(f"{path} is empty") from error
-            self._views[name] = memoryview(mapping)
+            self._views[name] = _map(self._directory / name, open_private)
         return self._views[name]
 
     @override
@@ -200,10 +203,24 @@ class PeerReader(StateReader):
 class StorageReader(StateReader):
     """Reads a persisted file, and those of older checkpoints that its index names."""
 
-    def __init__(self, storage: Storage, index: Index, path: str, where: str = "") -> None:
-        """Take an index that was checked, and the path of its data file."""
+    def __init__(
+        self,
+        storage: Storage,
+        index: Index,
+        path: str,
+        where: str = "",
+        *,
+        maps_local_files: bool = False,
+    ) -> None:
+        """Take an index that was checked, and the path of its data file.
+
+        Args:
+            maps_local_files: whether nothing is copied of files on this machine. No deadline counts then,
+                and a file that is cut meanwhile ends the process.
+        """
         super().__init__(index, where)
-        self._storage, self._own = storage, path
+        self._storage, self._own, self._maps_local_files = storage, path, maps_local_files
+        self._views: dict[str, memoryview] = {}
 
     @classmethod
     def open(cls, storage: Storage, version: Version) -> Self:
@@ -221,8 +238,14 @@ class StorageReader(StateReader):
 
     @override
     def read(self, file: str, offset: int, num_bytes: int) -> memoryview:
-        # A copy, because torch wants a writable buffer.
-        return memoryview(bytearray(self._storage.read(file or self._own, offset, num_bytes)))
+        name = file or self._own
+        local = self._storage.local_path(name) if self._maps_local_files else None
+        if local is None:
+            # A copy, because torch wants a writable buffer.
+            return memoryview(bytearray(self._storage.read(name, offset, num_bytes)))
+        if name not in self._views:
+            self._views[name] = _map(local, open_regular)
+        return self._views[name][offset : offset + num_bytes]
 
 
 Opener = Callable[[Source], StateReader]

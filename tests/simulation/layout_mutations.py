@@ -1,16 +1,21 @@
 """Mistakes in what a start does with the state of another layout; mutations.py has all others."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
+from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan, plan_recovery
 from moe_ft.planning.shares import take_share
 from moe_ft.recovery import fetch, look, new_record, planner, protect, restore
 from moe_ft.recovery import plan as planning
 from moe_ft.recovery.fetch import ORIGIN, Fetching
+from moe_ft.recovery.overview import Overview
 from moe_ft.recovery.transfer import Transfer
+from moe_ft.units import parse_unit
 from tests.simulation.active import Patches
 from tests.simulation.mutations import of_group
 
@@ -67,11 +72,17 @@ def ages_forgotten(patches: Patches) -> None:
 
     def with_rotation(self: Fetching, fetched: Any) -> Any:
         found, plan = original(self, fetched), self._plan
-        if not plan.is_other_layout:
+        if not plan.is_other_layout or found.index is None or found.index.progress is None:
             return found
+        tokens = found.index.progress.routed_tokens
+
+        def of_the_state(name: str, version: UnitVersion) -> UnitVersion:
+            unit = parse_unit(name)
+            routed = tokens[unit.layer_name][unit.expert]
+            return replace(version, iteration=plan.iteration, routed_tokens=routed)
+
         versions = {
-            name: replace(each, iteration=plan.iteration)
-            for name, each in found.rotation.versions.items()
+            name: of_the_state(name, each) for name, each in found.rotation.versions.items()
         }
         return replace(found, rotation=replace(found.rotation, versions=versions))
 
@@ -95,13 +106,11 @@ def checkpoint_refers_to_another_layout(patches: Patches) -> None:
     """The first checkpoint after a change builds on one of the layout before."""
     original = restore.find_persisted
 
-    def find(*given: Any) -> Any:
-        own = Patches()
-        own.set(Plan, "is_other_layout", property(lambda self: False))
-        try:
-            return original(*given)
-        finally:
-            own.restore()
+    def find(plan: Plan, *rest: Any) -> Any:
+        same = SimpleNamespace(
+            is_other_layout=False, elsewhere=plan.elsewhere, iteration=plan.iteration
+        )
+        return original(cast(Plan, same), *rest)
 
     patches.set(restore, "find_persisted", find)
 
@@ -137,3 +146,21 @@ def buffers_by_their_number(patches: Patches) -> None:
         return msgspec.structs.replace(record, buffers=buffers)
 
     patches.set(fetch, "make_record", make)
+
+
+@of_group(OF_LAYOUTS)
+def one_index_of_those_with_the_same_tensors(patches: Patches) -> None:
+    """A rank opens one index of those that have parts of the same tensors."""
+
+    def places_of(self: Overview, tensors: Iterable[int]) -> set[int]:
+        wanted = frozenset(tensors)
+        return {places[0] for held, places in self.holders.items() if held & wanted}
+
+    patches.set(Overview, "places_of", places_of)
+
+
+@of_group(OF_LAYOUTS)
+def lowest_rank_speaks_for_all(patches: Patches) -> None:
+    """All ranks count as having had for themselves what the lowest one had."""
+    original = Overview.indexes
+    patches.set(Overview, "indexes", lambda self: dict(list(original(self).items())[:1]))

@@ -12,6 +12,7 @@ from moe_ft.engine.links import streams
 from moe_ft.engine.links.streams import Streams
 from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
 from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.snapshots import copying
 from moe_ft.engine.updates import adam
 from moe_ft.engine.updates.adam import Repetition
 from moe_ft.engine.updates.capture import GradientCapture
@@ -79,6 +80,12 @@ def base_freed_too_early(patches: Patches) -> None:
         return region, index
 
     patches.set(ReplicaStore, "base", base)
+
+
+@of_group(OF_UPDATES)
+def gaps_of_another_layout_left(patches: Patches) -> None:
+    """Bytes that another layout has left between two tensors stay there, others in each region."""
+    patches.set(copying, "_clear_gaps", lambda *given: None)
 
 
 @mutation

@@ -31,6 +31,7 @@ from tests.simulation.schedule import (
     draw_followed,
     draw_selective,
 )
+from tests.simulation.shape import Shape
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
 
@@ -104,6 +105,36 @@ _NEAR: dict[str, AnySchedule] = {
             Fault(kind="lose-node", start=1, target=0),
         ),
         switching=0.3,
+    ),
+    # In the second start each rank has the same experts; it dies soon after its first snapshot.
+    "pools-filled-again": Schedule(
+        seed=1,
+        setup=Setup(
+            layers=2,
+            nodes=1,
+            replication="0",
+            strategy="partial",
+            options={"k_snapshot": "1", "k_persist": 1, "selection": "sequential"},
+            iterations=10,
+            later=(Shape(dp=1, tp=2, layers=2),),
+        ),
+        faults=(
+            Fault(kind="kill-all", start=0, event=10, moment="before step"),
+            Fault(kind="kill-all", start=1, event=3, moment="before step"),
+        ),
+    ),
+    "gaps-of-another-layout-left": Schedule(  # both have regions of one size
+        seed=1,
+        setup=Setup(
+            dp=4,
+            ep=4,
+            layers=2,
+            nodes=2,
+            iterations=6,
+            is_followed=True,
+            later=(Shape(stages=2, dp=2, ep=2, layers=1, is_followed=True),),
+        ),
+        faults=(Fault(kind="kill-all", start=0, event=900),),
     ),
     "older-files-forgotten": Schedule(
         seed=345,

@@ -12,11 +12,11 @@ import torch
 
 from moe_ft.engine.memory.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.memory.regions import MappedFile, Region
 from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.engine.snapshots.staging import Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
-from moe_ft.format.entries import TensorEntry
+from moe_ft.format.entries import TensorEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
@@ -119,6 +119,7 @@ class StateCopier:
         known = self._known.get(key)
         if known is None or known[0] is not request.layout:
             places = request.layout.snapshots[request.position]
+            _clear_gaps(request.region, places)
             copies = _Copies(list(self._copies_to(request.region, places)))
             known = self._known[key] = (request.layout, copies)
         if not request.slots:
@@ -135,6 +136,20 @@ class StateCopier:
                 yield _Copy(
                     local=local, entry=tensor, file=file, offset=place.offset + tensor.offset
                 )
+
+
+def _clear_gaps(region: Region, places: Iterable[UnitPlace]) -> None:
+    """Write zeros where nothing is copied, which checksums count: another layout may have left bytes there.
+
+    A peer that repeats a step has these bytes from the region before, so they are the same in all regions.
+    """
+    for place in places:
+        end = place.offset
+        for tensor in place.tensors:
+            for piece in tensor_pieces(tensor):
+                start = place.offset + tensor.offset + piece.offset
+                region.mapping[end:start] = bytes(start - end)
+                end = start + piece.num_bytes
 
 
 class _Copies:

@@ -99,6 +99,7 @@ def _check_stored(storage: Storage, path: str, index: Index) -> None:
     # Units in older files are checked with those.
     units = {name: unit for name, unit in index.units.items() if not unit.file}
     own = msgspec.structs.replace(index, units=units)
-    StorageReader(storage, own, path, where=f"{storage.url}/{path}").check()
+    where = f"{storage.url}/{path}"
+    StorageReader(storage, own, path, where, maps_local_files=True).check()
     if (local := storage.local_path(path)) is not None:
         _check_is_valid(local)
