@@ -60,7 +60,8 @@ test-power: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -W ignore -m tests.simulation --jobs 0 --seconds $(or $(SECONDS),inf) --shrink \
-	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(FIRST),--first $(FIRST),--random)
+	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(SPARES),--spares) \
+	    $(if $(FIRST),--first $(FIRST),--random)
 
 chaos: .venv/installed
 	$(PYTEST) tests/distributed/test_chaos.py -m chaos
@@ -92,7 +93,7 @@ docs-serve: .venv/installed
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout kernel_code streams paper_tables gradient_replicas replica_sources simulator_vs_measured \
-    report_speed
+    report_speed spare_nodes
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

@@ -18,6 +18,7 @@ from tests.harness import (
 )
 from tests.kept_job import KeptResult, logged_in, run_kept
 from tests.kept_nodes import KeptNodes
+from tests.namespaces import Namespaces
 from tests.nodes import Nodes
 from tests.recoveries import Expected, RecoveryWatch
 from tests.references import Digests, Place
@@ -278,6 +279,8 @@ class RepairedJob(Job):
         num_nodes: int = 2,
         train_iters: int = 40,
         lost_after_s: int = 10,
+        networks: Namespaces | None = None,
+        store: int = 0,
     ) -> KeptNodes:
         """Return nodes that run the job of four ranks under `keep` alone."""
         self.num_ranks = 4
@@ -288,6 +291,8 @@ class RepairedJob(Job):
             num_nodes=num_nodes,
             ranks_per_node=self.num_ranks // num_nodes,
             lost_after_s=lost_after_s,
+            networks=networks,
+            store=store,
         )
 
     def wait_for_iteration(self, iteration: int) -> None:

@@ -1,12 +1,12 @@
 """Nodes that `moe_ft keep` starts without torchrun, on this machine: each can be lost, stopped and woken.
 
-The zygote of a node is a fork of the tests' fork server, as in tests/kept_job.py.
+The zygote of a node is a fork of the tests' fork server, as in tests/kept_job.py, unless nodes are to import.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,10 +17,18 @@ import psutil
 from moe_ft.keeper.worker import socket_path
 from tests.harness import DEADLINE_S, _context, prepare_to_fork
 from tests.kept_job import ROOT, _serve
+from tests.namespaces import INTERFACE, Namespaces
 from tests.ports import free_port
 from tests.processes import kill_all
 
 _TOKEN = "0123456789abcdef"
+
+
+def _serve_in(network: str, *arguments: Any) -> None:
+    if network:
+        with open(network) as file:
+            os.setns(file.fileno(), os.CLONE_NEWNET)
+    _serve(*arguments)
 
 
 class KeptNodes:
@@ -34,6 +42,9 @@ class KeptNodes:
         num_nodes: int,
         ranks_per_node: int,
         lost_after_s: int = 10,
+        networks: Namespaces | None = None,
+        store: int = 0,
+        imports: bool = False,
     ) -> None:
         """Start nothing yet.
 
@@ -41,16 +52,28 @@ class KeptNodes:
             folder: gets a log of each node, and the status of the job.
             words: command line of the ranks.
             num_nodes: that train.
+            networks: of the nodes, if each has its own.
+            store: number of the node that keeps the job's store.
+            imports: whether each node imports what it needs, which takes many seconds, as on a machine.
         """
         prepare_to_fork()
+        self._networks, self._imports = networks, imports
+        host = "127.0.0.1" if networks is None else networks.address(f"node{store}")
         self._folder, self.status = folder, folder / "status"
         self._words = [
             *("-m", "moe_ft", "keep", "--nodes", str(num_nodes)),
-            *("--ranks-per-node", str(ranks_per_node), "--meet", f"127.0.0.1:{free_port()}"),
-            *("--lost-after", str(lost_after_s), "--status", str(self.status)),
+            *("--ranks-per-node", str(ranks_per_node), "--meet", f"{host}:{free_port()}"),
+            *(
+                "--store",
+                str(store),
+                "--lost-after",
+                str(lost_after_s),
+                "--status",
+                str(self.status),
+            ),
         ]
         self._script = ["--", *words]
-        self._nodes: list[tuple[str, subprocess.Popen[bytes], BaseProcess]] = []
+        self._nodes: list[tuple[str, subprocess.Popen[bytes], BaseProcess | None]] = []
         self._killed: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -64,19 +87,24 @@ class KeptNodes:
         for name, agent, zygote in self._nodes:
             yield name, (agent, zygote)
 
-    def start(self, *names: str, first: int = 0) -> None:
-        """Start nodes, numbered from the first one on."""
+    def start(self, *names: str, first: int = 0, restart: int = 0) -> None:
+        """Start nodes, numbered from the first one on, in some restart of the job."""
         for number, name in enumerate(names, first):
-            env: Mapping[str, str] = {
+            env = {
                 "MOE_FT_NODE_ID": name,
                 "MOE_FT_KEEP_TOKEN": _TOKEN,
                 "TORCHELASTIC_RUN_ID": "nodes",
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
                 "CUDA_VISIBLE_DEVICES": "",
-                "LOCAL_RANK": "1",  # the zygote comes from here
+                "LOCAL_RANK": "0" if self._imports else "1",  # the zygote comes from here
             }
+            enter: list[str] = []
+            if self._networks is not None:
+                enter = self._networks.command(name)
+                env |= {"GLOO_SOCKET_IFNAME": INTERFACE}
             with self._log(name).open("a") as file:
                 agent = subprocess.Popen(
-                    [sys.executable, *self._words, "--number", str(number), *self._script],
+                    [*enter, sys.executable, *self._words, "--number", str(number), *self._script],
                     cwd=ROOT,
                     env={**os.environ, **env},
                     stdout=file,
@@ -84,15 +112,18 @@ class KeptNodes:
                     start_new_session=True,
                 )
             arguments = (agent.pid, str(socket_path(agent.pid)), str(self._log(name)))
-            zygote = _context.Process(target=_serve, args=arguments)
-            zygote.start()
+            path = self._networks.path(name) if self._networks is not None else ""
+            zygote = None
+            if not self._imports:
+                zygote = _context.Process(target=_serve_in, args=(path, *arguments))
+                zygote.start()
             self._nodes.append((name, agent, zygote))
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return all processes of the node that was started last under a name."""
         agent, zygote = dict(self._by_name())[name]
         found = []
-        for pid in (agent.pid, zygote.pid):
+        for pid in (agent.pid, *(() if zygote is None else (zygote.pid,))):
             with suppress(psutil.NoSuchProcess):
                 top = psutil.Process(pid)
                 found += [top, *top.children(recursive=True)]
@@ -103,7 +134,8 @@ class KeptNodes:
         kill_all([each for name in names for each in self.processes(name)])
         for name in names:
             agent, zygote = dict(self._by_name())[name]
-            zygote.join()
+            if zygote is not None:
+                zygote.join()
             self._killed.add(agent.pid)
 
     def stop(self, name: str) -> None:

@@ -38,7 +38,10 @@ def listen(environment: Mapping[str, str]) -> socket.socket:
     Raises:
         OSError: if somebody else listens there.
     """
-    is_alone = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
+    has_one_node = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
+    is_alone = (
+        has_one_node and "MOE_FT_KEEP_STORE_ON" not in environment
+    )  # a spare comes from elsewhere
     return listen_at(_address(environment), is_alone=is_alone)
 
 

@@ -2,7 +2,9 @@
 
 It is forked from the zygote, as ranks are, and asks it for each rank over a connection. It stands for them:
 if it ends, they are killed. It gets its orders from the coordinator (nodes.py), which runs in a process of
-its own on node 0. If its node was called lost, it kills its ranks and comes again, as a spare.
+its own on node 0, or on a node without ranks. If its node was called lost, it kills its ranks and comes
+again, as a spare. So it does if the store is silent for as long as makes a node lost: others may have its
+ranks then, and it would not know.
 """
 
 import os
@@ -11,14 +13,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from moe_ft.engine.links.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError
+from moe_ft.files.patience import call_within
 from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
 from moe_ft.keeper.link import Link, flag_value, token_of, wants_repair
@@ -34,10 +38,11 @@ from moe_ft.keeper.protocol import (
 )
 from moe_ft.processes import set_process_name
 
-_MEET_S = 900.0  # for node 0 to import and listen
+_MEET_S = 900.0  # for the node that keeps the store to import and listen
 _ANSWER_S = 30.0  # of the zygote
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
-_LINGER_S = 2.0  # of node 0, for the others to learn that the job is over
+_LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
+_RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
 _FAILED = 1
 
 
@@ -62,49 +67,81 @@ class Node:
         self,
         environment: Mapping[str, str],
         words: Sequence[str],
-        store: SignedStore,
+        reach: Callable[[float], SignedStore],
     ) -> None:
-        """Have no rank yet.
+        """Come to the job, and have no rank yet.
 
         Args:
             environment: of all ranks; it names the node and its number.
             words: command line of the ranks.
+            reach: returns a new connection to the job's store, or raises OSError or RepairError if there is
+                none in so many seconds.
         """
         self._environment, self._words = dict(environment), tuple(words)
-        self._store = store
+        self._reach, self._store = reach, reach(_MEET_S)
         self._name, self._number = environment["MOE_FT_NODE_ID"], int(environment["GROUP_RANK"])
         num_nodes = int(environment["GROUP_WORLD_SIZE"])
         self._period_s = poll_s(8 * num_nodes, PERIOD_S)
+        self._store_name = f"the job's store on {environment['MASTER_ADDR']}"
+        self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        self._seat = NodeSeat(store, self._name, self._number)
+        self._seat = self._ask(self._come)
 
     def run(self) -> int:
         """Run ranks until the job is over, and return its exit code."""
+        over: tuple[int, str] | None = None
         try:
-            while (over := self._seat.over()) is None:
-                self._step()
-        except RuntimeError as error:  # of torch
-            over = _FAILED, f"the job's store on node 0 does not answer: {error}"
+            while over is None:
+                try:
+                    over = self._step()
+                except TimeoutError as error:
+                    self._give_up(f"is cut off ({error})")
+                    self._come_again()
+        except (RuntimeError, RepairError, TimeoutError) as error:  # the first is torch's
+            over = _FAILED, f"{self._store_name} cannot be reached: {error}"
         except ConnectionError as error:
             over = _FAILED, f"the process that forks ranks has ended: {error}"
         code, why = over
         if why:
             say(f"node {self._name} ends: {why}")
         self._end_ranks(signal.SIGTERM)
-        if self._number == 0:
+        if _keeps_store(self._environment):
             time.sleep(_LINGER_S)
         return code
 
-    def _step(self) -> None:
+    def _step(self) -> tuple[int, str] | None:
+        """Do what is to be done now; return how the job has ended, or None."""
         codes = [each.code for each in self._ranks if each.code is not None]
         have_ended = any(codes) or (codes and len(codes) == len(self._ranks))
-        self._seat.beat(max(codes) if have_ended else None)
-        if self._seat.is_lost():
-            self._give_up()
-        for order in self._seat.new_orders():
+        over, is_lost = self._ask(partial(_report, self._seat, max(codes) if have_ended else None))
+        if over is not None:
+            return over
+        if is_lost:
+            self._give_up("was silent and is replaced")
+            self._seat = self._ask(self._come)
+        for order in self._ask(self._seat.new_orders):
             self._take(order)
         self._hear(self._period_s)
+        return None
+
+    def _ask[Answer](self, ask: Callable[[], Answer]) -> Answer:
+        """Return what the store answers; raises TimeoutError if it is silent as long as a lost node.
+
+        torch waits up to 15 minutes for a host that has lost its power.
+        """
+        return call_within(ask, self._lost_after_s, self._store_name)
+
+    def _come(self) -> NodeSeat:
+        return NodeSeat(self._store, self._name, self._number)
+
+    def _come_again(self) -> None:
+        """Come over a new connection: what waits on the old one may wait on."""
+        limit_s = _RETURNS * self._lost_after_s
+        self._store = call_within(
+            lambda: self._reach(limit_s), limit_s + self._lost_after_s, self._store_name
+        )
+        self._seat = self._ask(self._come)
 
     def pass_on(self, number: int) -> None:
         """Send a signal to all ranks; called by a handler."""
@@ -113,14 +150,11 @@ class Node:
                 with suppress(OSError):
                     send_signal(each.connection, number)
 
-    def _give_up(self) -> None:
-        """Kill all ranks, and come again: this node was silent, and others may have its ranks."""
-        say(
-            f"node {self._name} was silent and is replaced: its ranks are killed, and it becomes a spare"
-        )
+    def _give_up(self, why: str) -> None:
+        """Kill all ranks: others may have them."""
+        say(f"node {self._name} {why}: its ranks are killed, and it comes again as a spare")
         self._end_ranks(signal.SIGKILL)
         self._ranks.clear()
-        self._seat = NodeSeat(self._store, self._name, self._number)
 
     def _take(self, order: Order) -> None:
         """Have the zygote fork the ranks of an order."""
@@ -178,6 +212,12 @@ class Node:
                 each.connection.close()
 
 
+def _report(seat: NodeSeat, code: int | None) -> tuple[tuple[int, str] | None, bool]:
+    """Show that a node lives; return how the job has ended, or None, and whether the node was called lost."""
+    seat.beat(code)
+    return seat.over(), seat.is_lost()
+
+
 def _connect(path: str) -> socket.socket:
     """Return a connection to the zygote, which listens: this process is its fork."""
     connection = socket.socket(socket.AF_UNIX)
@@ -185,10 +225,22 @@ def _connect(path: str) -> socket.socket:
     return connection
 
 
+def _keeps_store(environment: Mapping[str, str]) -> bool:
+    return environment["GROUP_RANK"] == environment["MOE_FT_KEEP_STORE_ON"]
+
+
+def _has_ranks(environment: Mapping[str, str]) -> bool:
+    """Return whether this node trains or is a spare."""
+    return not _keeps_store(environment) or environment["GROUP_RANK"] == "0"
+
+
 def serve_store(
     environment: Mapping[str, str], words: Sequence[str], listener: socket.socket
 ) -> NoReturn:
-    """Keep the job's store, and decide about nodes, until this process is killed."""
+    """Keep the job's store, and decide about nodes, until this process is killed.
+
+    On a node without ranks it ends with the exit code of the job.
+    """
 
     def coordinate(store: SignedStore) -> NoReturn:
         status = environment["MOE_FT_KEEP_STATUS"]
@@ -196,14 +248,17 @@ def serve_store(
             store,
             num_nodes=int(environment["GROUP_WORLD_SIZE"]),
             ranks_per_node=int(environment["LOCAL_WORLD_SIZE"]),
+            own_number=int(environment["GROUP_RANK"]),
             lost_after_s=float(environment["MOE_FT_KEEP_LOST_AFTER_S"]),
             can_repair=wants_repair(words),
             waits=flag_value(words, "--moe-ft-spare") == "wait",
             status=Path(status) if status else None,
         )
-        while True:
+        while coordinator.over is None or _has_ranks(environment):
             coordinator.step()
             time.sleep(PERIOD_S)
+        time.sleep(_LINGER_S)
+        raise SystemExit(coordinator.over)
 
     job_store.serve(listener, environment, token_of(environment), coordinate)
 
@@ -212,14 +267,20 @@ def start_store(environment: Mapping[str, str], words: Sequence[str]) -> None:
     """Fork the process that keeps the store of the job."""
     listener, parent = job_store.listen(environment), os.getpid()
     if os.fork() == 0:
-        # SLURM signals all processes of a step, and the zygote its group: those who end save state first.
         os.setsid()
-        for each in FORWARDED:
-            signal.signal(each, signal.SIG_IGN)
         follow_parent(parent)
-        set_process_name("moe_ft_store")
-        serve_store(environment, words, listener)
+        _be_store(environment, words, listener)
     listener.close()
+
+
+def _be_store(
+    environment: Mapping[str, str], words: Sequence[str], listener: socket.socket
+) -> NoReturn:
+    # SLURM signals all processes of a step, and the zygote its group: those who end save state first.
+    for each in FORWARDED:
+        signal.signal(each, signal.SIG_IGN)
+    set_process_name("moe_ft_store")
+    serve_store(environment, words, listener)
 
 
 def main(words: Sequence[str]) -> None:
@@ -234,13 +295,18 @@ def main(words: Sequence[str]) -> None:
     environment["MOE_FT_NODE_ID"] = next(filter(None, names), socket.gethostname())
     link = Link(token=token_of(environment))
     try:
-        if environment["GROUP_RANK"] == "0":
+        if not _has_ranks(environment):
+            _be_store(environment, words, job_store.listen(environment))
+        if _keeps_store(environment):
             start_store(environment, words)
-        store = SignedStore(job_store.connect(environment, link, _MEET_S), lambda: link.token)
+        node = Node(
+            environment,
+            words,
+            lambda s: SignedStore(job_store.connect(environment, link, s), lambda: link.token),
+        )
     except (OSError, RepairError) as error:
         say(f"node {environment['MOE_FT_NODE_ID']} cannot join the job: {error}")
         raise SystemExit(_FAILED) from None
-    node = Node(environment, words, store)
     for each in FORWARDED:
         signal.signal(each, lambda number, _: node.pass_on(number))
     raise SystemExit(node.run())

@@ -2,7 +2,8 @@
 
 Each node has a process (node.py) that comes, beats, and does what it is told, all by signed values in the
 job's store. The process that keeps the store decides, and nobody else: it gives ranks to nodes, calls a node
-lost that is silent, and gives its ranks to a spare. Node 0, where it runs, cannot be replaced.
+lost that is silent, and gives its ranks to a spare. The node where it runs cannot be replaced: node 0, or one
+without ranks.
 
 A verdict may be false: a node that was stopped, or cut off, may wake up. It therefore begins a round of its
 own (rounds.py), and a node has a new name after it. The old one can still say things, and nobody listens.
@@ -109,6 +110,7 @@ class Coordinator:
         *,
         num_nodes: int,
         ranks_per_node: int,
+        own_number: int,
         lost_after_s: float,
         can_repair: bool,
         waits: bool,
@@ -118,6 +120,7 @@ class Coordinator:
 
         Args:
             num_nodes: that train.
+            own_number: of the node where this runs; it has no ranks if it is not among them.
             lost_after_s: silence of a node after which it is lost.
             can_repair: whether the ranks repair (--moe-ft-repair auto).
             waits: whether to wait for a spare if none is left, instead of ending the job.
@@ -126,6 +129,7 @@ class Coordinator:
         """
         self._store, self._rounds = store, Rounds(store, 0, num_nodes * ranks_per_node)
         self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
+        self._own_number = own_number
         self._lost_after_s, self._can_repair, self._waits = lost_after_s, can_repair, waits
         self._status = status
         self._nodes: list[_Node] = []
@@ -133,11 +137,11 @@ class Coordinator:
         self._open: dict[int, Order] = {}  # by slot, until a spare takes it
         self._num_arrived = self._newest = 0
         self._looked_s = time.monotonic()
-        self._over: int | None = None
+        self.over: int | None = None  # exit code of the job
 
     def step(self) -> None:
         """Look once, and decide."""
-        if self._over is not None:
+        if self.over is not None:
             return
         self._meet_arrivals()
         if lost := self._look():
@@ -218,7 +222,7 @@ class Coordinator:
 
     def _why_over(self, slots: Sequence[int]) -> str:
         """Return why the ranks of lost nodes cannot be replaced; empty if they can."""
-        if 0 in slots:
+        if self._own_number in slots:
             return "it keeps the job's store"
         if not self._can_repair:
             return "without --moe-ft-repair auto it is not replaced"
@@ -263,14 +267,14 @@ class Coordinator:
     def _set_over(self, code: int, why: str) -> None:
         if why:
             say(f"the job ends: {why}")
-        self._over = code
+        self.over = code
         self._write_status()
         self._store.set(_OVER, {"code": code, "why": why})
 
     def _write_status(self) -> None:
         if self._status is None:
             return
-        code = "-" if self._over is None else str(self._over)
+        code = "-" if self.over is None else str(self.over)
         lines = [code, *(name for _, name in sorted(self._names.items()))]
         part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
         try:

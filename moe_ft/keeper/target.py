@@ -11,13 +11,15 @@ from typing import NoReturn
 
 USAGE = (
     "moe_ft keep [--preload MODULE]... [NODES] [--] SCRIPT ARGS... | -m MODULE ARGS..., where NODES is "
-    "--nodes N --ranks-per-node K --meet HOST:PORT [--number I] [--lost-after SECONDS] [--status FILE]"
+    "--nodes N --ranks-per-node K --meet HOST:PORT [--number I] [--store I] [--lost-after SECONDS] "
+    "[--status FILE]"
 )
 OF_NODES: Mapping[str, str] = {
     "nodes": "number of nodes that train; with it, `keep` starts the ranks of this node, without torchrun",
     "ranks-per-node": "ranks of each node",
-    "meet": "HOST:PORT of node 0, which keeps the job's store",
+    "meet": "HOST:PORT of the node that keeps the job's store",
     "number": "of this node, from 0, spares last; default: SLURM_PROCID",
+    "store": "number of the node that keeps the job's store: 0, or one that runs no ranks (default 0)",
     "lost-after": "seconds of silence after which a node is lost (default 10)",
     "status": "file that gets the exit code of the job, and the names of the nodes",
 }
@@ -108,8 +110,8 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
     host, colon, port = options["meet"].rpartition(":")
     if not host or not colon or not port.isdecimal():
         _refuse(
-            f"--meet {options['meet']} must be HOST:PORT of node 0, which keeps the job's store, such as "
-            "node1:29500"
+            f"--meet {options['meet']} must be HOST:PORT of the node that keeps the job's store, node 0 "
+            "unless --store says otherwise, such as node1:29500"
         )
     number = options.get("number", environment.get("SLURM_PROCID", ""))
     if not number:
@@ -122,6 +124,13 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
             f"{_FEWEST_BYTES} characters: others who reach {options['meet']} do not know it. Set it to the "
             "output of `openssl rand -hex 16`"
         )
+    store = _number("store", options.get("store", "0"), 0)
+    if 0 < store < nodes:
+        _refuse(
+            f"--store {store} is the number of a node that trains, of which --nodes {nodes} has 0 to "
+            f"{nodes - 1}: if it is lost, its ranks cannot be replaced. Give a number from {nodes} on, of a "
+            "machine that runs nothing else of the job, or leave the option out: node 0 keeps the store then"
+        )
     return {
         "WORLD_SIZE": str(nodes * ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -131,6 +140,7 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": environment.get("TORCHELASTIC_RUN_ID", "none"),
         "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "MOE_FT_KEEP_STORE_ON": str(store),
         "MOE_FT_KEEP_LOST_AFTER_S": str(_number("lost-after", options.get("lost-after", "10"), 3)),
         "MOE_FT_KEEP_STATUS": options.get("status", ""),
     }

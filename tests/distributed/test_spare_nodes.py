@@ -3,10 +3,12 @@
 import re
 import shutil
 
+import psutil
 import pytest
 
 from tests.jobs import RepairedJob
 from tests.kept_nodes import KeptNodes
+from tests.namespaces import Namespaces, why_none
 from tests.waiting import wait_for
 
 
@@ -64,6 +66,69 @@ def test_node_that_was_silent_ends_its_ranks_becomes_a_spare_and_takes_over_from
     # The state in node1's memory was older than that of its peers.
     rounds = [{"node1": "node2"}, {"node2": "node1"}]
     check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
+
+
+@pytest.mark.rest
+def test_node_that_is_cut_off_ends_its_ranks_and_takes_over_when_it_is_back(
+    repaired: RepairedJob,
+) -> None:
+    if reason := why_none():
+        pytest.skip(reason)
+    names = ("node0", "node1", "node2")
+    with (
+        Namespaces(*names) as networks,
+        repaired.kept_nodes(train_iters=150, networks=networks) as nodes,
+    ):
+        nodes.start(*names)
+        repaired.wait_for_iteration(4)
+        ranks = {each["pid"] for rank in (2, 3) for each in repaired.events("start", rank)}
+        networks.cut("node1")
+        wait_for(lambda: "node node1 is lost" in nodes.log("node0"), "the verdict")
+        wait_for(lambda: repaired.events("repair"), "the repair")
+        wait_for(lambda: "node node1 is cut off" in nodes.log("node1"), "node1 to notice")
+        assert not any(map(psutil.pid_exists, ranks))
+        networks.restore("node1")
+        wait_for(lambda: "node node1 is a spare" in nodes.log("node0"), "the spare")
+        lose(repaired, nodes, "node2")
+        assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
+    rounds = [{"node1": "node2"}, {"node2": "node1"}]
+    check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
+
+
+@pytest.mark.rest
+def test_first_node_is_replaced_if_a_node_without_ranks_keeps_the_store(
+    repaired: RepairedJob,
+) -> None:
+    with repaired.kept_nodes(store=3) as nodes:
+        nodes.start("node0", "node1", "node2", "node3")
+        repaired.wait_for_iteration(4)
+        lose(repaired, nodes, "node0")
+        assert nodes.wait() == {"node1": 0, "node2": 0, "node3": 0}, nodes.log("node3")[-3000:]
+    assert nodes.status.read_text().split() == ["0", "node2", "node1"]
+    check_taken_over(repaired, [{"node0": "node2"}], {"node0": [0, 1]})
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("store", [0, 2])
+def test_nodes_end_when_the_node_of_the_store_is_cut_off_and_say_so(
+    repaired: RepairedJob, store: int
+) -> None:
+    if reason := why_none():
+        pytest.skip(reason)
+    names = ("node0", "node1", "node2")
+    with (
+        Namespaces(*names) as networks,
+        repaired.kept_nodes(
+            lost_after_s=3, train_iters=1000, networks=networks, store=store
+        ) as nodes,
+    ):
+        nodes.start(*names)
+        repaired.wait_for_iteration(4)
+        networks.cut(f"node{store}")
+        codes = nodes.wait()
+    assert codes == dict.fromkeys(names, 1)
+    for name in set(names) - {f"node{store}"}:
+        assert "ends: the job's store on 10.78.0." in nodes.log(name), nodes.log(name)[-3000:]
 
 
 @pytest.mark.rest

@@ -158,6 +158,7 @@ class Campaign:
             self._failed += 1
             self._keep(schedule, schedule, verdict, "")
             kind = "--repairs " * isinstance(schedule, RepairSchedule)
+            kind = "--spares " if self._options.spares else kind  # another schedule of that seed
             again = f"python -m tests.simulation {kind}--seed {schedule.seed} --verbose"
             print(f"again: {again}", flush=True)
         return bool(verdict.violations)

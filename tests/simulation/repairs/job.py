@@ -33,7 +33,7 @@ class Start:
         groups: of all ranks, by round.
         workers: ``[rank]`` the small processes that the launcher starts.
         is_told_to_end: whether the launcher has ended it.
-        is_kept: whether `keep` has started the nodes.
+        keeper: number of the node that keeps the store, if `keep` has started the nodes.
         had_to_be_killed: whether some worker had not ended long after it was told to.
     """
 
@@ -42,7 +42,7 @@ class Start:
     groups: dict[int, Group] = field(default_factory=dict)
     workers: list[Process] = field(default_factory=list)
     is_told_to_end: bool = False
-    is_kept: bool = False
+    keeper: int | None = None
     had_to_be_killed: bool = False
 
     @property
@@ -57,9 +57,9 @@ class Start:
 
     @property
     def has_ended_well(self) -> bool:
-        """True if training has ended; a node that was lost may have failed, and the first one not."""
+        """True if training has ended; a node that was lost may have failed, and that of the store not."""
         codes = [each.exit_code for each in self.workers]
-        return codes[0] == 0 if self.is_kept else not any(codes)
+        return not any(codes) if self.keeper is None else codes[self.keeper] == 0
 
 
 class Job:
@@ -75,6 +75,7 @@ class Job:
         self.machine = Machine(world, self)
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
+        self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart
         self._memory: dict[tuple[int, str], dict[int, int]] = {}
         self._homes: dict[int, str] = {}  # of ranks
         self.starts: list[Start] = []
@@ -106,7 +107,8 @@ class Job:
 
     def start(self) -> Start:
         """Start the worker of each rank, as torchrun does."""
-        started = Start(number=len(self.starts), size=self.size, is_kept=self.is_kept)
+        keeper = self.keeper if self.is_kept else None
+        started = Start(number=len(self.starts), size=self.size, keeper=keeper)
         self.starts.append(started)
         if self.is_kept:
             self._start_nodes(started)
@@ -131,19 +133,20 @@ class Job:
 
     def _start_nodes(self, started: Start) -> None:
         """Start the agents of nodes and spares."""
-        for number in range(self._nodes + self.num_spares):
+        for number in range(max(self._nodes + self.num_spares, self.keeper + 1)):
             node = f"node{number}"
             environ = {
                 "GROUP_RANK": str(number),
                 "GROUP_WORLD_SIZE": str(self._nodes),
                 "WORLD_SIZE": str(self.size),
                 "LOCAL_WORLD_SIZE": str(self.size // self._nodes),
-                "MASTER_ADDR": "node0",
+                "MASTER_ADDR": f"node{self.keeper}",
                 "MASTER_PORT": str(_FIRST_PORT + started.number),
                 "TORCHELASTIC_RUN_ID": "job",
                 "TORCHELASTIC_RESTART_COUNT": str(started.number),
                 "MOE_FT_NODE_ID": node,
                 "MOE_FT_KEEP_TOKEN": "secret",
+                "MOE_FT_KEEP_STORE_ON": str(self.keeper),
                 "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
                 "MOE_FT_KEEP_STATUS": "",
             }

@@ -44,6 +44,7 @@ class Machine:
         job: that runs on it.
         slowness: seconds that the store needs for each answer, at most.
         has_stranger: whether somebody else writes to the store.
+        cut_until_s: by node, until when its link is cut.
     """
 
     def __init__(self, current: World, job: "Job") -> None:
@@ -53,6 +54,7 @@ class Machine:
         self.ports: dict[tuple[str, int], Listener] = {}
         self.descriptors: dict[int, Process] = {}
         self.slowness, self.has_stranger = _ANSWER_S, False
+        self.cut_until_s: dict[str, float] = {}
 
     def make_process(
         self, name: str, node: str, parent: Process, environ: dict[str, str], act: Callable[[], Any]
@@ -91,6 +93,13 @@ class Machine:
                 break
             kernel.wait(self.changes, rest_s)
         return result
+
+    def is_cut_off(self, node: str, other: str | None = None) -> bool:
+        """Return whether a node reaches no other one, or a certain one does not."""
+        now_s = self.world.kernel.now
+        return node != other and any(
+            self.cut_until_s.get(each, 0.0) > now_s for each in (node, other) if each is not None
+        )
 
     def is_readable(self, what: Any) -> bool:
         """Return whether something can be read: a socket, or the end of a process."""

@@ -229,6 +229,12 @@ def verdict_in_a_round_of_others(patches: Patches) -> None:
 
 
 @node_mutation
+def store_is_waited_for(patches: Patches) -> None:
+    """A node that is cut off waits for the job's store, and its ranks live on."""
+    patches.set(Node, "_ask", lambda self, ask: ask())
+
+
+@node_mutation
 def silent_nodes_are_waited_for(patches: Patches) -> None:
     """Nobody calls a node lost."""
     patches.set(Coordinator, "_lose", lambda self, lost: None)

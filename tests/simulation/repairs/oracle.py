@@ -13,9 +13,7 @@ from tests.simulation.repairs.machine import FORGED, LINK
 from tests.simulation.repairs.rank import IS_EXPLAINED, Group, Operation, Rank, final_states
 
 _LOOKS_S = 3.0  # for those who look for hangs
-_REPLACED_S = (
-    15.0  # from the end of a silence until the ranks of a node that was replaced have ended
-)
+_REPLACED_S = 15.0  # since a node may know that it was silent, until its lost ranks have ended
 
 
 class Oracle:
@@ -153,7 +151,7 @@ class Oracle:
             newest = job.process_of(int(process.environ["RANK"]))
             if process.is_alive and newest not in (None, process):
                 self.violate(
-                    f"{process} lives {_REPLACED_S} s after it woke up, and {newest} has its rank"
+                    f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank"
                 )
 
     def after_a_while(self, job: Job) -> None:

@@ -112,7 +112,7 @@ class Ends:
         self._job.machine.changed()
         with self.waiting():
             is_whole = self._job.machine.wait_for(
-                lambda: len(group.ends) == self._start.size, timeout_s
+                lambda: len(group.ends) == self._start.size and not self._is_cut_off(), timeout_s
             )
         if not is_whole:
             raise RuntimeError(f"timed out after {timeout_s:g} s waiting for ranks to connect")
@@ -125,8 +125,14 @@ class Ends:
         assert group is not None
         operation = group.operations.setdefault(self._place, Operation())
         self._place += 1
+        with self.waiting():
+            self._job.machine.wait_for(
+                lambda: not self._is_cut_off() or self._is_broken(group), timeout_s
+            )
         if self._is_broken(group):
             raise RuntimeError("[gloo] Connection closed by peer")
+        if self._is_cut_off():
+            raise RuntimeError(f"Timed out waiting {timeout_s:g} s for send operation to complete")
         operation.values[self._rank] = value
         operation.names.add(name)
         size = self._start.size
@@ -135,13 +141,20 @@ class Ends:
             self._job.machine.changed()
         with self.waiting():
             self._job.machine.wait_for(
-                lambda: len(operation.values) == size or self._is_broken(group), timeout_s
+                lambda: (
+                    (len(operation.values) == size and not self._is_cut_off())
+                    or self._is_broken(group)
+                ),
+                timeout_s,
             )
-        if len(operation.values) == size:
+        if len(operation.values) == size and not self._is_cut_off():
             return [operation.values[rank] for rank in range(size)]
         if self._is_broken(group):
             raise RuntimeError("[gloo] Connection closed by peer")
         raise RuntimeError(f"Timed out waiting {timeout_s:g} s for recv operation to complete")
+
+    def _is_cut_off(self) -> bool:
+        return bool(self._job.machine.is_cut_off(self._process.node))
 
     def _is_broken(self, group: Group) -> bool:
         ends = group.ends.values()

@@ -25,6 +25,7 @@ RESTARTS = {
 WITH_SPARES = {
     "lose-node": 6,
     "silence-node": 8,
+    "cut-node": 8,
     "kill": 4,
     "slow-store": 1,
     "stranger-in-store": 1,
@@ -88,6 +89,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         hang_limit: of --moe-ft-hang-limit.
         evaluation_steps: of each evaluation, of which there are some, as there are checkpoints; 0 for none.
         spares: nodes that wait. With any, `keep` starts the nodes, and without them the launcher.
+        keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
         switching: probability with which another thread runs after an event.
     """
 
@@ -95,6 +97,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 3
     nodes: int = 1
     spares: int = 0
+    keeps_apart: bool = False
     iterations: int = 6
     repairs: bool = True
     hang_limit: str = "auto"
@@ -104,7 +107,8 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         head = f"seed {self.seed}, switching {self.switching}: {self.ranks} ranks on {self.nodes} nodes"
-        head += f" and {self.spares} spares" * bool(self.spares) + " without repairs" * (
+        head += f" and {self.spares} spares" * bool(self.spares)
+        head += ", and one for the store" * self.keeps_apart + " without repairs" * (
             not self.repairs
         )
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
@@ -172,11 +176,11 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
     nodes = rng.choice([each for each in (1, 1, 2, 3) if each <= ranks])
-    spares = 0
+    spares, keeps_apart = 0, False
     of_spares = random.Random(f"spares {seed}")
     if of_spares.random() < with_spares:
         nodes = of_spares.choice([each for each in (2, 3) if ranks % each == 0])
-        spares = of_spares.choice((1, 2, 3))
+        spares, keeps_apart = of_spares.choice((1, 2, 3)), of_spares.random() < 0.5
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 1, 2))):
         kinds = MENDED if rng.random() >= _WITH_RESTARTS else {**RESTARTS, "kill": 3}
@@ -198,6 +202,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         ranks=ranks,
         nodes=nodes,
         spares=spares,
+        keeps_apart=keeps_apart,
         iterations=iterations,
         faults=tuple(faults),
         switching=rng.choice((0.02, 0.1, 0.3, 0.6)),

@@ -43,7 +43,7 @@ _EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
     "slow-storage": lambda amount: {STORES_S: amount * 0.8 * TIMEOUT_S},
     "write-long": lambda amount: {WRITES_S: amount * 0.8 * TIMEOUT_S},
 }
-_OF_NODES = ("lose-node", "silence-node", "pause-node")
+_OF_NODES = ("lose-node", "silence-node", "cut-node", "pause-node")
 
 
 class Injection:
@@ -60,6 +60,7 @@ class Injection:
         self._faults, self._passed = list(faults), Counter()
         machine = self._job.machine
         machine.has_stranger, machine.slowness = False, 0.002
+        machine.cut_until_s.clear()
 
     def _watch(self, what: str, thread: Thread) -> None:
         name = what.partition(":")[0]
@@ -130,7 +131,7 @@ class Injection:
         oracle.num_losses += 1
         if oracle.num_losses > job.num_spares:
             oracle.excuses.append("there may be no spare")
-        if node == "node0":
+        if node == f"node{job.keeper}":
             oracle.excuses.append("the job's store is lost")
         for rank in range(job.size):
             process = job.process_of(rank)
@@ -142,14 +143,28 @@ class Injection:
             oracle.excuses.append("all ranks may have died")
 
     def _silence_node(self, fault: Fault, rank: int) -> None:
-        """Stop a whole node; when it wakes up, others may have its ranks, and these must end soon."""
-        kernel, node = self._kernel, self._job.node_of(rank)
+        """Stop a whole node."""
         seconds = fault.amount * _LONGEST_SILENCE_S
-        silent = [each for each in kernel.processes if each.is_alive and each.node == node]
-        for each in silent:
+        for each in self._note_silence(rank, seconds):
             self._suspend(each, seconds)
+
+    def _cut_node(self, fault: Fault, rank: int) -> None:
+        """Cut the link of a node, which runs on."""
+        kernel, machine = self._kernel, self._job.machine
+        seconds = fault.amount * _LONGEST_SILENCE_S
+        self._note_silence(
+            rank, min(seconds, LOST_AFTER_S)
+        )  # then it knows that others may call it lost
+        machine.cut_until_s[self._job.node_of(rank)] = kernel.now + seconds
+        kernel.call_later(seconds, machine.changed)
+
+    def _note_silence(self, rank: int, seconds: float) -> list[Process]:
+        """Return the processes of a node that is silent; after some seconds those of lost ranks must end."""
+        kernel, node = self._kernel, self._job.node_of(rank)
+        silent = [each for each in kernel.processes if each.is_alive and each.node == node]
         self._oracle.halted.update(silent)
         self._oracle.silences.append((silent, kernel.now + seconds))
+        return silent
 
     def _hang_all(self, fault: Fault, rank: int) -> None:
         """Have the threads of all ranks hang where they come next."""

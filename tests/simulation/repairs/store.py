@@ -37,6 +37,8 @@ class _Sockets:
         found = machine.ports.get(address)
         if found is None or (found.server is not None and not found.server.is_alive):
             raise ConnectionRefusedError(111, "Connection refused")
+        if machine.is_cut_off(machine.world.process.node, found.process.node):
+            raise TimeoutError("timed out")
         return SimpleNamespace(close=lambda: None)
 
 
@@ -45,6 +47,7 @@ class TCPStore(Store):
 
     def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
         self._machine, self._kernel = machine_here(), machine_here().world.kernel
+        self._node = self._machine.world.process.node
         if is_master:
             self._listener: Listener = options["master_listen_fd"]
             self.values = self._listener.values
@@ -59,11 +62,13 @@ class TCPStore(Store):
 
     def _answers(self) -> bool:
         server = self._listener.server
-        return server is not None and server.is_alive and not server.is_suspended
+        if server is None or not server.is_alive or server.is_suspended:
+            return False
+        return not self._machine.is_cut_off(self._node, server.node)
 
     @override
     def _reach(self, key: str) -> None:
-        """Take the time of an answer; wait for a server that is stopped, as long as it is."""
+        """Take the time of an answer; wait for a server that is stopped or out of reach, as long as it is."""
         machine, kernel, server = self._machine, self._kernel, self._listener.server
         kernel.event(f"store: {key.rpartition('/')[2]}")
         kernel.sleep(machine.slowness * kernel.random.random())

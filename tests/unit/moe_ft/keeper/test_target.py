@@ -104,10 +104,15 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "token", "reason"),
     [
-        ({"--meet": ""}, "0" * 32, r"--meet  must be HOST:PORT of node 0"),
+        (
+            {"--meet": ""},
+            "0" * 32,
+            r"--meet  must be HOST:PORT of the node that keeps the job's store",
+        ),
         ({"--meet": "node0"}, "0" * 32, r"--meet node0 must be HOST:PORT"),
         ({"--nodes": "0"}, "0" * 32, r"--nodes 0 must be a whole number, at least 1"),
         ({"--number": "-1"}, "0" * 32, r"--number -1 must be a whole number"),
+        ({"--store": "1"}, "0" * 32, r"--store 1 is the number of a node that trains"),
         ({"--lost-after": "2"}, "0" * 32, r"--lost-after 2 must be a whole number, at least 3"),
         ({}, "short", rf"{TOKEN} must be the same on all nodes, secret"),
     ],

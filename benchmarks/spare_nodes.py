@@ -1,0 +1,237 @@
+"""Seconds from the loss of a node until training continues: a spare node that takes over, and a restart.
+
+    python -m benchmarks.spare_nodes [--kinds NAME ...] [--repeats N] [--lost-after SECONDS] [--quick]
+        [--output FILE.md]
+
+Two nodes with two ranks each train the demo model of the tests, and a third one waits. Each has a network
+namespace of its own. Needs root, and `ip` (iproute2). Kinds:
+
+power     The link of a node is cut, and all its processes are killed: no connection ends. It is silent for
+          --lost-after before it is lost.
+killed    All its processes are killed, and their connections end: 2 s of silence are enough then.
+rank      One rank of a node is killed, and its own node replaces it: what a repair takes without a verdict.
+restart   As `power`, without a spare that waits: the job ends, and `keep` is started on both nodes again. The
+          time is that of a launcher that does so at once, and it begins when the node is lost.
+
+After each loss the node comes back as a spare. Seconds count from the loss to the end of the iteration that
+was broken off, on the slowest rank. Phases are of the event "repair": notice and free on the slowest
+survivor, the others on the slowest replacement; notice is also all that there is before the verdict.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.conditions import conditions
+from benchmarks.event_logs import check_not_degraded
+from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.recovery_moments import REPAIR_PHASES
+from benchmarks.sparse_jobs import JobFolder, job_folder, write_data
+from moe_ft.events import event_path
+from tests.demo_model import event_flags, layout_flags, model_flags
+from tests.harness import events
+from tests.kept_nodes import KeptNodes
+from tests.namespaces import Namespaces, why_none
+from tests.processes import kill_all
+from tests.waiting import wait_for
+
+KINDS = ("power", "killed", "rank", "restart")
+_NODES = ("node0", "node1", "node2")
+_RANKS_PER_NODE, _NUM_RANKS = 2, 4
+_WARM_ITERATIONS = 8  # before the first loss, and between two
+_DEADLINE_S = 300.0
+_ENDLESS = 100_000  # iterations: the job ends with its last loss
+_OF_SURVIVORS = ("notice", "free")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Seconds from one loss.
+
+    Attributes:
+        phases_s: by name, of `REPAIR_PHASES`; empty for a restart.
+    """
+
+    seconds: float
+    phases_s: dict[str, float]
+
+
+class Watched:
+    """A job whose nodes are lost, and what its ranks have logged."""
+
+    def __init__(self, place: JobFolder, nodes: KeptNodes, networks: Namespaces) -> None:
+        """Start the nodes that train, and wait until they do."""
+        self._place, self._nodes, self._networks = place, nodes, networks
+        self._active, self._spare = "node1", "node2"
+
+    def events(self, kind: str, rank: int) -> list[dict[str, Any]]:
+        """Return the events of a kind that a rank has logged so far."""
+        has_begun = event_path(self._place.events, rank).exists()
+        return events(self._place.events, rank, kind) if has_begun else []
+
+    def wait_for_iterations(self, since_s: float, number: int) -> float:
+        """Wait until each rank has finished some iterations since a time; return that of the last rank."""
+
+        def found() -> float | None:
+            times = [
+                [each["time"] for each in self.events("iteration", rank) if each["time"] > since_s]
+                for rank in range(_NUM_RANKS)
+            ]
+            return (
+                max(each[number - 1] for each in times) if min(map(len, times)) >= number else None
+            )
+
+        return wait_for(found, f"{number} iterations", _DEADLINE_S, poll_s=0.5)
+
+    def lose(self, *, is_cut: bool) -> float:
+        """Lose the node that trains and does not keep the store; return when."""
+        lost_s = time.time()
+        if is_cut:
+            self._networks.cut(self._active)
+        self._nodes.kill(self._active)
+        return lost_s
+
+    def take_over(self, *, is_cut: bool) -> Loss:
+        """Lose a node, and have it come back as a spare when another one has taken over."""
+        number = len(self.events("repair", 0))
+        lost_s = self.lose(is_cut=is_cut)
+        loss = self._repaired(number, lost_s, [2, 3])
+        self._networks.restore(self._active)
+        said = f"node {self._active} is a spare"
+        before = self._nodes.log("node0").count(said)
+        self._nodes.start(self._active, first=1)
+        wait_for(lambda: self._nodes.log("node0").count(said) > before, said, _DEADLINE_S)
+        self._active, self._spare = self._spare, self._active
+        return loss
+
+    def replace_rank(self) -> Loss:
+        """Kill a rank of the node that does not keep the store."""
+        number = len(self.events("repair", 0))
+        pid = self.events("start", 3)[-1]["pid"]
+        killed_s = time.time()
+        kill_all([each for each in self._nodes.processes(self._active) if each.pid == pid])
+        return self._repaired(number, killed_s, [3])
+
+    def _repaired(self, number: int, lost_s: float, dead: Sequence[int]) -> Loss:
+        """Return what the next repair has taken, after so many before."""
+        wait_for(
+            lambda: all(len(self.events("repair", r)) > number for r in range(_NUM_RANKS)),
+            "the repair",
+            _DEADLINE_S,
+            poll_s=0.5,
+        )
+        repairs = [self.events("repair", rank)[number] for rank in range(_NUM_RANKS)]
+        assert all(each["dead_ranks"] == list(dead) for each in repairs), repairs
+        timed = [each["phases_s"] for each in repairs]
+        phases_s = {
+            name: max(
+                each.get(name, 0.0)
+                for rank, each in enumerate(timed)
+                if (rank in dead) is (name not in _OF_SURVIVORS)
+            )
+            for name in REPAIR_PHASES
+        }
+        return Loss(seconds=max(each["time"] for each in repairs) - lost_s, phases_s=phases_s)
+
+
+def run(
+    kind: str, repeats: int, lost_after_s: int, data: Sequence[str], folder: Path
+) -> list[Loss]:
+    """Run a job of a kind, and return what each loss has taken.
+
+    Raises:
+        AssertionError: if a loss is not answered as it should be.
+    """
+    found: list[Loss] = []
+    for _ in range(repeats if kind == "restart" else 1):
+        with job_folder(folder) as place, Namespaces(*_NODES) as networks:
+            with KeptNodes(
+                place.log,
+                ["pretrain_gpt_moe.py", *_flags(data, place)],
+                num_nodes=2,
+                ranks_per_node=_RANKS_PER_NODE,
+                lost_after_s=lost_after_s,
+                networks=networks,
+                imports=True,
+            ) as nodes:
+                watched = Watched(place, nodes, networks)
+                if kind == "restart":
+                    found.append(_restart(watched, nodes))
+                else:
+                    found += _repair(kind, repeats, watched, nodes)
+            check_not_degraded([events(place.events, rank) for rank in range(_NUM_RANKS)])
+    return found
+
+
+def _repair(kind: str, repeats: int, watched: Watched, nodes: KeptNodes) -> Iterator[Loss]:
+    nodes.start(*_NODES)
+    since_s = 0.0
+    for _ in range(repeats):
+        watched.wait_for_iterations(since_s, _WARM_ITERATIONS)
+        yield (
+            watched.replace_rank() if kind == "rank" else watched.take_over(is_cut=kind == "power")
+        )
+        since_s = time.time()
+
+
+def _restart(watched: Watched, nodes: KeptNodes) -> Loss:
+    """Lose a node without a spare; start the other one and a new one when the job has ended."""
+    nodes.start(*_NODES[:2])
+    watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
+    lost_s = watched.lose(is_cut=True)
+    assert nodes.wait() == {"node0": 1}, nodes.log("node0")[-3000:]
+    nodes.start("node0", "node2", restart=1)
+    return Loss(seconds=watched.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
+
+
+def _flags(data: Sequence[str], place: JobFolder) -> list[str]:
+    return [
+        *model_flags(train_iters=_ENDLESS),
+        *layout_flags({"pp": 2, "ep": 2}),
+        *data,
+        *event_flags(place.events),
+        *("--moe-ft-repair", "auto", "--moe-ft-strategy", "dense"),
+        *("--moe-ft-memory-dir", str(place.memory), "--moe-ft-job-id", "benchmark"),
+    ]
+
+
+def rows(found: dict[str, list[Loss]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each kind."""
+    for kind, losses in found.items():
+        phases = [
+            f"{median(each.phases_s[name] for each in losses):.2f}" if losses[0].phases_s else "-"
+            for name in REPAIR_PHASES
+        ]
+        yield kind, spread([each.seconds for each in losses], ".2f"), *phases
+
+
+def main() -> None:
+    """Lose nodes, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--repeats", type=int, default=5, help="losses of a kind")
+    parser.add_argument("--lost-after", type=int, default=10, metavar="SECONDS")
+    options = parse_options(parser, None, kinds=["killed"], repeats=1)
+    parts = [conditions(f"Median (range) of {options.repeats}; --lost-after {options.lost_after}.")]
+    if reason := why_none():
+        show([*parts, markdown_table([(f"not run: {reason}",)], ("kind",))], options.output)
+        return
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="spare_nodes_") as name:
+        data = write_data(Path(name))
+        for kind in options.kinds:
+            print(kind, file=sys.stderr, flush=True)
+            found[kind] = run(kind, options.repeats, options.lost_after, data, Path(name))
+    headers = ("kind", "to the next iteration, s", *(f"{name}, s" for name in REPAIR_PHASES))
+    parts += ["Seconds from the loss", markdown_table(rows(found), headers)]
+    show(parts, options.output)
+
+
+if __name__ == "__main__":
+    main()
