@@ -90,13 +90,26 @@ def rng_values(rng: RandomStates) -> dict[str, Any]:
 def apply_rng(rng: RandomStates) -> None:
     """Restore the random number states. Call this when nothing else draws before the next iteration."""
     values = rng_values(rng)
-    random.setstate(values["random_rng_state"])
-    np.random.set_state(values["np_rng_state"])
-    torch.set_rng_state(values["torch_rng_state"])
-    torch.cuda.set_rng_state(values["cuda_rng_state"])
+    restore_rng(
+        {
+            "python": values["random_rng_state"],
+            "numpy": values["np_rng_state"],
+            "torch": values["torch_rng_state"],
+            "device": values["cuda_rng_state"],
+            "tracker": values["rng_tracker_states"],
+        }
+    )
+
+
+def restore_rng(values: Mapping[str, Any]) -> None:
+    """Restore what `capture_rng` has copied."""
+    random.setstate(values["python"])
+    np.random.set_state(values["numpy"])
+    torch.set_rng_state(values["torch"])
+    torch.cuda.set_rng_state(values["device"])
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
-    restored = values["rng_tracker_states"]
+    restored = values["tracker"]
     tracker.set_states({name: _like(states.get(name), value) for name, value in restored.items()})
 
 

@@ -36,6 +36,8 @@ TESTED_ELSEWHERE = {
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
     "megatron/fault_tolerance/program/older_gpt.py": "of Megatron 0.18: make test-versions",
+    "megatron/fault_tolerance/degraded/degradation.py": "tests/distributed/test_played_roles.py",
+    "megatron/fault_tolerance/degraded/deputies.py": "tests/distributed/test_played_roles.py",
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
 }
 # Short files with one importer, each with the reason.
@@ -47,6 +49,8 @@ LONELY = {
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "megatron/fault_tolerance/repair/rules.py": "a table of jobs that are refused",
+    "megatron/fault_tolerance/degraded/rules.py": "a table of jobs that are refused",
+    "megatron/fault_tolerance/degraded/degradation.py": "the entry: no flag leads there yet, a test does",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "kernels/pack_table.py": "imports Triton late, which imports packing",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
@@ -54,7 +58,6 @@ LONELY = {
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
-    "moe_ft/planning/cells.py": "divides batches: its user plans ranks",
     "moe_ft/planning/replica_counts.py": "counts replicas: its user places them",
     "moe_ft/planning/slot_moves.py": "counted by a benchmark: no job moves experts with their state",
     "moe_ft/planning/token_shares.py": "plans: its user knows Megatron's layers",

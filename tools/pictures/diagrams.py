@@ -180,7 +180,7 @@ _LAYERS: list[tuple[list[tuple[str, str]], str]] = [
     ([("pretrain_gpt_moe.py", "or your script, under moe_ft run")], "mint"),
     (
         [
-            ("megatron/fault_tolerance", "seams, repair, custom, launch, program, cpu"),
+            ("megatron/fault_tolerance", "seams, repair, degraded, custom, launch, program, cpu"),
             ("stock Megatron-LM", "an unmodified dependency"),
         ],
         "green",

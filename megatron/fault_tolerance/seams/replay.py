@@ -31,7 +31,7 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import UnitId
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
@@ -222,7 +222,7 @@ def answering(
     """Have an iteration answered that some ranks run again alone; the numbers are of the state at its end."""
     answers = _Answers(optimizer, numbers, ranks)
     with Patches() as patches:
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             patches.wrap(dist, name, answers.guarded(name))
         if config.finalize_model_grads_func is not None:
             patches.wrap(config, "finalize_model_grads_func", answers.finalize)

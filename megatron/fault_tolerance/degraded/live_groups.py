@@ -1,0 +1,194 @@
+"""Collectives of process groups some of whose members are dead, answered by the live ones.
+
+Megatron's groups stay the objects that they are, with the sizes of the healthy job: its buffers, shards and
+scales follow from them. A collective over a group with dead members runs over a group of those that live. A
+dead rank's part of a buffer is its deputy's business: a reduction leaves it in the buffer of every live
+rank, a gather takes it from there. A collective whose answer nobody knows raises an error.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import timers
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.training import get_args
+from torch.distributed.distributed_c10d import (
+    Backend,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
+
+from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
+from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.replay import COLLECTIVES
+from moe_ft.errors import RepairError
+
+Function = Callable[..., Any]
+# Megatron took these when it was imported.
+_CAPTURED = (
+    (param_and_grad_buffer, "dist_reduce_scatter_func", "reduce_scatter_tensor"),
+    (param_and_grad_buffer, "dist_all_gather_func", "all_gather_into_tensor"),
+    (timers, "dist_all_gather_func", "all_gather_into_tensor"),
+)
+
+
+class LiveGroups:
+    """Groups of live ranks instead of those with dead ones. Owned by the training thread.
+
+    Attributes:
+        everyone: all live ranks of the job; None if there is one.
+        ranks: these, ascending.
+    """
+
+    def __init__(self, dead: frozenset[int], deputies: Mapping[int, int], name: str) -> None:
+        """Make the groups. Called by all live ranks.
+
+        Args:
+            dead: global ranks.
+            deputies: by dead rank, the live one of its data-parallel group that has its shard.
+            name: of this loss, one that no earlier one of the job has had.
+        """
+        self._dead, self._deputies, self._name = dead, deputies, name
+        self._known: torch.Tensor | None = None
+        own, made = dist.get_rank(), dict[tuple[int, ...], Any]()
+        self._live: dict[Any, Any] = {}
+        found = [(sorted(ranks), group) for group, ranks in _world.pg_group_ranks.items()]
+        broken = [(ranks, group) for ranks, group in found if own in ranks and dead & set(ranks)]
+        # In one order on all ranks, or they wait for each other.
+        for ranks, group in sorted(broken, key=lambda each: (len(each[0]), each[0])):
+            live = tuple(rank for rank in ranks if rank not in dead)
+            if live not in made:
+                made[live] = self._make(live, group)
+            self._live[group] = made[live]
+        self.everyone = self._live[dist.group.WORLD]
+        self.ranks = sorted(set(range(dist.get_world_size())) - dead)
+
+    def _make(self, ranks: tuple[int, ...], like: Any) -> Any:
+        """Return a new group, made by its members alone; None for one rank.
+
+        `dist.new_group` needs all ranks of the job, or as many groups in each of them.
+        """
+        own = dist.get_rank()
+        if len(ranks) == 1:
+            return None
+        group, _ = _new_process_group_helper(
+            len(ranks),
+            ranks.index(own),
+            list(ranks),
+            Backend(_world.pg_map[like][0]),
+            _get_default_store(),
+            f"{self._name}_{'_'.join(map(str, ranks))}",  # type: ignore[arg-type]
+            timeout=timedelta(seconds=timeout_of_groups_s(get_args())),
+        )
+        _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        return group
+
+    def install(self, patches: Patches) -> None:
+        """Answer collectives of torch.distributed until the patches end."""
+        answers: dict[str, Function] = {
+            "all_reduce": self._all_reduce,
+            "reduce_scatter_tensor": self._reduce_scatter,
+            "all_gather_into_tensor": self._all_gather,
+            "broadcast": self._broadcast,
+            "barrier": self._barrier,
+        }
+        for name in COLLECTIVES:
+            patches.wrap(dist, name, partial(self._call, name, answers.get(name)))
+        for module, name, original in _CAPTURED:
+            patches.set(module, name, getattr(dist, original))
+
+    def count(self, num_tokens: torch.Tensor) -> None:
+        """Sum a number of tokens over all live ranks; what else is done with it is answered with the sum.
+
+        Megatron would send it along each pipeline, and some are broken. Called by all live ranks.
+        """
+        if self.everyone is not None:
+            dist.all_reduce(num_tokens, group=self.everyone)
+        self._known = num_tokens
+
+    def _call(
+        self, name: str, answer: Function | None, original: Function, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        group = given.pop("group", None) or dist.group.WORLD
+        if given.get("tensor") is self._known is not None:
+            return None
+        if group not in self._live:
+            return original(*args, **kwargs)
+        if answer is None:
+            raise RepairError(
+                f"torch.distributed.{name} of ranks {dist.get_process_group_ranks(group)} has no answer "
+                f"without ranks {sorted(self._dead)}, which are dead. Start the job again, and report the "
+                "model's flags"
+            )
+        is_later = given.pop("async_op", False)
+        answer(group, **given)
+        return _Done() if is_later else None
+
+    def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        is_mean = op == dist.ReduceOp.AVG
+        if self._live[group] is not None:
+            dist.all_reduce(
+                tensor, op=dist.ReduceOp.SUM if is_mean else op, group=self._live[group]
+            )
+        if is_mean:  # deputies have the parts of the dead ones in theirs
+            tensor.div_(group.size())
+
+    def _reduce_scatter(
+        self,
+        group: Any,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - the name is torch's
+        op: Any = dist.ReduceOp.SUM,
+    ) -> None:
+        """Reduce the whole input in place: a deputy finds the dead rank's part in its own."""
+        self._all_reduce(group, input, op)
+        part = input.view(-1).chunk(group.size())[group.rank()]
+        if part.data_ptr() != output.data_ptr():
+            output.copy_(part.view_as(output))
+
+    def _all_gather(
+        self, group: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor
+    ) -> None:
+        """Have each part sent by its owner, or by the deputy, whose output has it already."""
+        parts = output_tensor.view(-1).chunk(group.size())
+        own = parts[group.rank()]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor.view(-1))
+        live = self._live[group]
+        for rank, part in zip(dist.get_process_group_ranks(group), parts, strict=True):
+            source = self._deputies.get(rank, rank)
+            if live is not None and source in dist.get_process_group_ranks(live):
+                dist.broadcast(part, src=source, group=live)
+
+    def _broadcast(
+        self,
+        group: Any,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        group_src: int | None = None,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        source = ranks[group_src] if group_src is not None else src
+        if source in self._dead:
+            raise RepairError(f"rank {source}, which broadcasts to ranks {ranks}, is dead")
+        if self._live[group] is not None:
+            dist.broadcast(tensor, src=source, group=self._live[group])
+
+    def _barrier(self, group: Any, device_ids: Any = None) -> None:
+        if self._live[group] is not None:
+            dist.barrier(self._live[group], device_ids=device_ids)
+
+
+class _Done:
+    """Handle of an operation that has ended."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True

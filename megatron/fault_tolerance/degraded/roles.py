@@ -1,0 +1,169 @@
+"""Roles that a rank plays: their places in the healthy job, their batches, random numbers and gradients.
+
+A role is a place (pipeline, stage) of the healthy job. A rank plays its own, and those of dead ranks that
+planning/schedules.py gives it. executor.py runs their operations, deputies.py has their shards of the
+optimizer.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.training import get_args, training
+
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.planning.cells import samples_of
+from moe_ft.planning.lost_ranks import Layout
+from moe_ft.planning.schedules import Cell, Role
+from moe_ft.state.random_states import capture_rng, restore_rng
+
+
+def layout_of_job(args: argparse.Namespace) -> Layout:
+    """Return the layout of the job that Megatron's arguments describe."""
+    has_experts = bool(args.num_experts)
+    return Layout(
+        num_stages=args.pipeline_model_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        ep=args.expert_model_parallel_size if has_experts else 1,
+        expert_tp=args.expert_tensor_parallel_size if has_experts else 1,
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a rank in the layout of the healthy job."""
+
+    layout: Layout
+    rank: int
+
+    @cached_property
+    def _ranks_of_stage(self) -> int:
+        return self.layout.num_groups * self.layout.group_size
+
+    @property
+    def role(self) -> Role:
+        """The pipeline and the stage of the rank."""
+        within = self.rank % self._ranks_of_stage
+        return within // self.layout.group_size, self.rank // self._ranks_of_stage
+
+    def rank_of(self, role: Role) -> int:
+        """Return the rank with that role that has the same place in its group as this one."""
+        pipeline, stage = role
+        within = self.rank % self.layout.group_size
+        return stage * self._ranks_of_stage + pipeline * self.layout.group_size + within
+
+    def reader_of(self, pipeline: int) -> int:
+        """Return the data-parallel rank whose samples this rank reads in a pipeline."""
+        return (self.rank_of((pipeline, 0))) // (self.layout.tp * self.layout.cp)
+
+
+class CellBatches:
+    """Batches by cell, whichever role a rank plays. Owned by the training thread.
+
+    The loop's iterator of a rank has only its own, and only in order.
+    """
+
+    def __init__(self) -> None:
+        self._data_set: Any = None
+        self._collate: Callable[[Sequence[Any]], Any] | None = None
+
+    def install(self, patches: Patches) -> None:
+        """Watch the loop build its loaders."""
+        patches.wrap(training, "build_train_valid_test_data_loaders", self._note)
+
+    def _note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loaders = original(*args, **kwargs)
+        if loaders[0] is not None:
+            self._data_set, self._collate = loaders[0].dataset, loaders[0].collate_fn
+        return loaders
+
+    def read(self, place: Place, cell: Cell) -> Iterator[Any] | None:
+        """Return an iterator over the one batch of a cell of this iteration; None if the rank reads none."""
+        if self._data_set is None or self._collate is None:
+            return None
+        args = get_args()
+        # All cells have the size of a micro-batch, as Megatron's own have.
+        sizes = ((args.micro_batch_size,) * args.data_parallel_size,) * (cell.micro_batch + 1)
+        samples = samples_of(
+            sizes, args.consumed_train_samples, cell.micro_batch, place.reader_of(cell.pipeline)
+        )
+        return iter([self._collate([self._data_set[each] for each in samples])])
+
+
+class RoleRandomness:
+    """Random numbers of the roles of one rank: each role draws its own. Owned by the training thread."""
+
+    def __init__(self, own: int) -> None:
+        self._own = self._active = own
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def play(self, pipeline: int) -> None:
+        """Draw the numbers of a pipeline's role from now on.
+
+        Data-parallel ranks draw the same ones, so a role begins with those that this rank had when it began
+        to play it.
+        """
+        if pipeline == self._active:
+            return
+        self._states[self._active] = capture_rng()
+        restore_rng(self._states.get(pipeline) or self._states[self._own])
+        self._active = pipeline
+
+    def begin(self, roles: Sequence[int]) -> None:
+        """Give roles that are new what the own one has at the beginning of an iteration."""
+        for each in set(roles) - {self._own} - self._states.keys():
+            self._states[each] = capture_rng()
+
+
+class RoleGradients:
+    """Gradients by role: each role adds up its own, and the sums are added when all are complete.
+
+    The order of a sum is then that of the healthy job. Owned by the training thread.
+    """
+
+    def __init__(self, chunk: Any, own: int) -> None:
+        """Take a model chunk as DDP wraps it."""
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        self._buckets = [bucket for group in groups for bucket in group.buckets]
+        self._own = self._active = own
+        self._views = {own: {p: p.main_grad for each in self._buckets for p in each.params_list}}
+        self._sums: dict[int, list[torch.Tensor]] = {}  # [bucket]
+
+    def begin(self, roles: Sequence[int]) -> None:
+        """Begin an iteration with gradients of zero for the roles besides the own one."""
+        for role in set(roles) - {self._own}:
+            if role not in self._sums:
+                self._add(role)
+            for each in self._sums[role]:
+                each.zero_()
+
+    def _add(self, role: int) -> None:
+        self._sums[role], self._views[role] = [], {}
+        for bucket in self._buckets:
+            total = torch.zeros_like(bucket.grad_data)
+            self._sums[role].append(total)
+            for parameter in bucket.params_list:
+                start, end = bucket.param_to_index[parameter]
+                self._views[role][parameter] = total[start:end].view(parameter.main_grad.shape)
+
+    def play(self, role: int) -> None:
+        """Have backward passes add to the gradients of a role from now on."""
+        if role != self._active:
+            for parameter, view in self._views[role].items():
+                parameter.main_grad = view
+            self._active = role
+
+    def add_up(self, roles: Sequence[int]) -> None:
+        """Add the gradients of other roles to the own ones, which DDP then scales and reduces.
+
+        It scales by a power of two if there are as many data-parallel ranks, and the sum is then the same as
+        that of scaled ones.
+        """
+        for role in sorted(set(roles) - {self._own}):
+            for bucket, total in zip(self._buckets, self._sums[role], strict=True):
+                bucket.grad_data.add_(total)

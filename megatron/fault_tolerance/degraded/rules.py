@@ -1,0 +1,108 @@
+"""Jobs in which peers cannot play the roles of lost ranks, each with the reason and the remedy."""
+
+import argparse
+from typing import Any
+
+from megatron.fault_tolerance.degraded.roles import layout_of_job
+from moe_ft.config.rules import Rule, check_rules
+from moe_ft.errors import ConfigError
+
+_PROBLEM = "does not work with peers that play the role of a lost rank"
+_BROKEN = "a sum along its pipeline misses it"
+_IN_FORWARD = "each forward pass waits for a collective with the lost rank"
+_OVERLAP = "the collectives of live ranks do not overlap with anything yet"
+
+
+def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy: str = "") -> Rule:
+    """Return a rule against a flag, by default if it is given at all."""
+    return Rule(
+        dest,
+        flag or "--" + dest.replace("_", "-"),
+        is_broken or (lambda args: bool(getattr(args, dest, None))),
+        reason,
+        remedy or "Leave it out",
+        problem=_PROBLEM,
+    )
+
+
+_RULES = (
+    _rule(
+        "",
+        "each of its ranks has the whole optimizer, and their norms are summed along the pipelines",
+        lambda args: not args.use_distributed_optimizer,
+        "no --use-distributed-optimizer",
+        "Add --use-distributed-optimizer",
+    ),
+    _rule(
+        "",
+        _BROKEN,
+        lambda args: (
+            not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1
+        ),
+        "no --untie-embeddings-and-output-weights",
+        "Add --untie-embeddings-and-output-weights",
+    ),
+    _rule("mtp_num_layers", _BROKEN),
+    _rule(
+        "virtual_pipeline_model_parallel_size",
+        "schedules of virtual stages are not planned",
+        flag="a layout with virtual stages",
+        remedy="Use one stage a rank",
+    ),
+    _rule("overlap_moe_expert_parallel_comm", "its schedule runs two micro-batches as one"),
+    _rule(
+        "cuda_graph_impl",
+        "graphs are captured for the usual order",
+        lambda args: args.cuda_graph_impl not in (None, "none"),
+    ),
+    _rule(
+        "moe_router_load_balancing_type",
+        _IN_FORWARD,
+        lambda args: "global_aux_loss" in args.moe_router_load_balancing_type,
+        remedy="Use aux_loss",
+    ),
+    _rule(
+        "fp16", "its check for overflows takes a collective for each optimizer", remedy="Use bf16"
+    ),
+    _rule("log_num_zeros_in_grad", "zeros are counted for each optimizer"),
+    _rule("overlap_grad_reduce", _OVERLAP),
+    _rule("overlap_param_gather", _OVERLAP),
+    _rule("ddp_average_in_collective", "the mean would be that of the live ranks"),
+    _rule("reduce_scatter_with_fp32_accumulation", "it is made of collectives without an answer"),
+    _rule("use_precision_aware_optimizer", "shards of it are not built again"),
+    _rule("variable_seq_lengths", "stages expect tensors of one shape"),
+    _rule("num_microbatches_with_partial_activation_checkpoints", "it counts the usual order"),
+    _rule("fine_grained_activation_offloading", "it counts the usual order"),
+    _rule("defer_embedding_wgrad_compute", "it keeps gradients of the usual order"),
+    _rule("use_tp_pp_dp_mapping", "stages are then not the outermost dimension of ranks"),
+    _rule(
+        "dataloader_type",
+        "its samples cannot be read by number",
+        lambda args: args.dataloader_type != "single",
+        remedy="Use --dataloader-type single",
+    ),
+    _rule("save", "a checkpoint of Megatron's takes all ranks", remedy="Use --moe-ft-persist-dir"),
+    _rule(
+        "eval_iters",
+        "evaluations run the usual schedule, which takes all ranks",
+        lambda args: bool(args.eval_iters) or bool(args.full_validation),
+        remedy="Give --eval-iters 0",
+    ),
+)
+
+
+def check_job(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless peers can play the role of a lost rank in a job with Megatron's arguments."""
+    check_rules(_RULES, args)
+    layout = layout_of_job(args)
+    if layout.refusal:
+        raise ConfigError(
+            f"peers cannot play the role of a lost rank: {layout.refusal}. Give the job more data-parallel "
+            "ranks."
+        )
+    if layout.group_size > 1:
+        raise ConfigError(
+            f"peers cannot play the role of a lost rank in groups of {layout.group_size} ranks that divide "
+            "tensors, sequences or experts: the others of its group would be idle, and that is not written "
+            "yet. Use pipeline and data parallelism alone."
+        )

@@ -1,0 +1,74 @@
+"""Jobs in which peers cannot play the role of a lost rank are refused, with flag, reason and remedy."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from megatron.fault_tolerance.degraded.rules import check_job
+from moe_ft.errors import ConfigError
+from tests.unit.fault_tolerance.parsing import parse
+
+SUPPORTED = ("--pipeline-model-parallel-size", "2")
+# Flags, what is set as Megatron sets it, and the message.
+BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    ((), {"use_distributed_optimizer": False}, "no --use-distributed-optimizer .* Add"),
+    ((), {"untie_embeddings_and_output_weights": False}, "its pipeline .* Add --untie-embed"),
+    (("--mtp-num-layers", "1"), {}, "--mtp-num-layers=1 .* Leave it out"),
+    ((), {"virtual_pipeline_model_parallel_size": 2}, "virtual stages .* one stage a rank"),
+    (("--overlap-moe-expert-parallel-comm",), {}, "--overlap-moe-expert-parallel-comm .* as one"),
+    (("--cuda-graph-impl", "local"), {}, "--cuda-graph-impl=local .* usual order"),
+    (
+        ("--moe-router-load-balancing-type", "global_aux_loss"),
+        {},
+        "load-balancing-type=global_aux_loss .* Use aux_loss",
+    ),
+    (("--fp16",), {}, "--fp16 .* Use bf16"),
+    (("--log-num-zeros-in-grad",), {}, "--log-num-zeros-in-grad"),
+    (("--overlap-grad-reduce",), {}, "--overlap-grad-reduce .* do not overlap"),
+    (("--overlap-param-gather",), {}, "--overlap-param-gather .* do not overlap"),
+    (("--ddp-average-in-collective",), {}, "--ddp-average-in-collective .* mean"),
+    ((), {"reduce_scatter_with_fp32_accumulation": True}, "--reduce-scatter-with-fp32-accum"),
+    ((), {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer .* shards"),
+    ((), {"variable_seq_lengths": True}, "--variable-seq-lengths .* one shape"),
+    (
+        (),
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+        "--num-microbatches-with-partial-activation-checkpoints=1",
+    ),
+    ((), {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+    (("--defer-embedding-wgrad-compute",), {}, "--defer-embedding-wgrad-compute"),
+    (("--use-tp-pp-dp-mapping",), {}, "--use-tp-pp-dp-mapping .* outermost"),
+    (
+        ("--dataloader-type", "cyclic"),
+        {},
+        "--dataloader-type=cyclic .* Use --dataloader-type single",
+    ),
+    (("--save", "there"), {}, "--save=there .* Use --moe-ft-persist-dir"),
+    (("--eval-iters", "3"), {}, "--eval-iters=3 .* Give --eval-iters 0"),
+    ((), {"data_parallel_size": 1}, "only one data-parallel rank: .* Give the job more"),
+    (("--expert-model-parallel-size", "2"), {}, "groups of 2 ranks .* parallelism alone"),
+    (("--tensor-model-parallel-size", "2"), {}, "groups of 2 ranks .* parallelism alone"),
+]
+
+
+def job(*flags: str, **changes: Any) -> Namespace:
+    args = parse(*SUPPORTED, *flags)
+    args.dataloader_type = args.dataloader_type or "single"  # as Megatron's validation does
+    args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
+    defaults = {"data_parallel_size": 4, "virtual_pipeline_model_parallel_size": None}
+    for name, value in {**defaults, **changes}.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_pipeline_and_data_parallelism_are_supported() -> None:
+    check_job(job())
+
+
+@pytest.mark.parametrize(("flags", "changes", "message"), BAD, ids=[each[2] for each in BAD])
+def test_job_whose_roles_nobody_can_play_is_refused_by_flag_and_value(
+    flags: tuple[str, ...], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_job(job(*flags, **changes))
