@@ -102,22 +102,42 @@ class KeptNodes:
             if self._networks is not None:
                 enter = self._networks.command(name)
                 env |= {"GLOO_SOCKET_IFNAME": INTERFACE}
+            words, variables = self.command(number)
             with self._log(name).open("a") as file:
                 agent = subprocess.Popen(
-                    [*enter, sys.executable, *self._words, "--number", str(number), *self._script],
+                    [*enter, *words],
                     cwd=ROOT,
-                    env={**os.environ, **env},
+                    env={**os.environ, **env, **variables},
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
                 )
-            arguments = (agent.pid, str(socket_path(agent.pid)), str(self._log(name)))
+            try:
+                pid = self.keep_of(agent)
+            except BaseException:
+                top = psutil.Process(agent.pid)
+                kill_all([top, *top.children(recursive=True)])
+                raise
+            arguments = (pid, str(socket_path(pid)), str(self._log(name)))
             path = self._networks.path(name) if self._networks is not None else ""
             zygote = None
             if not self._imports:
                 zygote = _context.Process(target=_serve_in, args=(path, *arguments))
                 zygote.start()
             self._nodes.append((name, agent, zygote))
+
+    def command(self, number: int) -> tuple[list[str], dict[str, str]]:
+        """Return what starts a node, and further variables."""
+        return [sys.executable, *self._words, "--number", str(number), *self._script], {}
+
+    def keep_of(self, agent: "subprocess.Popen[bytes]") -> int:
+        """Return the process of keep that was started."""
+        return agent.pid
+
+    def tell_to_end(self, *names: str) -> None:
+        """Send SIGTERM to what was started on nodes."""
+        for name in names:
+            dict(self._by_name())[name][0].terminate()
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return all processes of the node that was started last under a name."""

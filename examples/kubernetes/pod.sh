@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs the ranks of one pod until training has finished: torchrun with the flags of a model file.
+# Runs the ranks of one pod until training has finished, with the flags of a model file.
 #
-# The first process of the container; jobset.yaml sets the variables. Kubernetes sends SIGTERM before it removes a pod.
-# The ranks then get SIGUSR1: they finish the iteration, bring the newest state to storage, and end, on all pods.
+# The first process of the container; jobset.yaml sets the variables. With REPAIR=auto it starts `moe_ft keep`, which
+# replaces ranks that die, and nodes that are lost by spare pods, while the others keep their processes. With REPAIR=off
+# torchrun restarts all ranks. Kubernetes sends SIGTERM before it removes a pod: a spare takes over, or the ranks of all
+# pods finish the iteration, bring the newest state to storage, and end.
 # Exit code 0 only if training has finished: after any other end Kubernetes starts the container again, each time after
-# a longer pause. Exit codes 2, 3 and 4 of a rank (docs/slurm.md) are those of the pod: torchrun does not restart then.
+# a longer pause. Exit codes 2, 3 and 4 of a rank (docs/slurm.md) are those of the pod: it does not restart them then.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
@@ -14,22 +16,24 @@ RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory that all pods share}
 RUN_NAME=${RUN_NAME:?set RUN_NAME: pods of one name continue the state of each other}
 PERSIST_DIR=${PERSIST_DIR:-$RUN_DIR/states}      # checkpoints on storage: a directory or an fsspec URL
 RENDEZVOUS=${RENDEZVOUS:?set RENDEZVOUS to host:port of the first pod}
-MAX_RESTARTS=${MAX_RESTARTS:-100}                # of the ranks after failures, until torchrun ends
-JOIN_SECONDS=${JOIN_SECONDS:-3600}               # that pods wait for a pod which is moved to another node
-SAVE_SECONDS=${SAVE_SECONDS:-540}                # for the newest state to reach storage; less than the grace period
-PROGRAM=${PROGRAM:-$ROOT/pretrain_gpt_moe.py}    # or: -m moe_ft run YOUR_SCRIPT.py
+REPAIR=${REPAIR:-off}                            # auto: docs/repair.md; on GPUs it has to be tried first
+NUMBER=${JOB_COMPLETION_INDEX:-0}                # of this pod; those from NODES on are spares
+MAX_RESTARTS=${MAX_RESTARTS:-100}                # of the ranks after failures, until the container ends
+JOIN_SECONDS=${JOIN_SECONDS:-3600}               # that pods under torchrun wait for a pod that is moved
+SAVE_SECONDS=${SAVE_SECONDS:-540}                # for the newest state to reach storage; the grace period less 60
+SCRIPT=${SCRIPT:-}                               # a Megatron script of your own, instead of pretrain_gpt_moe.py
 EXTRA_FLAGS=${EXTRA_FLAGS:-}                     # further or other flags; the last one wins
 
 # shellcheck source=/dev/null
 . "$MODEL"
 
-# Restarted ranks must not read the addresses of dead ranks from torchrun's store.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 mkdir -p "$RUN_DIR"
 
-# SIGUSR1 ends training after the iteration; SIGTERM is what torchrun sends when another rank has failed.
+PROGRAM=("$ROOT/pretrain_gpt_moe.py")
+[ -z "$SCRIPT" ] || PROGRAM=(-m moe_ft run "$SCRIPT")
+# SIGUSR1 ends training after the iteration; SIGTERM is what ranks get when another one has failed.
 FLAGS=(
     "${MODEL_FLAGS[@]}" "${TRAINING_FLAGS[@]}" "${LAYOUT_FLAGS[@]}" "${TOKENIZER_FLAGS[@]}"
     --data-path "$DATA_PREFIX" --data-cache-path "$RUN_DIR/cache"
@@ -42,32 +46,75 @@ if [ "$STRATEGY" = none ]; then
 else
     FLAGS+=(--moe-ft-persist-dir "$PERSIST_DIR")
 fi
+if [ "$REPAIR" = auto ]; then
+    FLAGS+=(--moe-ft-repair auto --moe-ft-breakpoints)
+    stages=' --pipeline-model-parallel-size ([2-9]|[1-9][0-9]+) '
+    [[ ! " ${LAYOUT_FLAGS[*]} " =~ $stages ]] || FLAGS+=(--moe-ft-upstream-log)
+fi
+# shellcheck disable=SC2206  # EXTRA_FLAGS holds several words
+FLAGS+=("${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS)
 
 # torchrun ends with 1 whatever its ranks end with, so a rank notes what a restart at once would not mend.
 CODES=$(mktemp)
 export CODES
-# shellcheck disable=SC2016  # each rank expands it
-rank='trap : TERM USR1
-    code=0
-    "$@" || code=$?
-    case "$code" in 2 | 3 | 4) echo "$code" >>"$CODES" && kill "$PPID" ;; esac
-    exit "$code"'
+launcher='' is_ending=''
+trap 'exit 75' TERM  # nothing runs yet, and the first process of a container ignores it otherwise
 
-# shellcheck disable=SC2086  # PROGRAM and EXTRA_FLAGS hold several words
-torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
-    --rdzv-id "$RUN_NAME" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \
-    --rdzv-conf "join_timeout=$JOIN_SECONDS,is_host=$((${JOB_COMPLETION_INDEX:-0} == 0))" \
-    --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$SAVE_SECONDS" \
-    --no-python bash -c "$rank" rank python $PROGRAM "${FLAGS[@]}" "${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS &
-torchrun=$!
-trap 'kill -USR1 "$torchrun"' TERM
+# Waits for the launcher, which gets a signal when the pod is to be removed; returns its exit code.
+wait_for_launcher() {
+    local code=0
+    launcher=$!
+    # shellcheck disable=SC2064  # the signal is that of now
+    trap "is_ending=1; kill -$1 $launcher 2>/dev/null || true" TERM
+    wait "$launcher" || code=$?
+    while kill -0 "$launcher" 2>/dev/null; do  # a signal ends wait before the launcher ends
+        code=0
+        wait "$launcher" || code=$?
+    done
+    return "$code"
+}
+
+# Has keep fork the ranks. It has a spare take over, or all save, on SIGTERM.
+run_node() {
+    trap '' USR1  # ranks that start must not die of it
+    TORCHELASTIC_RUN_ID=$RUN_NAME python -m moe_ft keep --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" \
+        --meet "$RENDEZVOUS" --number "$NUMBER" --grace "$((SAVE_SECONDS + 30))" --status "$RUN_DIR/status" \
+        -- "${PROGRAM[@]}" "${FLAGS[@]}" &
+    wait_for_launcher TERM
+}
+
+# Has torchrun start the ranks. SIGUSR1 passes through it; it sends SIGTERM when another rank has failed.
+run_agent() {
+    # Restarted ranks must not read the addresses of dead ranks from torchrun's store.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    unset MOE_FT_KEEP_TOKEN  # says that keep has started the nodes
+    # shellcheck disable=SC2016  # each rank expands it
+    local rank='trap : TERM USR1
+        code=0
+        "$@" || code=$?
+        case "$code" in 2 | 3 | 4) echo "$code" >>"$CODES" && kill "$PPID" ;; esac
+        exit "$code"'
+    torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
+        --rdzv-id "$RUN_NAME" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \
+        --rdzv-conf "join_timeout=$JOIN_SECONDS,is_host=$((NUMBER == 0))" \
+        --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout "$SAVE_SECONDS" \
+        --no-python bash -c "$rank" rank python "${PROGRAM[@]}" "${FLAGS[@]}" &
+    wait_for_launcher USR1
+}
 
 status=0
-wait "$torchrun" || status=$?
-while kill -0 "$torchrun" 2>/dev/null; do  # a signal ends wait before torchrun ends
-    status=0
-    wait "$torchrun" || status=$?
-done
+if [ "$REPAIR" = auto ]; then
+    for ((attempt = 0; attempt <= MAX_RESTARTS; attempt++)); do
+        status=0
+        run_node || status=$?
+        [ -z "$is_ending" ] || break
+        case "$status" in 0 | 2 | 3 | 4) break ;; esac
+        echo "pod: exit code $status: the ranks start again"
+    done
+    case "$status" in 2 | 3 | 4) echo "$status" >>"$CODES" ;; esac
+else
+    run_agent || status=$?
+fi
 code=$(head -n 1 "$CODES")
 rm "$CODES"
 case "$code" in
@@ -77,6 +124,6 @@ case "$code" in
 esac
 [ -z "$code" ] || exit "$code"
 [ "$status" -eq 0 ] || exit "$status"
-# The ranks also end without an error where another pod was to be removed.
+# The ranks also end without an error where a pod was to be removed.
 ends=$(tail -n 100 "$RUN_DIR/events/rank_00000.jsonl" | grep '"event": *"end"' | tail -n 1 || true)
 grep -q '"reason": *"finished' <<<"$ends" || exit 75

@@ -15,6 +15,7 @@ from typing import NoReturn
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
+from moe_ft.keeper.target import GRACE_S
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 
@@ -30,6 +31,7 @@ class Launch:
         reason: why the world size is not known.
         restarts: whether torchrun may start the ranks again.
         backend: torchrun's --rdzv-backend, empty for its default; None for other launchers.
+        grace_s: of `keep --nodes`, from SIGTERM to SIGKILL; None for other launchers.
     """
 
     world_size: int | None = None
@@ -37,6 +39,7 @@ class Launch:
     reason: str = ""
     restarts: bool = False
     backend: str | None = None
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +123,10 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """Return the ranks that a launcher starts: torchrun, srun, or Python itself."""
+    """Return the ranks that a launcher starts: torchrun, keep, srun, or Python itself."""
     names = [PurePath(word).name for word in words]
+    if "keep" in names and "--nodes" in (of_keep := words[names.index("keep") + 1 :]):
+        return _read_keep(dict(_options(of_keep)))
     start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
     if start is not None:
         return _read_torchrun(dict(_options(words[start + 1 :])))
@@ -144,6 +149,19 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
         ranks_per_node=int(per_node),
         restarts=restarts,
         backend=backend,
+    )
+
+
+def _read_keep(given: dict[str, str]) -> Launch:
+    num_nodes, per_node = given["--nodes"], given.get("--ranks-per-node", "")
+    grace = given.get("--grace", str(GRACE_S))
+    if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node, grace)):
+        reason = f"keep --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be at least 1"
+        return Launch(reason=reason)
+    return Launch(
+        world_size=int(num_nodes) * int(per_node),
+        ranks_per_node=int(per_node),
+        grace_s=float(grace),
     )
 
 

@@ -105,6 +105,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
         rows=[*rows, *defects],
         restarts=command.launch.restarts,
         backend=command.launch.backend,
+        grace_s=command.launch.grace_s,
         ranks=ranks,
         num_stages=1 if job is None else job.num_stages,
         footprint=footprint,

@@ -25,7 +25,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import parse_size
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
-from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines
+from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
 from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
 from moe_ft.planning.report import boundary_line, table
@@ -159,6 +159,7 @@ def run(options: argparse.Namespace) -> int:
         _no_room(planned, kind),
         kind.report(job),
         survival,
+        *spare_lines(job),
         *live_replica_lines(job),
         *rerouting_lines(job),
         *log,

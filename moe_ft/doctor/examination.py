@@ -205,6 +205,8 @@ class _Examination:
         placement = place_on_nodes(self.request.job, [each.node for each in everyone])
         self.meeting.show("roster", Roster(nodes=nodes, peers=placement.nodes()))
         rows = [*self._rows_of(everyone), placement.row()]
+        if self.request.job.ranks is not None and self.request.job.num_nodes > 1:
+            rows.append(self.request.job.spare_row(len(nodes)))
         if silent := [str(rank) for rank in ranks if rank not in found]:
             seconds = self.times.total_s * _MET
             line = f"no answer within {seconds:.0f} s; {len(everyone)} ranks answered"

@@ -8,6 +8,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import find_domains
+from moe_ft.keeper.target import LEAVING_S
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.placement import (
     default_replication_factor,
@@ -16,7 +17,7 @@ from moe_ft.planning.placement import (
 )
 from moe_ft.topology import RankInfo, Topology
 
-_FAILURES = "failures"
+_FAILURES, _SPARES, _ALL = "failures", "spare nodes", "all nodes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class Job:
 
     Attributes:
         is_given: whether its command line is known; `rows` say what is wrong with that.
-        restarts, backend: torchrun's, see `Launch`.
+        restarts, backend, grace_s: of the launcher, see `Launch`.
         ranks: of the job and of a node; None if they are not known.
         footprint: None if it cannot be planned.
     """
@@ -35,6 +36,7 @@ class Job:
     rows: Sequence[Row] = ()
     restarts: bool = False
     backend: str | None = None
+    grace_s: float | None = None
     ranks: tuple[int, int] | None = None
     num_stages: int = 1
     footprint: Footprint | None = None
@@ -80,6 +82,35 @@ class Job:
         return math.ceil(self.footprint.checkpoint_bytes / self.num_nodes)
 
     @property
+    def saving_s(self) -> float | None:
+        """Seconds that a planned end leaves to bring a checkpoint to storage; None if nothing says it."""
+        return None if self.grace_s is None else max(0.0, self.grace_s - LEAVING_S)
+
+    def spare_row(self, num_nodes: int) -> Row:
+        """Return the row on nodes beyond those that train.
+
+        Args:
+            num_nodes: that have answered.
+        """
+        spares, trains = max(0, num_nodes - self.num_nodes), f"{self.num_nodes} nodes train"
+        if self.config.recovery.repair != "auto":
+            return passed(
+                _SPARES,
+                _ALL,
+                f"{spares}, {trains}: without --moe-ft-repair auto the loss of a node restarts all",
+            )
+        if not spares:
+            return warned(
+                _SPARES,
+                _ALL,
+                f"none, {trains}: the loss of a node ends the job, and what has started it starts it again",
+                "Start more nodes than train to have one replaced in place (docs/spare_nodes.md).",
+            )
+        most = min(spares, self.replication_factor(self.num_nodes))
+        found = f"{spares}, {trains}: of all but the first, {spares} can be lost in turn, {most} at once"
+        return passed(_SPARES, _ALL, found)
+
+    @property
     def num_stored(self) -> int:
         """Most checkpoints on storage at a time."""
         keep = self.config.storage.keep
@@ -118,12 +149,12 @@ class Placement:
     def row(self) -> Row:
         """Return the row on failures that memory survives."""
         if self.problem is not None:
-            return refused(_FAILURES, "all nodes", self.problem)
+            return refused(_FAILURES, _ALL, self.problem)
         survival = find_survival(self.topology, self.peers)
         found = f"memory survives the loss of {survival.describe()}"
         if survival.domain is False and survival.num_nodes:
-            return warned(_FAILURES, "all nodes", found, "Take nodes of several failure domains.")
-        return passed(_FAILURES, "all nodes", found)
+            return warned(_FAILURES, _ALL, found, "Take nodes of several failure domains.")
+        return passed(_FAILURES, _ALL, found)
 
 
 def place_on_nodes(job: Job, nodes: Sequence[str]) -> Placement:

@@ -184,7 +184,7 @@ class NodeChecks:
     def _write(self, probe: ProbeDirectory) -> list[Row]:
         written = write_file(probe.root, probe.speed_path, self.transfer_bytes)
         self.meeting.show("written", written)
-        return check_write(self.node, written, self.job.checkpoint_bytes)
+        return check_write(self.node, written, self.job.checkpoint_bytes, self.job.saving_s)
 
     def _read(self, probe: ProbeDirectory) -> list[Row]:
         """Return the row of a read. No node removes anything before all have read."""

@@ -223,9 +223,22 @@ def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0)
     return Written(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
 
 
-def check_write(node: str, written: Written, checkpoint_bytes: int | None) -> list[Row]:
-    """Return a row on the speed of a write; `checkpoint_bytes` of the node, None if nothing is planned."""
-    return [_speed(_WRITE, node, written.num_bytes, written.seconds, checkpoint_bytes)]
+def check_write(
+    node: str, written: Written, checkpoint_bytes: int | None, saving_s: float | None = None
+) -> list[Row]:
+    """Return a row on the speed of a write.
+
+    Args:
+        checkpoint_bytes: of the node; None if nothing is planned.
+        saving_s: seconds that a planned end leaves for it; None if that is not known.
+    """
+    row = _speed(_WRITE, node, written.num_bytes, written.seconds, checkpoint_bytes)
+    needed_s = (checkpoint_bytes or 0) * written.seconds / max(written.num_bytes, 1)
+    if saving_s is None or needed_s <= saving_s:
+        return [row]
+    found = f"{row.found}; a planned end leaves {saving_s:.0f} s for it (keep --grace)"
+    remedy = "Have what ends the job wait longer before it kills, and give keep --grace that."
+    return [warned(_WRITE, node, found, remedy)]
 
 
 def check_read(

@@ -5,6 +5,10 @@ if it ends, they are killed. It gets its orders from the coordinator (nodes.py),
 its own on node 0, or on a node without ranks. If its node was called lost, it kills its ranks and comes
 again, as a spare. So it does if the store is silent for as long as makes a node lost: others may have its
 ranks then, and it would not know.
+
+SIGTERM tells it that its node is to end, and when: then a spare gets its ranks, or all ranks of the job get
+Megatron's exit signal, bring their state to storage and end. If that takes too long, they get SIGTERM in time
+to leave breakpoints in memory.
 """
 
 import os
@@ -36,11 +40,13 @@ from moe_ft.keeper.protocol import (
     send_request,
     send_signal,
 )
+from moe_ft.keeper.target import LEAVING_S
 from moe_ft.processes import set_process_name
 
 _MEET_S = 900.0  # for the node that keeps the store to import and listen
 _ANSWER_S = 30.0  # of the zygote
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
+_AGAIN_S = 5.0  # until ranks get the exit signal again: those that start ignore it
 _LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
 _RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
 _FAILED = 1
@@ -58,6 +64,76 @@ class _Rank:
     connection: socket.socket
     asked_s: float | None
     code: int | None = None
+
+
+class PlannedEnd:
+    """Signals that ranks get when their node, or the job, is told to end. Single-threaded."""
+
+    def __init__(
+        self, words: Sequence[str], grace_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Be told nothing yet.
+
+        Args:
+            words: command line of the ranks.
+            grace_s: seconds from SIGTERM to SIGKILL of what has started `keep`.
+        """
+        name = flag_value(words, "--exit-signal") or "SIGTERM"
+        can_save = "--exit-signal-handler" in words and grace_s > LEAVING_S
+        self._save_by = signal.Signals[name] if can_save else signal.SIGTERM
+        self._grace_s, self._clock = grace_s, clock
+        self._told_s: float | None = None
+        self._next_s = 0.0
+        self._has_said = self._has_ended = False
+
+    def tell(self) -> None:
+        """Learn that this node is to end; may be called by a handler of SIGTERM."""
+        if self._told_s is None:
+            self._told_s = self._clock()
+
+    @property
+    def is_told(self) -> bool:
+        """True if this node, or the job, is to end."""
+        return self._told_s is not None
+
+    def is_new(self) -> bool:
+        """Return, once, that this node is to end."""
+        is_new, self._has_said = self.is_told and not self._has_said, self.is_told
+        return is_new
+
+    def describe(self) -> str:
+        """Return what the time is enough for."""
+        if self._save_by is signal.SIGTERM:
+            return (
+                f"{self._grace_s:.0f} s (--grace) are not enough to bring its state to storage, or "
+                "--exit-signal-handler is not given; if no spare takes over, it stays in memory"
+            )
+        return (
+            f"if no spare takes over, all ranks have {self._grace_s - LEAVING_S:.0f} s to bring their state "
+            f"to storage, of {self._grace_s:.0f} s (--grace)"
+        )
+
+    def due_signal(self, is_to_save: bool) -> signal.Signals | None:
+        """Return a signal that the ranks are to get now.
+
+        Args:
+            is_to_save: whether all ranks of the job are to save and end.
+        """
+        if is_to_save:
+            self._has_said = True
+            self.tell()
+        if self._told_s is None or self._has_ended:
+            return None
+        now_s = self._clock()
+        if now_s - self._told_s > max(self._grace_s - LEAVING_S, _AGAIN_S) or (
+            is_to_save and self._save_by is signal.SIGTERM
+        ):
+            self._has_ended = True
+            return signal.SIGTERM
+        if not is_to_save or now_s < self._next_s:
+            return None
+        self._next_s = now_s + _AGAIN_S
+        return self._save_by
 
 
 class Node:
@@ -86,6 +162,7 @@ class Node:
         self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
+        self._end = PlannedEnd(words, float(environment["MOE_FT_KEEP_GRACE_S"]))
         self._seat = self._ask(self._come)
 
     def run(self) -> int:
@@ -114,12 +191,22 @@ class Node:
         """Do what is to be done now; return how the job has ended, or None."""
         codes = [each.code for each in self._ranks if each.code is not None]
         have_ended = any(codes) or (codes and len(codes) == len(self._ranks))
-        over, is_lost = self._ask(partial(_report, self._seat, max(codes) if have_ended else None))
-        if over is not None:
-            return over
-        if is_lost:
+        code, is_new = max(codes) if have_ended else None, self._end.is_new()
+        if is_new:
+            say(f"node {self._name} is told to end: {self._end.describe()}")
+        said = self._ask(partial(_report, self._seat, code, leaves=is_new))
+        if said.over is not None:
+            return said.over
+        if said.is_lost:
+            if self._end.is_told:
+                self._end_ranks(signal.SIGKILL)
+                return 0, "another node has its ranks"
             self._give_up("was silent and is replaced")
             self._seat = self._ask(self._come)
+        if (number := self._end.due_signal(said.is_to_save)) is not None:
+            if number is signal.SIGTERM:
+                say(f"node {self._name}: its ranks end, and what they have in memory stays")
+            self.pass_on(number)
         for order in self._ask(self._seat.new_orders):
             self._take(order)
         self._hear(self._period_s)
@@ -143,8 +230,15 @@ class Node:
         )
         self._seat = self._ask(self._come)
 
+    def on_signal(self, number: int) -> None:
+        """Pass a signal on to all ranks, or learn from SIGTERM that this node is to end; a handler."""
+        if number == signal.SIGTERM:
+            self._end.tell()
+        else:
+            self.pass_on(number)
+
     def pass_on(self, number: int) -> None:
-        """Send a signal to all ranks; called by a handler."""
+        """Send a signal to all ranks."""
         for each in self._ranks:
             if each.code is None:
                 with suppress(OSError):
@@ -212,10 +306,21 @@ class Node:
                 each.connection.close()
 
 
-def _report(seat: NodeSeat, code: int | None) -> tuple[tuple[int, str] | None, bool]:
-    """Show that a node lives; return how the job has ended, or None, and whether the node was called lost."""
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Words of the coordinator to a node: how the job has ended, or None; the others as in `NodeSeat`."""
+
+    over: tuple[int, str] | None
+    is_lost: bool
+    is_to_save: bool
+
+
+def _report(seat: NodeSeat, code: int | None, *, leaves: bool) -> _Said:
+    """Show that a node lives, and that it is told to end; return what the coordinator says."""
     seat.beat(code)
-    return seat.over(), seat.is_lost()
+    if leaves:
+        seat.leave()
+    return _Said(seat.over(), seat.is_lost(), seat.is_to_save())
 
 
 def _connect(path: str) -> socket.socket:
@@ -308,7 +413,7 @@ def main(words: Sequence[str]) -> None:
         say(f"node {environment['MOE_FT_NODE_ID']} cannot join the job: {error}")
         raise SystemExit(_FAILED) from None
     for each in FORWARDED:
-        signal.signal(each, lambda number, _: node.pass_on(number))
+        signal.signal(each, lambda number, _: node.on_signal(number))
     raise SystemExit(node.run())
 
 

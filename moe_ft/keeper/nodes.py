@@ -5,6 +5,9 @@ job's store. The process that keeps the store decides, and nobody else: it gives
 lost that is silent, and gives its ranks to a spare. The node where it runs cannot be replaced: node 0, or one
 without ranks.
 
+A node that is told to end says so. It is replaced like one that is lost if spares are left that stay. Else
+all ranks save their state and end: it may be the end of the job, of which all nodes are told.
+
 A verdict may be false: a node that was stopped, or cut off, may wake up. It therefore begins a round of its
 own (rounds.py), and a node has a new name after it. The old one can still say things, and nobody listens.
 """
@@ -24,7 +27,11 @@ PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 # Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
 _SUSPECTED_S = 2.0
 _LONGEST_LOOK_S = 1.0
-_ARRIVED, _OVER = "nodes/arrived", "nodes/over"
+_MISSING_S = 30.0  # for a node to come, after the last one that came
+_GATHER_S = 3.0  # for all nodes to be told to end that are
+_ARRIVED, _LEAVING, _SAVE, _OVER = (
+    f"nodes/{what}" for what in ("arrived", "leaving", "save", "over")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +78,14 @@ class NodeSeat:
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""
         return self._store.get(_of(self._id, "lost")) is not None
+
+    def leave(self) -> None:
+        """Say that this node is told to end. Then it is lost, or all ranks are to save and end."""
+        self._store.append(_LEAVING, self._id)
+
+    def is_to_save(self) -> bool:
+        """Return whether all ranks are to save their state and end."""
+        return self._store.get(_SAVE) is not None
 
     def over(self) -> tuple[int, str] | None:
         """Return the exit code of the job, and the reason if it failed; None as long as it runs."""
@@ -125,7 +140,7 @@ class Coordinator:
             can_repair: whether the ranks repair (--moe-ft-repair auto).
             waits: whether to wait for a spare if none is left, instead of ending the job.
             status: file that gets the exit code of the job, "-" before, and in the next lines the names of
-                the nodes by slot.
+                the nodes by slot. Nodes that it names get the same ranks again: their memory has their state.
         """
         self._store, self._rounds = store, Rounds(store, 0, num_nodes * ranks_per_node)
         self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
@@ -134,9 +149,12 @@ class Coordinator:
         self._status = status
         self._nodes: list[_Node] = []
         self._names: dict[int, str] = {}  # by slot, of the node that has had it last
+        self._before = _read_names(status, num_nodes)
         self._open: dict[int, Order] = {}  # by slot, until a spare takes it
-        self._num_arrived = self._newest = 0
-        self._looked_s = time.monotonic()
+        self._num_arrived = self._num_leaving = self._newest = 0
+        self._looked_s = self._arrived_s = time.monotonic()
+        # When the first node was told to end of those that nothing has been decided about.
+        self._leave_s: float | None = None
         self.over: int | None = None  # exit code of the job
 
     def step(self) -> None:
@@ -145,7 +163,9 @@ class Coordinator:
             return
         self._meet_arrivals()
         if lost := self._look():
-            self._lose(lost)
+            self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
+        self._let_go()
+        self._replace_missing()
         self._give_away()
         self._end()
 
@@ -154,16 +174,41 @@ class Coordinator:
             return
         arrived = self._store.values(_ARRIVED)
         for each in arrived[self._num_arrived :]:
-            slot, number = None, each["number"]
-            if number < self._num_nodes and number not in self._names:
-                slot, self._names[number] = number, each["name"]
+            slot = self._slot_of(each["name"], each["number"])
+            if slot is not None:
+                self._names[slot] = each["name"]
             node = _Node(id=each["id"], name=each["name"], slot=slot, heard_s=time.time())
             self._nodes.append(node)
             if slot is None:
                 say(f"node {node.name} is a spare")
             else:
                 self._order(node, Order(ranks=self._ranks_of(slot)))
-        self._num_arrived = len(arrived)
+        self._num_arrived, self._arrived_s = len(arrived), time.monotonic()
+        self._write_status()
+
+    def _slot_of(self, name: str, number: int) -> int | None:
+        """Return whose ranks a node gets that has come: its own of the last start, or those of its number."""
+        slot, before = number, list(self._before)
+        if number != self._own_number:
+            if self._own_number < len(before):
+                before[self._own_number] = ""  # that node alone may have these ranks
+            if name in before:
+                slot = before.index(name)
+            elif before[number : number + 1] not in ([], [name]):
+                return None  # they are kept for another node
+        return slot if slot < self._num_nodes and slot not in self._names else None
+
+    def _replace_missing(self) -> None:
+        """Have spares take the ranks of nodes that have not come, where enough others are there."""
+        missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._names})
+        is_early = time.monotonic() - self._arrived_s < _MISSING_S
+        if not missing or is_early or len(missing) > self._num_free():
+            return
+        spares = (each for each in self._nodes if each.slot is None)
+        for slot, spare in zip(missing, spares, strict=False):
+            say(f"node {spare.name} gets the ranks of node {slot}, which is not there")
+            spare.slot, self._names[slot] = slot, spare.name
+            self._order(spare, Order(ranks=self._ranks_of(slot)))
         self._write_status()
 
     def _ranks_of(self, slot: int) -> tuple[int, ...]:
@@ -194,11 +239,29 @@ class Coordinator:
                 lost.append(node)
         return lost
 
-    def _lose(self, lost: Sequence[_Node]) -> None:
+    def _let_go(self) -> None:
+        """Replace nodes that are told to end, or have all ranks save and end."""
+        if (count := self._store.length(_LEAVING)) > self._num_leaving and self._leave_s is None:
+            self._leave_s = time.monotonic()
+        if self._leave_s is None or time.monotonic() - self._leave_s < _GATHER_S:
+            return
+        self._leave_s, self._num_leaving = None, count
+        told = set(self._store.values(_LEAVING))
+        going = [each for each in self._nodes if each.id in told]
+        staying = sum(each.slot is None and each.id not in told for each in self._nodes)
+        slots = [each.slot for each in going if each.slot is not None]
+        can_stay = len(slots) + len(self._open) <= staying and not self._why_over(slots)
+        if going and (not slots or can_stay):
+            self._lose(going, "it is told to end")
+        elif going:
+            say("nodes are told to end, and cannot be replaced: all ranks save and end")
+            self._store.set(_SAVE, True)
+
+    def _lose(self, lost: Sequence[_Node], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""
         slots = [each.slot for each in lost if each.slot is not None]
         names = ", ".join(each.name for each in lost)
-        say(f"node {names} is lost: silent for {lost[0].silent_s:.1f} s")
+        say(f"node {names} is lost: {why}")
         for each in lost:
             self._nodes.remove(each)
             self._store.set(_of(each.id, "lost"), True)
@@ -275,10 +338,20 @@ class Coordinator:
         if self._status is None:
             return
         code = "-" if self.over is None else str(self.over)
-        lines = [code, *(name for _, name in sorted(self._names.items()))]
+        names = dict(enumerate(self._before)) | self._names
+        lines = [code, *(name for _, name in sorted(names.items()))]
         part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
         try:
             part.write_text("\n".join(lines) + "\n")
             part.rename(self._status)
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
+
+
+def _read_names(status: Path | None, num_nodes: int) -> list[str]:
+    """Return the nodes of the last start by slot; none if it had another number of nodes, or is not known."""
+    try:
+        names = [] if status is None else status.read_text().splitlines()[1:]
+    except OSError:  # there was none, or it will not be written either
+        return []
+    return names if len(names) == num_nodes else []

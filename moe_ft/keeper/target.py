@@ -9,10 +9,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
+from moe_ft.keeper.link import wants_repair
+
 USAGE = (
     "moe_ft keep [--preload MODULE]... [NODES] [--] SCRIPT ARGS... | -m MODULE ARGS..., where NODES is "
     "--nodes N --ranks-per-node K --meet HOST:PORT [--number I] [--store I] [--lost-after SECONDS] "
-    "[--status FILE]"
+    "[--grace SECONDS] [--status FILE]"
 )
 OF_NODES: Mapping[str, str] = {
     "nodes": "number of nodes that train; with it, `keep` starts the ranks of this node, without torchrun",
@@ -21,9 +23,12 @@ OF_NODES: Mapping[str, str] = {
     "number": "of this node, from 0, spares last; default: SLURM_PROCID",
     "store": "number of the node that keeps the job's store: 0, or one that runs no ranks (default 0)",
     "lost-after": "seconds of silence after which a node is lost (default 10)",
+    "grace": "seconds from SIGTERM to SIGKILL of what has started this process (default 30)",
     "status": "file that gets the exit code of the job, and the names of the nodes",
 }
 _NEEDED = ("nodes", "ranks-per-node", "meet")
+GRACE_S = 30  # of SLURM's KillWait, and of Kubernetes, by default
+LEAVING_S = 30.0  # of it, for ranks to leave breakpoints and end
 TOKEN = "MOE_FT_KEEP_TOKEN"
 _FEWEST_BYTES = 16
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
@@ -93,6 +98,11 @@ def read_target(words: Sequence[str]) -> Target:
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
     of_node = _of_node(options, os.environ) if options else {}
+    if of_node and not wants_repair(rest):
+        _refuse(
+            f"--nodes {options['nodes']} needs ranks with --moe-ft-repair auto: without it neither a rank "
+            "nor a node that is lost would be replaced. Add the flag, or use torchrun or srun without keep"
+        )
     target = Target(words=tuple(rest), preload=(*PRELOADED, *preload), of_node=of_node)
     for name in preload:
         _check_is_there(name, target.first_path_of_imports)
@@ -142,6 +152,7 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         "MOE_FT_KEEP_STORE_ON": str(store),
         "MOE_FT_KEEP_LOST_AFTER_S": str(_number("lost-after", options.get("lost-after", "10"), 3)),
+        "MOE_FT_KEEP_GRACE_S": str(_number("grace", options.get("grace", str(GRACE_S)), 1)),
         "MOE_FT_KEEP_STATUS": options.get("status", ""),
     }
 

@@ -253,6 +253,22 @@ def _caveats(job: PlannedJob, layout: Layout, found: Degraded, schedule: Schedul
         yield f"a peer also holds a lost rank's shard, up to {megabytes(job.heaviest.full_bytes)} MB"
 
 
+def spare_lines(job: PlannedJob) -> list[str]:
+    """Return what a spare node costs, and what it is good for."""
+    if job.num_nodes < 2 or not job.replication_factor:
+        return []
+    measured, num_nodes = job.measured, job.num_nodes + 1
+    in_place = "" if measured.repair_s is None else f" in {measured.repair_s:g} s"
+    restart = f", {measured.restart_s:g} s" if measured.restart_s else ""
+    at_once = f"any {job.replication_factor}" if job.replication_factor > 1 else "one"
+    return [
+        f"a spare node is 1 of {num_nodes} nodes, {1 / num_nodes:.1%}. With --moe-ft-repair auto it replaces "
+        f"a lost node, any but the first, in place{in_place}; {at_once} at a time, as many in turn as there "
+        f"are spares. Without one that takes a restart{restart}, and the time until another node "
+        "is there"
+    ]
+
+
 def live_replica_lines(job: PlannedJob) -> list[str]:
     """Return how likely live replicas of experts survive lost nodes, next to replicas of state.
 

@@ -192,6 +192,16 @@ class Cluster:
                 self.start_node(node)
         wait_for(lambda: not self.call("squeue", "--noheader"), "the end of all jobs")
         wait_for(lambda: self.states() == ["idle"] * len(NODES), "three idle nodes")
+        # SLURM has forgotten a job while the last srun of its script ends.
+        wait_for(lambda: not self._processes_of_jobs(), "the end of what jobs have started")
+
+    def _processes_of_jobs(self) -> list[psutil.Process]:
+        found = []
+        for each in self.processes():
+            with suppress(psutil.Error):  # it has ended
+                if each.name() == "slurmstepd" or "SLURM_JOB_ID" in each.environ():
+                    found.append(each)
+        return found
 
     def close(self) -> None:
         """End everything, and fail if something is left."""

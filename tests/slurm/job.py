@@ -25,7 +25,7 @@ DEADLINE_S = (
     400.0  # for anything that a job does; imports alone take minutes on a machine that is busy
 )
 _POLL_S = 0.1
-_SMALLER = (
+SMALLER = (
     *("--hidden-size", "64", "--ffn-hidden-size", "64", "--moe-ffn-hidden-size", "64"),
     *("--num-experts", "4", "--seq-length", "32", "--max-position-embeddings", "32"),
     *("--micro-batch-size", "2", "--hidden-dropout", "0.1", "--eval-iters", "0"),
@@ -60,7 +60,7 @@ class SlurmJob:
             options: of sbatch.
             variables: of the batch script, instead of its own.
         """
-        extra = [*_SMALLER, "--moe-ft-state-digest", "--moe-ft-persist-interval", "1000"]
+        extra = [*SMALLER, "--moe-ft-state-digest", "--moe-ft-persist-interval", "1000"]
         environment = {
             "RUN_DIR": str(self.folder),
             "DATA_PREFIX": self._data_prefix,
@@ -178,7 +178,9 @@ class SlurmJob:
         return digests(self.events_dir, NUM_RANKS)
 
 
-def reference(references: References, dataset_flags: Sequence[str]) -> Digests:
+def reference(
+    references: References, dataset_flags: Sequence[str], num_iterations: int = NUM_ITERATIONS
+) -> Digests:
     """Return the digests of the run of all jobs here when nothing disturbs it."""
     script = (
         f'. {shlex.quote(MODEL)}; printf "%s\\n" "${{MODEL_FLAGS[@]}}" "${{TRAINING_FLAGS[@]}}"'
@@ -186,10 +188,10 @@ def reference(references: References, dataset_flags: Sequence[str]) -> Digests:
     script += ' "${LAYOUT_FLAGS[@]}" "${TOKENIZER_FLAGS[@]}"'
     shown = subprocess.run(
         ["bash", "-c", script],
-        env={"TRAIN_ITERATIONS": str(NUM_ITERATIONS)},
+        env={"TRAIN_ITERATIONS": str(num_iterations)},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    return references.digests([*shown.stdout.split(), *dataset_flags, *_SMALLER], NUM_RANKS)
+    return references.digests([*shown.stdout.split(), *dataset_flags, *SMALLER], NUM_RANKS)

@@ -33,7 +33,7 @@ _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of 
 _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
 _LISTS = {"docs/events.md", "docs/flags.md"}  # nobody reads these from top to bottom
 # Programs of others that documents show.
-_OF_OTHERS = {"--native"}
+_OF_OTHERS = {"--native", "--from-literal"}  # of py-spy, kubectl
 
 
 def code_of(path: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ BANDWIDTH=${BANDWIDTH:-25GB}                   # device to host: PCIe 5
 NETWORK_BANDWIDTH=${NETWORK_BANDWIDTH:-1.25e9}  # to other nodes: 100 Gbit/s, which 8 ranks share
 STORAGE_BANDWIDTH=${STORAGE_BANDWIDTH:-250MB}  # to storage: 2 GB/s of a node, which 8 ranks share
 PERSIST_DIR=${PERSIST_DIR:-/persist}           # any: plan writes nothing
+EXTRA_FLAGS=${EXTRA_FLAGS:-}                   # of training, such as --moe-ft-breakpoints
 
 MODEL=${1:?name a model file of this folder, without .sh}
 shift
@@ -23,10 +24,11 @@ shift
 
 options=(--iteration-s "$ITERATION_S" --bandwidth "$BANDWIDTH" --storage-bandwidth "$STORAGE_BANDWIDTH")
 [ "$STRATEGY" = sparse ] && options+=(--network-bandwidth "$NETWORK_BANDWIDTH")
+# shellcheck disable=SC2206  # EXTRA_FLAGS holds several words
 command=(
     torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" pretrain_gpt_moe.py
     "${MODEL_FLAGS[@]}" "${TRAINING_FLAGS[@]}" "${LAYOUT_FLAGS[@]}" "${TOKENIZER_FLAGS[@]}"
-    --moe-ft-persist-dir "$PERSIST_DIR" "${FAULT_TOLERANCE_FLAGS[@]}"
+    --moe-ft-persist-dir "$PERSIST_DIR" "${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS
 )
 cd "$ROOT"
 exec python -m moe_ft plan "${options[@]}" "$@" -- "${command[@]}"

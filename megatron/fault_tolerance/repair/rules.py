@@ -79,6 +79,16 @@ def _is_used(args: argparse.Namespace, what: str) -> bool:
     return given == value if value else bool(given) and given != "none"
 
 
+def line_on_lost_nodes(args: argparse.Namespace, link: Link) -> str:
+    """Return what the loss of a node means where torchrun has started several; else nothing."""
+    if link.is_watched or args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return ""
+    return (
+        "a dead rank is replaced in place, and a lost node restarts all ranks, since torchrun has started "
+        "them: for spare nodes start `python -m moe_ft keep --nodes` on each instead (docs/spare_nodes.md)"
+    )
+
+
 def checked_heartbeat_s(config: MoeFtConfig, args: argparse.Namespace) -> float:
     """Return after how many seconds a silent rank is killed.
 

@@ -28,7 +28,11 @@ from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.recover import training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
-from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link
+from megatron.fault_tolerance.repair.rules import (
+    checked_heartbeat_s,
+    checked_link,
+    line_on_lost_nodes,
+)
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
 from megatron.fault_tolerance.seams import hooks
@@ -303,6 +307,8 @@ def installed(
             yield {}
         return
     link = checked_link(args, own_link())
+    if args.rank == 0 and (line := line_on_lost_nodes(args, link)):
+        say(line)
     check_torch()
     links = Links(link, _transports(args))
     heart = Heart(link, checked_heartbeat_s(config, args))

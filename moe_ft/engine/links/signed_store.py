@@ -23,6 +23,7 @@ MAX_VALUE_BYTES = 4 << 20  # torch's server takes 8 MiB
 _MAX_LIST_BYTES = 64 << 20
 _CODE_BYTES = 64  # in hexadecimal
 _MAX_OPERATIONS_PER_S = 5000  # of all ranks together
+_MOST_STRANGERS = 100  # values in a row that are none of ours
 _ABSENT = b"-"  # is no signed value, and not empty: torch would store it then
 
 
@@ -57,12 +58,13 @@ class SignedStore:
     def set_first(self, key: str, value: Any) -> Any:
         """Write a value unless one is there, and return the one that is there then. One step for all."""
         signed = self._signed(key, value)
-        raw = bytes(self._store.compare_set(key, "", signed))
-        found = self._checked(key, raw)
-        if found is None:  # a stranger's
-            self._store.set(key, signed)
-            return value
-        return found
+        there = bytes(self._store.compare_set(key, "", signed))
+        for _ in range(_MOST_STRANGERS):
+            if (found := self._checked(key, there)) is not None:
+                return found
+            # A stranger's value is replaced like one that is missing: by the first who finds it.
+            there = bytes(self._store.compare_set(key, there, signed))
+        raise RepairError(f"a stranger writes {key} in the job's store again and again")
 
     def get(self, key: str) -> Any:
         """Return a value; None if it is not there. Does not wait."""

@@ -237,7 +237,7 @@ def store_is_waited_for(patches: Patches) -> None:
 @node_mutation
 def silent_nodes_are_waited_for(patches: Patches) -> None:
     """Nobody calls a node lost."""
-    patches.set(Coordinator, "_lose", lambda self, lost: None)
+    patches.set(Coordinator, "_lose", lambda self, lost, why: None)
 
 
 @node_mutation

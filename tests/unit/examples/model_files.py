@@ -80,14 +80,14 @@ class Plan:
 
 
 @functools.cache
-def plan_of(name: str, strategy: str) -> Plan:
+def plan_of(name: str, strategy: str, *extra: str) -> Plan:
     """Return what plan says of a model file, with the bandwidths that plan.sh assumes.
 
     With them a plan of partial experts also looks for the largest k that is hidden: that takes long, and is
     left out.
     """
     model = read_model(name, strategy)
-    command = read_command([*model.flags, "--moe-ft-persist-dir", "/persist"])
+    command = read_command([*model.flags, "--moe-ft-persist-dir", "/persist", *extra])
     command.config.validate(model.world_size)
     speeds = {"bandwidth": 25e9, "storage_bandwidth": 250e6, "network_bandwidth": 1.25e9}
     names = {"dense": list(speeds)[:2], "sparse": list(speeds)}.get(strategy, [])

@@ -1,4 +1,7 @@
-"""The JobSet fits the schemas of JobSet and Kubernetes and the plan; pods save before they are removed."""
+"""The JobSet fits the schemas of JobSet and Kubernetes and the plan; pods of torchrun save before they end.
+
+Pods with keep run real jobs in tests/distributed/test_pods.py.
+"""
 
 import json
 import os
@@ -20,8 +23,12 @@ KUBERNETES = ROOT / "examples" / "kubernetes"
 GIB = 2**30
 
 
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((KUBERNETES / "jobset.yaml").read_text()))
+
+
 def manifest() -> dict[str, Any]:
-    return dict(yaml.safe_load((KUBERNETES / "jobset.yaml").read_text()))
+    return documents()[0]
 
 
 def check(document: Mapping[str, Any]) -> None:
@@ -85,7 +92,8 @@ def variables() -> dict[str, str]:
 
 def test_sizes_are_those_of_the_plan() -> None:
     name = Path(variables()["MODEL"]).stem
-    plan = plan_of(name, variables()["STRATEGY"])
+    assert variables()["REPAIR"] == "auto"
+    plan = plan_of(name, variables()["STRATEGY"], "--moe-ft-breakpoints")
     container, memory = pod()["containers"][0], pod()["volumes"][0]["emptyDir"]
     size = int(memory["sizeLimit"].removesuffix("Gi")) * GIB
     limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
@@ -102,13 +110,18 @@ def test_numbers_that_say_the_same_are_equal() -> None:
     document, given = manifest(), variables()
     (job,) = document["spec"]["replicatedJobs"]
     name, own = document["metadata"]["name"], job["template"]["spec"]
-    assert own["parallelism"] == own["completions"] == int(given["NODES"])
+    spares = own["parallelism"] - int(given["NODES"])
+    assert own["completions"] == own["parallelism"] and spares == 1
     assert int(given["NODES"]) == read_model(Path(given["MODEL"]).stem).num_nodes
     assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
     assert int(given["SAVE_SECONDS"]) + 60 <= pod()["terminationGracePeriodSeconds"]
+    budget = documents()[1]["spec"]
+    assert budget["minAvailable"] == int(given["NODES"])
+    assert budget["selector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
 
 
 RANK = """
+#!{python}
 import json, os, pathlib, signal, sys, time
 flags = dict(zip(sys.argv, sys.argv[1:]))
 events = pathlib.Path(flags["--moe-ft-event-log"])
@@ -136,18 +149,19 @@ end(os.environ["ENDS"])
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Return the variables of a pod with one rank, which only notes the signals that it gets."""
-    (tmp_path / "rank.py").write_text(RANK)
+    """Return the variables of a pod with one rank, which stands for Python and only notes its signals."""
+    python = tmp_path / "python"
+    python.write_text(RANK.replace("{python}", sys.executable).lstrip())
+    python.chmod(0o700)
     return {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MODEL": f"{FOLDER}/mixtral_8x7b.sh",
         "NODES": "1",
         "RANKS_PER_NODE": "1",
         "RUN_DIR": str(tmp_path),
         "RUN_NAME": "test",
         "DATA_PREFIX": "none",
-        "PROGRAM": str(tmp_path / "rank.py"),
         "RENDEZVOUS": "localhost:0",
         "MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": "1",

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS, checked_heartbeat_s, checked_link
+from megatron.fault_tolerance.repair.rules import (
+    TRY_ON_GPUS,
+    checked_heartbeat_s,
+    checked_link,
+    line_on_lost_nodes,
+)
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import Link
@@ -128,3 +133,16 @@ def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:
         args.distributed_timeout_seconds_after_init = after_init_s
         with pytest.raises(ConfigError, match=f"=59.5 must be less than {after_init_s}, .* Lower"):
             checked_heartbeat_s(config, args)
+
+
+@pytest.mark.parametrize(
+    ("local", "is_watched", "is_said"),
+    [("2", False, True), ("4", False, False), ("2", True, False)],
+)
+def test_lost_node_is_told_of_where_torchrun_has_started_several(
+    local: str, is_watched: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    link = Link()
+    link.is_watched = is_watched
+    assert bool(line_on_lost_nodes(args(), link)) == is_said

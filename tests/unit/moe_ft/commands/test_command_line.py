@@ -23,6 +23,8 @@ from moe_ft.strategies.partial.config import PartialConfig
         ("python", 1, 1),
         ("/env/bin/moe_ft run", 1, 1),
         ("torchrun --nproc-per-node 2 -m moe_ft run", 2, 2),
+        ("torchrun --nproc-per-node 2 -m moe_ft keep --", 2, 2),
+        ("python -m moe_ft keep --nodes 4 --ranks-per-node 8 --meet a:1 --", 32, 8),
         ("A=1 torchrun --nproc-per-node 2", 2, 2),
     ],
 )
@@ -54,6 +56,7 @@ def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str
             "torchrun --nnodes 1:4 --nproc-per-node 8",
             "--nnodes=1:4 --nproc-per-node=8 must be at least 1",
         ),
+        ("python -m moe_ft keep --nodes 2", "keep --nodes=2 --ranks-per-node= "),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),
         ("", "no launcher"),

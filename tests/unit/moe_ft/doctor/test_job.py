@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.doctor.job import Job, place_on_nodes
 from moe_ft.doctor.rows import Result
 from moe_ft.planning.host_memory import Footprint, MemoryShare
@@ -26,6 +26,32 @@ def test_job_that_is_not_planned_needs_an_unknown_room() -> None:
     job = Job(ranks=(16, 8))
     rooms = (job.node_bytes, job.sent_bytes, job.checkpoint_bytes, job.stored_bytes)
     assert rooms == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("repair", "num_nodes", "result", "found"),
+    [
+        (
+            "off",
+            3,
+            Result.PASS,
+            "1, 2 nodes train: without --moe-ft-repair auto the loss of a node restarts",
+        ),
+        ("auto", 2, Result.WARN, "none, 2 nodes train: the loss of a node ends the job"),
+        (
+            "auto",
+            4,
+            Result.PASS,
+            "2, 2 nodes train: of all but the first, 2 can be lost in turn, 1 at once",
+        ),
+    ],
+)
+def test_spares_are_the_nodes_beyond_those_that_train(
+    repair: str, num_nodes: int, result: Result, found: str
+) -> None:
+    config = MoeFtConfig(recovery=RecoveryConfig(repair=repair))
+    row = Job(config=config, ranks=(16, 8)).spare_row(num_nodes)
+    assert (row.result, row.found[: len(found)]) == (result, found)
 
 
 def test_peers_are_the_nodes_that_replicas_go_to() -> None:

@@ -238,3 +238,7 @@ def test_slow_storage_is_warned_of_with_the_time_of_a_checkpoint() -> None:
     )
     fast = Written(path="a", num_bytes=100 * MIB, seconds=1.0, checksum="")
     assert check_write("n0", fast, None)[0].result is Result.PASS
+    assert check_write("n0", fast, 500 * MIB, 6.0)[0].result is Result.PASS
+    (row,) = check_write("n0", fast, 500 * MIB, 4.0)
+    assert row.result is Result.WARN
+    assert "takes 5.0 s; a planned end leaves 4 s for it (keep --grace)" in row.found

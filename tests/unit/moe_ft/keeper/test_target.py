@@ -85,11 +85,24 @@ def test_command_line_that_names_nothing_is_refused(
     assert problem in line and USAGE in line
 
 
+def test_node_whose_ranks_do_not_repair_is_refused(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN, "0" * 32)
+    with pytest.raises(SystemExit) as end:
+        read_target([*words_of(NODE, script), "--moe-ft-repair", "off"])
+    assert end.value.code == 2
+    assert re.search(
+        r"--nodes 2 needs ranks with --moe-ft-repair auto.*Add the flag", capsys.readouterr().err
+    )
+
+
 NODE = {"--nodes": "2", "--ranks-per-node": "4", "--meet": "node0:29500", "--number": "2"}
 
 
 def words_of(options: dict[str, str], script: str) -> list[str]:
-    return [*(word for pair in options.items() for word in pair), "--", script]
+    words = [word for pair in options.items() for word in pair]
+    return [*words, "--", script, "--moe-ft-repair", "auto"]
 
 
 def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +125,7 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
         ({"--meet": "node0"}, "0" * 32, r"--meet node0 must be HOST:PORT"),
         ({"--nodes": "0"}, "0" * 32, r"--nodes 0 must be a whole number, at least 1"),
         ({"--number": "-1"}, "0" * 32, r"--number -1 must be a whole number"),
+        ({"--grace": "0"}, "0" * 32, r"--grace 0 must be a whole number, at least 1"),
         ({"--store": "1"}, "0" * 32, r"--store 1 is the number of a node that trains"),
         ({"--lost-after": "2"}, "0" * 32, r"--lost-after 2 must be a whole number, at least 3"),
         ({}, "short", rf"{TOKEN} must be the same on all nodes, secret"),

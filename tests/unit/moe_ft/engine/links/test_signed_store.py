@@ -87,6 +87,23 @@ def test_value_of_a_stranger_is_not_there_and_this_is_said_once(
     assert signed.get("key") == "ours"
 
 
+def test_first_value_replaces_that_of_a_stranger_for_one_of_two_who_find_it(
+    store: Any, signed: SignedStore, said: list[str]
+) -> None:
+    class Late(SignedStore):
+        """Reads a stranger's value, and writes when another one has replaced it."""
+
+        def _checked(self, key: str, line: bytes) -> Any:
+            if line == b"of a stranger":
+                signed.set_first(key, "of the other")
+            return super()._checked(key, line)
+
+    store.set("key", b"of a stranger")
+    late = Late(store, lambda: "the token", lambda key, reason: None)
+    assert late.set_first("key", "of the late one") == "of the other"
+    assert signed.get("key") == "of the other"
+
+
 def test_value_that_is_moved_to_another_key_or_start_is_not_there(
     store: Any, signed: SignedStore, said: list[str]
 ) -> None:

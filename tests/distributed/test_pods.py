@@ -1,0 +1,135 @@
+"""Pods of examples/kubernetes on this machine: processes with the variables that Kubernetes would give.
+
+Kubernetes itself is not here: these tests send the signals, and start a pod again, as it would.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, override
+
+import psutil
+import pytest
+
+from moe_ft.events import event_path, read_progress
+from tests.harness import digests, events
+from tests.kept_job import ROOT
+from tests.kept_nodes import KeptNodes
+from tests.ports import free_port
+from tests.references import Place
+from tests.slurm.job import MODEL, NUM_RANKS, SMALLER, reference
+from tests.waiting import wait_for
+
+POD = ROOT / "examples" / "kubernetes" / "pod.sh"
+NUM_ITERATIONS = 120
+REMOVED = 75  # exit code of a pod whose training has not finished
+
+
+class Pods(KeptNodes):
+    """Pods of one JobSet: two with a rank each, and spares. The zygote of each is a fork of the tests'."""
+
+    def __init__(self, place: Place, **variables: str) -> None:
+        """Start nothing yet; variables are those of pod.sh."""
+        super().__init__(place.folder, (), num_nodes=NUM_RANKS, ranks_per_node=1)
+        self.run_dir, self.memory_dir = place.folder / "run", place.memory_dir
+        self.storage, self.status = self.run_dir / "states", self.run_dir / "status"
+        extra = [*SMALLER, "--moe-ft-state-digest", "--moe-ft-persist-interval", "1000"]
+        extra += ["--moe-ft-memory-dir", str(place.memory_dir)]
+        prefix = place.dataset_flags[place.dataset_flags.index("--data-path") + 1]
+        self._variables: Mapping[str, str] = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "REPAIR": "auto",
+            "NODES": str(NUM_RANKS),
+            "MODEL": MODEL,
+            "RUN_NAME": "pods",
+            "RUN_DIR": str(self.run_dir),
+            "DATA_PREFIX": prefix,
+            "RENDEZVOUS": f"127.0.0.1:{free_port()}",
+            "TRAIN_ITERATIONS": str(NUM_ITERATIONS),
+            "EXTRA_FLAGS": " ".join(extra),
+            "PYTHONWARNINGS": "ignore",
+            **variables,
+        }
+
+    @override
+    def command(self, number: int) -> tuple[list[str], dict[str, str]]:
+        return [str(POD)], {**self._variables, "JOB_COMPLETION_INDEX": str(number)}
+
+    @override
+    def keep_of(self, agent: "subprocess.Popen[bytes]") -> int:
+        def found() -> int:
+            for each in psutil.Process(agent.pid).children():
+                with suppress(psutil.Error):  # it has ended
+                    if "keep" in each.cmdline():
+                        return each.pid
+            return 0
+
+        return wait_for(found, "keep in the pod")
+
+    def events(self, event: str, rank: int) -> list[dict[str, Any]]:
+        folder = self.run_dir / "events"
+        return events(folder, rank, event) if event_path(folder, rank).exists() else []
+
+    def wait_for_iteration(self, iteration: int, start: int = 1) -> None:
+        """Wait until rank 0 has trained an iteration in a start, counted from 1."""
+
+        def is_there() -> bool:
+            progress = read_progress(self.run_dir / "events", 0)
+            has_started = len(self.events("start", 0)) >= start
+            return has_started and progress is not None and progress.iteration >= iteration
+
+        wait_for(is_there, f"iteration {iteration}")
+
+    def taken_over(self, rank: int) -> list[dict[str, str]]:
+        return [line["taken_over"] for line in self.events("repair", rank)]
+
+    def check_digests(self, place: Place) -> None:
+        found = digests(self.run_dir / "events", NUM_RANKS)
+        assert found == reference(place.references, place.dataset_flags, NUM_ITERATIONS)
+
+
+def test_spare_takes_over_from_a_pod_that_is_killed_which_comes_back_and_takes_over_from_one_drained(
+    place: Place,
+) -> None:
+    with Pods(place) as pods:
+        pods.start("host0", "host1", "host2")
+        pods.wait_for_iteration(4)
+        pods.kill("host1")
+        wait_for(lambda: pods.taken_over(0), "the repair")
+        pods.start("host3", first=1)  # the same pod on another node
+        wait_for(lambda: "node host3 is a spare" in pods.log("host0"), "the pod")
+        pods.tell_to_end("host2")
+        ends = pods.wait()
+    assert ends == {"host0": 0, "host2": REMOVED, "host3": 0}, pods.log("host0")[-3000:]
+    for rank in range(NUM_RANKS):
+        assert pods.taken_over(rank) == [{"host1": "host2"}, {"host2": "host3"}]
+    assert len({line["pid"] for line in pods.events("start", 0)}) == 1, "rank 0 keeps its process"
+    assert pods.status.read_text().split() == ["0", "host0", "host3"]
+    pods.check_digests(place)
+
+
+@pytest.mark.rest
+def test_pods_that_are_all_told_to_end_save_and_continue_from_storage_with_nothing_lost(
+    place: Place,
+) -> None:
+    with Pods(place) as pods:
+        pods.start("host0", "host1", "host2")
+        pods.wait_for_iteration(4)
+        pods.tell_to_end("host0", "host1", "host2")
+        assert pods.wait() == dict.fromkeys(("host0", "host1", "host2"), REMOVED)
+        assert "all ranks save and end" in pods.log("host0")
+    (stored,) = pods.storage.glob("iter_*/manifest.json")
+    for path in place.memory_dir.iterdir():
+        subprocess.run(["rm", "-r", path], check=True)
+    with Pods(place) as pods:
+        pods.start("host4", "host5")
+        assert set(pods.wait().values()) == {0}, pods.log("host4")[-3000:]
+    for rank in range(NUM_RANKS):
+        (recovery,) = pods.events("recovery", rank)
+        assert set(recovery["sources"]) == {"storage"}
+        assert f"{recovery['target_iteration']}" == stored.parent.name.removeprefix("iter_").lstrip(
+            "0"
+        )
+    pods.check_digests(place)
