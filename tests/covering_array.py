@@ -75,7 +75,10 @@ KINDS = ("kill", "kill-two", "exception", "lose-node")
 # The tier that a fault leaves to the ranks that lose something; "nothing" if it costs a snapshot at most.
 TIERS = ("memory", "peer", "storage", "nothing")
 MODELS = ("moe", "expert-bias", "tied", "no-experts", "deepseek", "grouped-query")
-FEATURES = ("dropout", "ramp", "recompute", "selective", "overlap", "evaluation", "reruns")
+FEATURES = (
+    *("dropout", "ramp", "recompute", "selective", "overlap", "evaluation", "reruns"),
+    "slots",
+)
 
 RUN_FACTORS: dict[str, tuple[str, ...]] = {
     "strategy": tuple(STRATEGIES),
@@ -144,6 +147,11 @@ class Case:
     @property
     def world_size(self) -> int:
         return LAYOUTS[self.layout][0]
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks over which experts are divided; with slots each has a part of all of them."""
+        return 1 if self.feature == "slots" else LAYOUTS[self.layout][1].get("ep", 1)
 
     @property
     def family(self) -> str:
@@ -241,6 +249,8 @@ RULES: tuple[Rule, ...] = (
     # Megatron counts the tokens of an iteration that it runs again twice, and does not run the first one of
     # a start again.
     lambda run: run["feature"] == "reruns" and run["model"] in ("expert-bias", "deepseek"),
+    # Slots need experts, in layers that Megatron builds from the spec of the model.
+    lambda run: run["feature"] == "slots" and run["model"] in ("no-experts", "deepseek"),
     # Its tokens are counted again from windows.
     lambda run: run["left"] not in (None, "windows") and run["strategy"] == "partial-1",
     # Logs are of stages, for exact strategies with windows of a known length.

@@ -112,6 +112,8 @@ _FEATURES: dict[str, Changes] = {
         "moe_input_jitter_eps": 0.01,
     },
     "reruns": {},
+    # A rank that is a stage of its own has all experts.
+    "slots": {"moe_ft_expert_slots": NUM_EXPERTS, "moe_ft_rebalance_interval": 1},
 }
 
 
@@ -129,7 +131,11 @@ def job_flags(case: Case, place: Place) -> list[str]:
         changes.pop("moe_input_jitter_eps", None)
         if case.feature == "selective":
             changes["recompute_modules"] = "core_attn"
-    elif "tp" in layout:  # the local norms of a model without experts cannot do it
+    elif case.feature == "slots":
+        layout = {name: size for name, size in layout.items() if name != "ep"} | {"etp": 1}
+    if (
+        case.model != "no-experts" and "tp" in layout
+    ):  # the local norms of a model without experts cannot do it
         changes["sequence_parallel"] = True
     if case.layout.startswith("virtual"):
         changes["num_layers_per_virtual_pipeline_stage"] = 1
@@ -211,7 +217,7 @@ def run_case(case: Case, place: Place) -> None:
             place.folder / "events",
             num_ranks=case.world_size,
             num_experts=NUM_EXPERTS,
-            ep_size=LAYOUTS[case.layout][1].get("ep", 1),
+            ep_size=case.ep_size,
             is_load_aware=case.order == "load-aware",
             where=str(case),
         )

@@ -37,6 +37,20 @@ class _Weight:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Indices by a table, on the device: the host waits for it only where a table is new.
+
+    Attributes:
+        experts: ``[slot]`` of all ranks.
+        places: experts and slots: the first slot of each expert, then the second of those that have two...
+    """
+
+    table: Table
+    experts: torch.Tensor
+    places: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
 class Homes(torch.nn.Module):
     """This rank's parts of all experts of a layer, as parameters. Owned by the training thread."""
 
@@ -58,6 +72,7 @@ class Homes(torch.nn.Module):
         ]
         self._gradients: list[torch.Tensor] = []  # by weight, [slot, rank * width]
         self._sent_bytes = 0
+        self._order: _Order | None = None
         for expert in range(num_experts):
             for weight in self._weights:
                 self._make(expert, weight, named[weight.name])
@@ -118,7 +133,7 @@ class Homes(torch.nn.Module):
         pieces = self._to_homes(
             [self._padded(*each) for each in zip(self._weights, flat, strict=True)]
         )
-        first = _places(table, self._num_experts)[0][1]
+        (_, first), *_ = self._ordered(table).places
         self._put(pieces[first], "data")
 
     def _padded(self, weight: _Weight, flat: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -134,7 +149,7 @@ class Homes(torch.nn.Module):
         The order is that of ranks and slots, so that the same table gives the same bits.
         """
         pieces = self._to_homes(self._gradients)
-        (_, first), *others = _places(table, self._num_experts)
+        (_, first), *others = self._ordered(table).places
         total = pieces[first]
         for experts, places in others:
             total[experts] += pieces[places]
@@ -147,10 +162,21 @@ class Homes(torch.nn.Module):
         return self._exchange(sent.contiguous()).flatten(0, 1)
 
     def _put(self, rows: torch.Tensor, name: str) -> None:
-        for expert, row in enumerate(rows):
-            for weight in self._weights:
-                target = getattr(self._home(expert, weight), name)
-                target.view(-1).copy_(row[weight.start : weight.end])
+        for weight in self._weights:
+            homes = (self._home(expert, weight) for expert in range(self._num_experts))
+            targets = [getattr(each, name).view(-1) for each in homes]
+            torch._foreach_copy_(targets, list(rows[:, weight.start : weight.end]))
+
+    def _ordered(self, table: Table) -> _Order:
+        if self._order is None or self._order.table != table:
+            device = self._home(0, self._weights[0]).device
+            experts = torch.tensor([expert for row in table for expert in row], device=device)
+            pairs = [
+                (torch.tensor(own, device=device), torch.tensor(slots, device=device))
+                for own, slots in _places(table, self._num_experts)
+            ]
+            self._order = _Order(table, experts, pairs)
+        return self._order
 
     @torch.no_grad()
     def forward(self, table: Table) -> None:
@@ -162,14 +188,13 @@ class Homes(torch.nn.Module):
             torch.stack([self._home(expert, each).view(-1) for expert in range(self._num_experts)])
             for each in self._weights
         ]
-        experts = [expert for row in table for expert in row]
-        sent = torch.cat(columns, dim=1)[experts].view(self._num_ranks, len(self._slots), -1)
+        sent = torch.cat(columns, dim=1)[self._ordered(table).experts]
+        sent = sent.view(self._num_ranks, len(self._slots), -1)
         received = self._exchange(sent)
         for weight in self._weights:
             whole = received[:, :, weight.start : weight.end].transpose(0, 1).flatten(1)
-            for slot, own in zip(self._slots, whole, strict=True):
-                parameter = slot.get_parameter(weight.name)
-                parameter.data.copy_(own[: weight.size].view(parameter.shape))
+            slots = [slot.get_parameter(weight.name).data.view(-1) for slot in self._slots]
+            torch._foreach_copy_(slots, list(whole[:, : weight.size]))
 
     def _exchange(self, sent: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(sent)

@@ -3,14 +3,16 @@
 Slots are experts for Megatron: the layer is built for as many as all ranks have slots, the router for the
 experts of the model. Its map of tokens to experts is widened to one of tokens to slots, and dispatcher,
 experts and recomputation are Megatron's own. The table is in a buffer, so that records of iterations hold it
-and recoveries put it back. Where weights come from and gradients go is homes.py's.
+and recoveries put it back. It stays on the host, so that nothing waits for the device to read it. With
+Megatron's capacity factor every slot of an expert takes as many tokens. Where weights come from and gradients
+go is homes.py's.
 
 Sources: Lazarus, section 4 (replicas that follow the load, algorithm 1); SYMI, section 4.
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, override
@@ -18,14 +20,18 @@ from typing import Any, override
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.elastic.homes import Homes
 from moe_ft.planning.slot_moves import count_moves
-from moe_ft.planning.slot_tables import Table, balanced, replicas_of, stock
+from moe_ft.planning.slot_tables import Replicas, Table, balanced, replicas_of, stock
 from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
+
+Routed = tuple[torch.Tensor, torch.Tensor]  # [token, expert] probabilities, and which are chosen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +42,14 @@ class NewTable:
         before: ``[rank]`` tokens of the iteration that has just ended.
         after: ``[rank]`` tokens that they would have got with the new table.
         num_moved: replicas that come to a rank that did not have them.
+        dropped: tokens above the capacity of the slots, before and after.
     """
 
     table: Table
     before: tuple[int, ...]
     after: tuple[int, ...]
     num_moved: int
+    dropped: tuple[int, int] = (0, 0)
 
 
 def first_table(num_experts: int, num_ranks: int, settings: ElasticConfig) -> Table:
@@ -52,26 +60,43 @@ def first_table(num_experts: int, num_ranks: int, settings: ElasticConfig) -> Ta
 
 
 def next_table(
-    tokens: Numbers, table: Table, received: Numbers, settings: ElasticConfig
+    tokens: Numbers,
+    table: Table,
+    received: Numbers,
+    settings: ElasticConfig,
+    capacities: Numbers | None = None,
 ) -> NewTable | None:
-    """Return a table with which the busiest rank would have got fewer tokens; None if there is none.
+    """Return a table that drops fewer tokens, or as many with fewer on the busiest rank; None if none does.
 
     Args:
-        tokens: ``[source, expert]`` of an iteration.
+        tokens: ``[source, expert]`` of an iteration, those above the capacity included.
         table: that of the iteration.
         received: ``[rank]`` tokens that it has brought.
+        capacities: ``[source]`` tokens that one slot takes; None if there is no capacity factor.
     """
     load = tokens.sum(axis=0).tolist()
     found = balanced(load, len(table), settings.expert_slots, settings.min_replicas)
-    _, after = share_of(tokens, replicas_of(found, len(load)), 0)
-    if after.max() >= received.max():
+    replicas = replicas_of(found, len(load))
+    kept = _kept(tokens, replicas, capacities)
+    kept_before = _kept(tokens, replicas_of(table, len(load)), capacities)
+    dropped = int((tokens - kept_before).sum()), int((tokens - kept).sum())
+    _, after = share_of(kept, replicas, 0)
+    if (dropped[1], after.max()) >= (dropped[0], received.max()):
         return None
     return NewTable(
         table=found,
         before=tuple(received.tolist()),
         after=tuple(after.tolist()),
         num_moved=count_moves(table, found),
+        dropped=dropped,
     )
+
+
+def _kept(tokens: Numbers, replicas: Replicas, capacities: Numbers | None) -> Numbers:
+    """Return ``[source, expert]`` tokens that are not dropped."""
+    if capacities is None:
+        return tokens
+    return np.asarray(np.minimum(tokens, capacities[:, None] * replicas.sum(axis=1)))
 
 
 class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
@@ -97,12 +122,24 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         self.config = config
         self._slot_settings, self._rank = slots, group.rank()
         self.homes = Homes(tuple(self.experts.local_experts), config.num_moe_experts, group)
-        self.register_buffer("slot_table", torch.tensor(table), persistent=False)
-        self.register_buffer("table_age", torch.zeros((), dtype=torch.int64), persistent=False)
+        numbers = torch.tensor(table, device="cpu")
+        self.register_buffer("slot_table", numbers, persistent=False)
+        age = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.register_buffer("table_age", age, persistent=False)
         self.new_table: NewTable | None = None
         self._is_stale, self._is_reduced = False, False
-        self._tokens = self._received = np.zeros(0, dtype=np.int64)
+        self._tokens = self._received = self._capacities = np.zeros(0, dtype=np.int64)
+        self._wanted: torch.Tensor | None = None  # [expert] tokens before some are dropped
+        if config.moe_expert_capacity_factor is not None:
+            self.router.routing = partial(self._route, self.router.routing)
         self._place(table)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        on_host = {name: self._buffers[name] for name in ("slot_table", "table_age")}
+        super()._apply(fn, recurse)
+        self._buffers.update(on_host)
+        return self
 
     @property
     def table(self) -> Table:
@@ -133,7 +170,7 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         self.new_table = None
         self._is_stale, self._is_reduced = True, False
         self._tokens = np.zeros((len(self._placed), self.config.num_moe_experts), dtype=np.int64)
-        self._received = np.zeros(len(self._placed), dtype=np.int64)
+        self._received, self._capacities = np.zeros((2, len(self._placed)), dtype=np.int64)
 
     def reduce(self) -> None:
         """Bring gradients to the homes, once an iteration. Called by all ranks; backward is over."""
@@ -154,7 +191,9 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         if int(self.table_age) < settings.rebalance_interval:
             return
         self.table_age.zero_()
-        self.new_table = next_table(self._tokens, self._placed, self._received, settings)
+        capacities = None if self._wanted is None else self._capacities
+        found = next_table(self._tokens, self._placed, self._received, settings, capacities)
+        self.new_table = found
         if self.new_table is not None:
             self.slot_table.copy_(torch.tensor(self.new_table.table))
 
@@ -162,32 +201,89 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Any:
-        if self._is_stale:  # the first micro-batch after a step or a recovery
-            self._place(self.table)
-            self.homes(self._placed)
-            self._is_stale = False
+        self._renew()
         sent = self._count(routing_map)
         slots = torch.from_numpy(np.repeat(self._first_slots.ravel(), sent.ravel()))
-        experts, tokens = routing_map.T.nonzero(as_tuple=True)  # by expert, then by token
-        slots = slots.to(tokens.device)
+        # By expert, then by token. Their number is known, so the host need not wait for it.
+        chosen = torch.nonzero_static(routing_map.T, size=len(slots))
+        experts, tokens = chosen.unbind(dim=1)
+        slots = slots.to(tokens.device, non_blocking=True)
         wide_map = routing_map.new_zeros((len(routing_map), self.slot_table.numel()))
         wide_map[tokens, slots] = True
         wide_probs = probs.new_zeros(wide_map.shape)
         wide_probs = wide_probs.index_put((tokens, slots), probs[tokens, experts])
         return super().preprocess(hidden_states, wide_probs, wide_map)
 
+    def _renew(self) -> None:
+        """Bring the experts of the table into the slots, if they have changed. Called by all ranks."""
+        if self._is_stale:  # the first micro-batch after a step or a recovery
+            self._place(self.table)
+            self.homes(self._placed)
+            self._is_stale = False
+
     def _count(self, routing_map: torch.Tensor) -> Numbers:
         """Return ``[expert, destination]`` tokens of a micro-batch that this rank sends, and count them."""
         own = routing_map.sum(dim=0, dtype=torch.int64)
+        if self._wanted is not None:
+            own = torch.cat([own, self._wanted])
         everyone = own.new_empty((len(self._placed), len(own)))
         dist.all_gather_into_tensor(everyone, own[None], group=self.ep_group)
-        tokens = everyone.cpu().numpy()
+        counts = everyone.cpu().numpy()
+        tokens, wanted = (counts[:, : routing_map.shape[1]], counts[:, -routing_map.shape[1] :])
         found, received = share_of(tokens, self._replicas, self._rank)
         # Full recomputation runs forward twice, the first time without gradients. Evaluation has none.
         if torch.is_grad_enabled():
-            self._tokens = self._tokens + tokens
+            self._tokens = self._tokens + wanted
             self._received = self._received + received
+            if self._wanted is not None:
+                self._capacities = self._capacities + self._capacities_of(
+                    wanted.sum(axis=1).tolist()
+                )
         return found
+
+    def _capacities_of(self, routed: Sequence[int]) -> Numbers:
+        """Return tokens that a slot takes, for numbers of tokens times top-k."""
+        factor = self.config.moe_expert_capacity_factor
+        return np.array([get_capacity(each, self.slot_table.numel(), factor) for each in routed])
+
+    def _route(self, routing: Callable[..., Routed], *args: Any, **kwargs: Any) -> Routed:
+        """Route by Megatron's function, with the capacity of an expert's slots for the expert's own."""
+        self._renew()  # all ranks have the new table, and capacities are by it
+        original = megatron_router.apply_router_token_dropping
+        megatron_router.apply_router_token_dropping = self._drop
+        try:
+            return routing(*args, **kwargs)
+        finally:
+            megatron_router.apply_router_token_dropping = original
+
+    def _drop(
+        self,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        router_topk: int,
+        drop_policy: str = "probs",
+        **_: Any,
+    ) -> Routed:
+        """Drop the tokens above the capacities of the experts: so many tokens for each slot.
+
+        Source: SYMI, whose slots have one capacity each.
+        """
+        self._wanted = routing_map.sum(dim=0, dtype=torch.int64)
+        num_tokens = len(routing_map)
+        (capacity,) = self._capacities_of([num_tokens * router_topk])
+        keys = probs if drop_policy == "probs" else routing_map.int()
+        counts = self._replicas.sum(axis=1)
+        mask = torch.zeros_like(routing_map)
+        for count in set(counts.tolist()):
+            # As Megatron asks for them, so that single slots keep what its experts keep among equals.
+            columns = torch.from_numpy(np.flatnonzero(counts == count)).to(probs.device)
+            most = min(int(count * capacity), num_tokens)
+            best = torch.topk(keys[:, columns], k=most, dim=0, sorted=False).indices
+            kept = torch.zeros_like(mask[:, columns])
+            mask[:, columns] = kept.scatter(0, best, value=True)
+        kept_map = routing_map & mask
+        return probs * kept_map, kept_map
 
     @override
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:

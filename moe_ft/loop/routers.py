@@ -141,6 +141,8 @@ class SlotTables(LoopListener):
                 "tokens_before": new.before,
                 "tokens_after": new.after,
                 "moved_replicas": new.num_moved,
+                "dropped_before": new.dropped[0],
+                "dropped_after": new.dropped[1],
             }
             for name, layer in self._layers.items()
             if (new := layer.new_table) is not None

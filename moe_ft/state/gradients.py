@@ -13,7 +13,7 @@ from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.format.updates import AdamStep
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import dtype_name
+from moe_ft.state.slices import dtype_name, own_slice
 
 _FLAG = f"{flag_of('replicate')}=gradients"
 _OTHER_FORMULAS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
@@ -111,10 +111,9 @@ def gradients(
         is_reduced_raw = is_raw(local)
         if is_reduced_raw:
             reduced: torch.Tensor = getattr(local.parameter, "main_grad")  # noqa: B009 - of Megatron
-            tensor = reduced.view(-1)[local.start : local.end]
+            tensor = own_slice(local, "weight", reduced)
         else:
-            flat = master.grad.view(-1)
-            tensor = flat if local.is_sharded else flat[local.start : local.end]
+            tensor = own_slice(local, "param", master.grad)
         key = (id(group), number, tensor.dtype)
         if key not in steps:
             factors = _factors(inner, scales, grad_norm) if is_reduced_raw else ()

@@ -63,7 +63,7 @@ class RouterLoad:
 
     def _watch_gate(self, router: Any) -> None:
         """Wrap the router's gate to see its probabilities; hooks see only the chosen experts."""
-        routing = router.routing
+        routing, is_own = router.routing, "routing" in vars(router)  # a layer may have wrapped it
 
         def watched(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
@@ -71,7 +71,9 @@ class RouterLoad:
             return routing(logits, *args, **kwargs)
 
         router.routing = watched
-        self._remove.append(lambda: delattr(router, "routing"))
+        self._remove.append(
+            lambda: setattr(router, "routing", routing) if is_own else delattr(router, "routing")
+        )
 
     @torch.no_grad()
     def _add_gate(

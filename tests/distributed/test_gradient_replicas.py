@@ -19,6 +19,8 @@ FP32 = {"bf16": False}
 FP16 = {"bf16": False, "fp16": True, "initial_loss_scale": 2.0**26, "loss_scale_window": 4}
 BF16_REDUCED = {"grad_reduce_in_bf16": True}
 PLAIN = {"use_distributed_optimizer": False}
+# A rank has a half of every expert, and the second one begins in the middle.
+SLOTS = {"moe_ft_expert_slots": 3, "moe_ft_rebalance_interval": 1}
 COMMON = {"weight_decay": 0.1, "clip_grad": 0.4, "lr_decay_style": "cosine", "min_lr": 1e-5}
 JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "bf16": ({}, 3),
@@ -29,13 +31,16 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "fp32, plain": (FP32 | PLAIN, 3),
     "fp16": (FP16, 6),
     "fp16, plain": (FP16 | PLAIN, 6),
+    "bf16, slots": (SLOTS, 3),
+    "fp16, plain, slots": (FP16 | PLAIN | SLOTS, 6),
 }
 
 
 def set_model(job: CheckpointJob, changes: dict[str, Any], num_iterations: int) -> None:
     small = {"num_layers": 2, "hidden_size": 32, "moe_ffn_hidden_size": 32, "global_batch_size": 4}
     common = {**COMMON, "train_iters": num_iterations, "lr_decay_iters": num_iterations, **small}
-    job.set_model(NUM_RANKS, {"ep": 2}, **{**common, **changes})
+    layout = {} if "moe_ft_expert_slots" in changes else {"ep": 2}
+    job.set_model(NUM_RANKS, layout, **{**common, **changes})
 
 
 def regions(memory: Path, pattern: str) -> Iterator[tuple[tuple[int, int], dict[str, bytes]]]:
@@ -63,10 +68,11 @@ def check_sent(job: CheckpointJob, rank: int) -> list[dict[str, Any]]:
     return sent
 
 
-LENGTHS = [*(("bf16", 24), ("fp16, plain", 24)), *((name, 250) for name in JOBS)]
+SHORT = (("bf16, slots", 24), ("fp16, plain, slots", 24))
+LENGTHS = [*SHORT, *((name, 250) for name in JOBS)]
 
 
-@pytest.mark.parametrize("length", share_of(LENGTHS, ("bf16", 24), ("fp16, plain", 24)), ids=str)
+@pytest.mark.parametrize("length", share_of(LENGTHS, *SHORT), ids=str)
 def test_replica_made_of_gradients_is_the_state_of_its_owner_bit_for_bit(
     job: CheckpointJob, length: tuple[str, int]
 ) -> None:

@@ -1,5 +1,6 @@
 """Slots of experts in real jobs: what is bitwise as in stock Megatron, and recoveries while tables change."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from tests import slotted
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
-from tests.jobs import LOCAL, CheckpointJob, refusal
+from tests.jobs import LOCAL, CheckpointJob, RepairedJob, refusal
+from tests.jobs import SPARSE as WINDOW
+from tests.partial_runs import PARTIAL, check_losses
 from tests.shares import share_of
 from tests.slotted import Trained
 
@@ -19,6 +22,13 @@ NUM_EXPERTS = 8
 MOVING = (SLOTS, "3", "--moe-ft-rebalance-interval", "1")
 FP16 = {"bf16": False, "fp16": True, "loss_scale_window": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0,
+}
+SYMI = {"moe_expert_capacity_factor": 1.0, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 # (layout of the stock run, slots of a rank, changes to the small model)
 CASES: dict[str, tuple[dict[str, int], int, Mapping[str, Any]]] = {
     "ep4, clipped": ({"ep": 4}, 1, {}),
@@ -44,9 +54,13 @@ CASES: dict[str, tuple[dict[str, int], int, Mapping[str, Any]]] = {
         {"ep": 4},
         1,
         {"use_distributed_optimizer": False, "clip_grad": 0.0, "calculate_per_token_loss": True}
-        | {"moe_shared_expert_intermediate_size": 64, "moe_router_enable_expert_bias": True}
-        | {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
-        | {"moe_aux_loss_coeff": 0},
+        | {"moe_shared_expert_intermediate_size": 64}
+        | BIAS,
+    ),
+    "capacity by position": (
+        {"ep": 4},
+        2,
+        {"num_experts": 8, "moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
     ),
     "three experts a token": (
         {"ep": 4},
@@ -125,6 +139,7 @@ def test_ranks_need_not_divide_the_experts(runs: Runs) -> None:
 
 
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
+EXACT = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "8", "--moe-ft-k-persist", "8")
 ALONE = "window, a stage alone"
 TWO_OF_FOUR = ("node0", "node0", "node1", "node1")
 # Changes to a job in which a rank is killed in the backward pass of iteration 5.
@@ -139,6 +154,11 @@ RECOVERIES: dict[str, dict[str, Any]] = {
         "changes": {"sequence_parallel": True},
     },
     "fp16 with skipped steps": {"changes": FP16 | {"initial_loss_scale": 2**17}},
+    "capacity": {"changes": SYMI},
+    "every expert in partial snapshots, fp16, expert bias": {
+        "flags": EXACT,
+        "changes": BIAS | FP16 | {"initial_loss_scale": 2**17},
+    },
     "lost node, from peers": {
         "faults": ("lose-node:1@5:backward",),
         "nodes": lambda start: TWO_OF_FOUR,
@@ -170,6 +190,70 @@ def test_run_whose_tables_change_is_recovered_bitwise(case: str, job: Checkpoint
     assert {line["scope"] for line in found} == {"local" if case == ALONE else "global"}
     changed = [(line["incarnation"], line["iteration"]) for line in job.events("slot_table")]
     assert {start for start, _ in changed} == {0, 1}, "before the recovery and after it"
+
+
+LOSSY: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "load-aware, lost node": {
+        "flags": ("--moe-ft-selection", "load-aware"),
+        "faults": ("kill:1@5:backward", "lose-node:2@9:backward"),
+        "nodes": lambda start: TWO_OF_FOUR,
+    },
+}
+
+
+@pytest.mark.parametrize("case", share_of(LOSSY, next(iter(LOSSY))))
+def test_lossy_recovery_loses_the_tokens_of_the_routing_log(case: str, job: CheckpointJob) -> None:
+    options = dict(LOSSY[case])
+    faults = options.pop("faults", ("kill:1@5:backward", "kill:2@9:backward"))
+    flags = (*PARTIAL, "--moe-ft-k-snapshot", "1", *options.pop("flags", ()))
+    model = {"num_layers": 2, "train_iters": 10, "num_experts": NUM_EXPERTS}
+    job.set_model(NUM_RANKS, {}, *MOVING, **model)
+    job.run_with_faults(*faults, flags=flags, **options)
+    assert len(job.recovered()) == 2
+    check_losses(
+        job.events_dir,
+        num_ranks=NUM_RANKS,
+        num_experts=NUM_EXPERTS,
+        ep_size=1,  # every rank has a part of every expert
+        is_load_aware="load-aware" in flags,
+    )
+
+
+REPAIRS: dict[str, dict[str, Any]] = {
+    "window, tp2": {
+        "faults": ("kill:0@4:in-step", "stop:3@6:forward"),
+        "strategy": (*WINDOW, "--moe-ft-repair-heartbeat-s", "8"),
+        "layout": {"tp": 2, "etp": 1},
+        "changes": {"sequence_parallel": True},
+        "recovered": [{3}, {3, 6}],
+    },
+    "state after the iteration": {"faults": ("kill:3@4:after-step",), "recovered": [{4}]},
+    "two stages": {
+        "faults": ("kill:3@4:backward",),
+        "layout": {"pp": 2},
+        "changes": {"num_layers": 4, **FP16, "initial_loss_scale": 2**17},
+        "recovered": [{3, 4}],
+    },
+}
+
+
+@pytest.mark.parametrize("case", share_of(REPAIRS, "two stages"))
+def test_rank_is_replaced_in_place_while_tables_change(case: str, repaired: RepairedJob) -> None:
+    options = dict(REPAIRS[case])
+    faults, recovered = options.pop("faults"), options.pop("recovered")
+    changes = {"num_layers": 2, "num_experts": NUM_EXPERTS, **options.pop("changes", {})}
+    layout = options.pop("layout", {})
+    slots = (*MOVING, SLOTS, "5") if layout.get("pp", 1) > 1 else MOVING
+    repaired.run(*faults, layout=layout, extra=slots, changes=changes, **options)
+    struck = [(int(rank), int(state)) for _, rank, state, _ in map(_parts, faults)]
+    repaired.check(*map(list, zip(*struck, strict=True)), recovered)
+    assert len(repaired.events("slot_table")) > 2
+
+
+def _parts(fault: str) -> list[str]:
+    """Return kind, rank, iteration and phase of a fault."""
+    return re.split("[:@]", fault)
 
 
 @pytest.mark.rest

@@ -13,6 +13,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "processes": diagrams.draw_processes,
     "ladder": diagrams.draw_ladder,
     "layers": diagrams.draw_layers,
+    "expert_slots": diagrams.draw_expert_slots,
     "sparse_window": plans.draw_sparse_window,
     "partial_versions": plans.draw_partial_versions,
     "recovery_time": plots.plot_recovery_time,

@@ -1,6 +1,7 @@
 """Pictures of how things are arranged: processes of a node, ways to recover, layers of the code."""
 
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.slot_tables import balanced
 from tools.pictures.svg import Drawing
 
 _FULL = 12  # bytes of a parameter with `dense`: fp32 masters and two moments
@@ -266,4 +267,46 @@ def draw_layers() -> Drawing:
         "reads the imports and checks them."
     )
     drawing.text(50, bottom + 36, text, ink="soft", size=12)
+    return drawing
+
+
+def draw_expert_slots() -> Drawing:
+    """Draw slots and homes of one layer, and the two messages between them in an iteration."""
+    load, num_ranks, num_slots = (900, 450, 150, 300), 3, 2
+    fills = ("blue", "green", "amber", "violet")
+    drawing = Drawing(
+        860,
+        330,
+        "Slots and homes of experts",
+        "Each rank has slots, of which popular experts have several, and a third of the state of "
+        "every expert. Gradients go from slots to homes, weights from homes to the slots of the "
+        "next table.",
+    )
+    drawing.text(20, 32, "Slots and homes of one layer: 4 experts, 3 ranks of 2 slots", bold=True)
+    table = balanced(load, num_ranks, num_slots, 1)
+    drawing.text(20, 104, "slots compute", size=12, bold=True)
+    drawing.text(20, 120, "by the table", ink="soft", size=12)
+    drawing.text(20, 244, "homes hold state", size=12, bold=True)
+    drawing.text(20, 260, "a part of every expert", ink="soft", size=12)
+    for rank, row in enumerate(table):
+        left = 170 + 230 * rank
+        drawing.box(left, 50, 210, 230, "panel", radius=8)
+        drawing.text(left + 12, 70, f"rank {rank}", ink="soft", size=12)
+        for slot, expert in enumerate(row):
+            place = left + 12 + 96 * slot
+            share = load[expert] // sum(each.count(expert) for each in table)
+            lines = [f"expert {expert}", f"{share} tokens"]
+            drawing.label(place, 84, 90, 50, fills[expert], lines, ink="on", size=12)
+        drawing.arrow((left + 60, 140), (left + 60, 214))
+        drawing.arrow((left + 150, 214), (left + 150, 140))
+        drawing.text(left + 66, 172, "gradients", ink="soft", size=11)
+        drawing.text(left + 156, 190, "weights", ink="soft", size=11)
+        for expert, fill in enumerate(fills):
+            lines = [f"{expert}", f"{rank + 1}/{num_ranks}"]
+            drawing.label(left + 12 + 47 * expert, 220, 43, 44, fill, lines, ink="on", size=12)
+    text = (
+        "Every rank sends to every other one, always equally much: another table costs no byte "
+        "more, and no master or moment moves."
+    )
+    drawing.text(20, 310, text, ink="soft", size=12)
     return drawing

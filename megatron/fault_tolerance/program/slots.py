@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fault_tolerance.seams.refusals import SLOTS, loses_tokens
+from megatron.fault_tolerance.seams.refusals import SLOTS
 from megatron.fault_tolerance.seams.settings import config_from_arguments
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
@@ -90,10 +90,11 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
         _UNTESTED,
         "Give one of them",
     ),
+    _refused_flag("moe_pad_expert_input_to_capacity", "replicas share the tokens of an expert"),
     _refused(
-        lambda args: (args.moe_expert_capacity_factor or -1) >= 0,
-        "cannot be used with --moe-expert-capacity-factor",
-        "Megatron would count the capacity of an expert whose replicas share its tokens",
+        lambda args: args.moe_ft_capacity_boost,
+        f"cannot be used with {flag_of('capacity_boost')}",
+        "the capacity of an expert is that of its slots",
     ),
     _refused(
         lambda args: args.cuda_graph_impl not in (None, "none"),
@@ -120,22 +121,9 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
     _refused_flag("load", _SAVED),
     _refused_flag("pretrained_checkpoint", _SAVED),
     _refused(
-        lambda args: args.moe_ft_repair != "off",
-        f"cannot be used with {flag_of('repair')} {'auto'}",
-        "a rank that replaces another one has no slots yet",
-    ),
-    _refused(
-        lambda args: args.moe_ft_replicate != "state",
-        f"cannot be used with {flag_of('replicate')} gradients",
-        "peers would need the gradients of homes",
-    ),
-    _refused(
         lambda args: args.moe_ft_layout != "same",
         f"cannot be used with {flag_of('layout')} any",
         _UNTESTED,
-    ),
-    _refused(
-        lambda args: True, "cannot be used", _UNTESTED, "Use {others}", strategies=loses_tokens
     ),
 )
 

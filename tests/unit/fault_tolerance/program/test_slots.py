@@ -22,15 +22,15 @@ REFUSED = {
     f"{SLOTS} 1 --transformer-impl transformer_engine": "needs --transformer-impl local",
     f"{SLOTS} 1 --moe-grouped-gemm": "cannot be used with --moe-grouped-gemm: its experts are no modules",
     f"{SLOTS} 1 --moe-token-dispatcher-type flex": "needs --moe-token-dispatcher-type alltoall or allgather",
-    f"{SLOTS} 1 --moe-expert-capacity-factor 1.0": "cannot be used with --moe-expert-capacity-factor",
+    f"{SLOTS} 1 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity": "cannot be used with "
+    "--moe-pad-expert-input-to-capacity: replicas share the tokens of an expert",
+    f"{SLOTS} 1 --moe-ft-capacity-boost 0.1": "cannot be used with --moe-ft-capacity-boost: the capacity",
     f"{SLOTS} 1 --cuda-graph-impl local": "needs --cuda-graph-impl none",
     f"{SLOTS} 1 --mtp-num-layers 1": "cannot be used with --mtp-num-layers: Megatron builds its layers",
     f"{SLOTS} 1 --log-num-zeros-in-grad": "cannot be used with --log-num-zeros-in-grad: it would count",
     f"{SLOTS} 1 --spec module function": "cannot be used with --spec: slots go into Megatron's own spec",
     f"{SLOTS} 1 --save DIR": "cannot be used with --save: Megatron's checkpoints hold experts",
     f"{SLOTS} 1 --load DIR": "cannot be used with --load",
-    f"{SLOTS} 1 --moe-ft-repair auto": "cannot be used with --moe-ft-repair auto",
-    f"{SLOTS} 1 --moe-ft-replicate gradients": "cannot be used with --moe-ft-replicate gradients",
     f"{SLOTS} 1 --moe-ft-layout any": "cannot be used with --moe-ft-layout any",
 }
 

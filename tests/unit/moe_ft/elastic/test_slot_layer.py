@@ -34,8 +34,8 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def built(settings: ElasticConfig | None) -> Any:
-    """Return a model of one layer, with slots if there are settings."""
+def built(settings: ElasticConfig | None, **changes: Any) -> Any:
+    """Return a model of one layer, with slots if there are settings, and with changes to its config."""
     torch.manual_seed(1)
     config = TransformerConfig(
         num_layers=1,
@@ -49,6 +49,7 @@ def built(settings: ElasticConfig | None) -> Any:
         moe_token_dispatcher_type="allgather",  # the only one that needs no GPU
         add_bias_linear=False,
         use_cpu_initialization=True,
+        **changes,
     )
     names = ("tp", "cp", "ep", "dp", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
     groups: Any = SimpleNamespace(**dict.fromkeys(names, dist.group.WORLD))
@@ -148,3 +149,37 @@ def test_attempt_that_is_repeated_leaves_no_gradients_behind() -> None:
     layer.begin()
     layer.reduce()
     assert not any(home.main_grad.any() for home in homes.parameters())  # type: ignore[attr-defined]
+
+
+def test_table_stays_on_the_host_where_the_model_goes_to_a_device() -> None:
+    _, layer, _ = with_slots(rebalance_interval=1)
+    table = layer.table
+    layer.to("meta")  # from which nothing can be read
+    assert layer.router.weight.is_meta
+    assert layer.table == table and int(layer.table_age) == 0
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_experts_take_as_many_tokens_as_their_slots_have_room_for(policy: str) -> None:
+    changes = {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
+    model = built(ElasticConfig(expert_slots=3), **changes)
+    ((_, layer),) = slot_layers([model])
+    layer.begin()
+    replicas = layer.table[0].count(0), layer.table[0].count(1)
+    assert sorted(replicas) == [1, 2]
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([[1.0], [0.0]]).expand(2, 8))
+    _, chosen = layer.router(torch.ones(6, 2, 8) * torch.rand(6, 2, 1).clamp_min(0.1))
+    # 12 tokens for the first expert, and 4 a slot.
+    assert chosen.sum(dim=0).tolist() == [4 * replicas[0], 0]
+
+
+def test_next_table_gives_slots_to_experts_that_drop_tokens() -> None:
+    settings = ElasticConfig(expert_slots=2)
+    tokens, table = np.array([[9, 1], [9, 1]]), ((0, 1), (0, 1))
+    capacities = np.array([3, 3])  # of a slot, and expert 0 has two
+    found = next_table(tokens, table, np.array([7, 7]), settings, capacities)
+    assert found is not None
+    assert sorted(expert for row in found.table for expert in row) == [0, 0, 0, 1]
+    assert found.dropped == (6, 0) and sum(found.after) == 20
+    assert next_table(tokens, found.table, np.array(found.after), settings, capacities) is None

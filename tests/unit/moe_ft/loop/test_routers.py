@@ -93,7 +93,7 @@ def test_hooks_are_removed_at_the_end(event_log: EventLog, model: Model) -> None
 def test_new_tables_of_slots_are_written_by_the_first_rank_of_a_stage(
     event_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = NewTable(table=((0, 0), (1, 1)), before=(5, 1), after=(3, 3), num_moved=2)
+    new = NewTable(table=((0, 0), (1, 1)), before=(5, 1), after=(3, 3), num_moved=2, dropped=(4, 1))
     homes = SimpleNamespace(take_sent_bytes=lambda: 7)
 
     def layer(rank: int, new_table: NewTable | None) -> SimpleNamespace:
@@ -114,6 +114,8 @@ def test_new_tables_of_slots_are_written_by_the_first_rank_of_a_stage(
                 "tokens_before": [5, 1],
                 "tokens_after": [3, 3],
                 "moved_replicas": 2,
+                "dropped_before": 4,
+                "dropped_after": 1,
             }
         },
         "sent_bytes": 14,

@@ -126,6 +126,15 @@ def test_router_is_left_as_it_was() -> None:
 # As a table
 
 
+def test_function_that_a_layer_has_put_on_its_router_stays() -> None:
+    model, load = Model(), RouterLoad()
+    own = model.router.routing
+    model.router.routing = own
+    load.start([model], sums_probabilities=True)
+    load.close()
+    assert vars(model.router)["routing"] is own
+
+
 def test_table_has_the_layers_in_the_order_that_is_asked_for() -> None:
     counts = {"layer.0": torch.tensor([1, 2]), "layer.3": torch.tensor([3, 4])}
     assert table(counts, ["layer.3", "layer.0"], 2).tolist() == [[3, 4], [1, 2]]
