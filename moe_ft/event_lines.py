@@ -116,6 +116,14 @@ class Recovery(Line, frozen=True, kw_only=True, tag_field="event", tag="recovery
     lost_per_expert: Tokens = {}
 
 
+class Elastic(Line, frozen=True, kw_only=True, tag_field="event", tag="elastic"):
+    """Start with another number of ranks than the one before, or with ranks that wait."""
+
+    from_: int = msgspec.field(name="from")
+    to: int
+    waiting: tuple[int, ...] = ()
+
+
 class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     """Repair in place, which ends at `time`."""
 
@@ -175,6 +183,7 @@ _Known = (
     | AtRisk
     | Persist
     | Recovery
+    | Elastic
     | Repair
     | Fault
     | Hang

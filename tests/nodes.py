@@ -43,6 +43,7 @@ class Nodes:
         num_nodes: int,
         num_ranks: int,
         max_restarts: int,
+        fewest: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -51,10 +52,15 @@ class Nodes:
             folder: gets a log of each node.
             words: of the command line after torchrun's own options.
             max_restarts: that each agent counts.
+            fewest: nodes with which the job starts too; None for all.
         """
         self._folder, self._env, self._port = folder, env or {}, free_port()
+        nodes = str(num_nodes) if fewest is None else f"{fewest}:{num_nodes}"
+        # Lost agents are noticed, and others waited for, as soon as a busy machine allows.
+        conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8"
         self._words = [
-            *("--nnodes", str(num_nodes), "--nproc-per-node", str(num_ranks // num_nodes)),
+            *(() if fewest is None else ("--rdzv-conf", conf)),
+            *("--nnodes", nodes, "--nproc-per-node", str(num_ranks // num_nodes)),
             *("--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-id", "nodes"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"),
             *words,

@@ -5,7 +5,7 @@ all ranks. Both are read and put together by code of this file, as recovery and 
 must be the same, bit for bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from moe_ft.state.packed_values import unpack
 from moe_ft.state.slices import DTYPES, describe, live_tensor
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import Level
-from tests.demo_model import layout_flags, model_flags
+from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import JobResult, events, run_ranks
 from tests.stock import scalars_of
 
@@ -49,11 +49,18 @@ class Layout:
 
 
 class LayoutJob:
-    """Job whose starts have different layouts."""
+    """Job whose starts have different layouts.
+
+    Attributes:
+        train: runs on every rank with the flags and a folder.
+    """
+
+    train: Callable[[list[str], str], None]
 
     def __init__(self, folder: Path, memory_dir: Path, **common: Any) -> None:
         self.folder, self.memory = folder, memory_dir
         self.storage = folder / "storage"
+        self.train = train_and_dump
         self._common: dict[str, Any] = {"train_iters": 8, "lr_decay_style": "cosine", **common}
         self._count = 0
 
@@ -69,7 +76,7 @@ class LayoutJob:
         words = [
             *self._model(layout),
             *("--moe-ft-strategy", strategy, "--moe-ft-job-id", "job"),
-            *("--moe-ft-memory-dir", str(self.memory), "--moe-ft-event-log", str(self.start)),
+            *("--moe-ft-memory-dir", str(self.memory), *event_flags(self.start)),
             *("--moe-ft-fault-report-grace-s", "0.5"),
             *(() if "--moe-ft-interval" in flags else ("--moe-ft-interval", "1")),
             *flags,
@@ -96,7 +103,7 @@ class LayoutJob:
     ) -> JobResult:
         board = ["--tensorboard-dir", str(folder / "board"), "--tensorboard-log-interval", "1"]
         return run_ranks(
-            train_and_dump,
+            self.train,
             layout.ranks,
             [*words, *board],
             str(folder),

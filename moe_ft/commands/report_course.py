@@ -10,7 +10,7 @@ from itertools import islice
 from statistics import median
 
 from moe_ft.config.fields import size_text
-from moe_ft.event_lines import AtRisk, Iteration, Line, Recovery, Repair, Replicate, Start
+from moe_ft.event_lines import AtRisk, Elastic, Iteration, Line, Recovery, Repair, Replicate, Start
 
 Row = dict[str, object]  # of a table for people
 _NUM_AROUND_RECOVERY = 5
@@ -66,6 +66,7 @@ class Course:
         """Begin; the curve of losses is as fine as the number of iterations allows."""
         self.recoveries: list[Recovery] = []
         self.repairs: list[Repair] = []
+        self.changes: list[Elastic] = []  # of the number of ranks
         self.points: dict[int, Point] = {}
         self._per_point = max(1, -(-last_iteration // _NUM_POINTS))
         self._around: list[_Around] = []
@@ -82,6 +83,7 @@ class Course:
             Iteration: self._iterate,
             Recovery: self._recover,
             Repair: self.repairs.append,
+            Elastic: self.changes.append,
             Replicate: self._replicate,
             AtRisk: self._risk,
         }
@@ -121,7 +123,13 @@ class Course:
         return map(_summarize_repair, self.repairs)
 
     def snapshot_rows(self) -> Iterator[tuple[str, str]]:
-        """Yield what this rank has sent to peers, and what failures would have lost."""
+        """Yield the numbers of ranks, what this one has sent to peers, what failures would have lost."""
+        if self.changes:
+            parts = [str(self.changes[0].from_)]
+            for each in self.changes:
+                waiting = f" ({len(each.waiting)} wait)" if each.waiting else ""
+                parts.append(f"{each.to} from iteration {each.iteration}{waiting}")
+            yield "ranks", ", ".join(parts)
         if self._state_bytes:
             sent = f"{size_text(self._state_bytes)}, {size_text(self._gradient_bytes)}"
             yield "state, gradients to peers", f"{sent} (last rank)"

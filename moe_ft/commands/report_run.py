@@ -144,8 +144,9 @@ def read_run(directory: Path, *, all_ranks: bool) -> Run:
         raise ConfigError(
             f"the event log in {directory} is empty: no rank came as far as training."
         )
-    # Every rank has the times; the loss is on the last stage, where the last rank always is.
-    main = max(ends)
+    # Every rank has the times; the loss is on the last stage, where the last rank of a start always is.
+    newest = max(each.summary.incarnation for each in ends.values())
+    main = max(rank for rank, each in ends.items() if each.summary.incarnation == newest)
     frame = _frame(ends, all_ranks=all_ranks)
     groups = tuple(_group(ends)) if all_ranks else (Group(name=f"rank {main}", ranks=(main,)),)
     of_rank = {rank: group for group in groups for rank in group.ranks}

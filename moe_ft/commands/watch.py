@@ -159,7 +159,7 @@ class Watch:
     @property
     def has_ended(self) -> bool:
         """True if all ranks have ended, and no restart is to be expected."""
-        ranks = self._course.ranks
+        ranks = _of_last_start(self._course.ranks)
         if all(each.is_finished for each in ranks):
             return True
         age_s = time.time() - max(each.time_s for each in ranks)
@@ -200,6 +200,7 @@ class Watch:
             yield "log", Text(f"{self._course.unread_bytes / 2**20:,.0f} MiB are still to be read")
 
     def _state(self, ranks: Sequence[RankCourse]) -> Text:
+        ranks = _of_last_start(ranks)
         missing = max((each.start.world_size for each in ranks if each.start), default=0) - len(
             ranks
         )
@@ -267,6 +268,12 @@ def _is_gone(each: RankCourse) -> bool:
     """Return whether the process of a rank is known to have ended; it must be of this host."""
     start = each.start
     return bool(start and start.pid and start.host == socket.gethostname() and has_ended(start.pid))
+
+
+def _of_last_start(ranks: Sequence[RankCourse]) -> list[RankCourse]:
+    """Return the ranks of the last start, which may have fewer than those before it."""
+    newest = max((each.incarnation for each in ranks), default=0)
+    return [each for each in ranks if each.incarnation == newest]
 
 
 def _is_silent(each: RankCourse) -> bool:

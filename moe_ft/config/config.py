@@ -5,6 +5,7 @@ rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, override
@@ -12,7 +13,7 @@ from typing import Any, override
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.observability import ObservabilityConfig
-from moe_ft.config.rules import OF_REPAIRS, OF_SETTINGS, check_directories, check_rules
+from moe_ft.config.rules import OF_ELASTIC, OF_REPAIRS, OF_SETTINGS, check_directories, check_rules
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
@@ -357,8 +358,10 @@ class MoeFtConfig:
             ConfigError: names the flag, its value, the rule and the remedy.
         """
         self._check_given()
+        # Another start of an elastic job may have more ranks, also those that a fault names.
+        most_ranks = sys.maxsize if self.elastic.elastic else world_size
         for part in self.parts.values():
-            part.validate(world_size)
+            part.validate(most_ranks if part is self.fault else world_size)
         check_directories(self.memory.memory_dir, self.storage.persist_dir)
         if self.fault.inject_fault and self.observability.event_log is None:
             raise ConfigError(
@@ -367,7 +370,7 @@ class MoeFtConfig:
             )
         check_rules(OF_SETTINGS, self)
         self._check_recovery()
-        check_rules([OF_REPAIRS], self)
+        check_rules([OF_REPAIRS, *OF_ELASTIC], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:

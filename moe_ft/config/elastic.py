@@ -1,4 +1,4 @@
-"""Settings of experts whose replicas follow their load."""
+"""Settings of experts whose replicas follow their load, and of jobs whose number of ranks changes."""
 
 from dataclasses import dataclass
 from typing import override
@@ -9,8 +9,13 @@ from moe_ft.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig(Part):
-    """Slots of experts, whose state lies on all ranks."""
+    """Slots of experts, whose state lies on all ranks; any number of ranks."""
 
+    elastic: bool = setting(
+        False,
+        "train with the ranks that a start has, fewer or more than before: data parallelism changes, samples "
+        "of an iteration do not, and ranks that are left over wait",
+    )
     expert_slots: int = setting(
         0,
         "slots of each rank in an MoE layer: an expert may have several, and they move to where tokens go; "

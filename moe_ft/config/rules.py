@@ -174,6 +174,28 @@ OF_SETTINGS = (
         "Give ",
     ),
 )
+_ELASTIC = flag_of("elastic")
+OF_ELASTIC = (
+    _needs_strategy(
+        _ELASTIC, lambda config: config.elastic.elastic, "no rank finds the state of another layout"
+    ),
+    Rule(
+        "",
+        _ELASTIC,
+        lambda config: config.elastic.elastic and config.recovery.layout != "any",
+        "another number of ranks is another layout of the state",
+        "Add it",
+        problem=f"needs {flag_of('layout')} any",
+    ),
+    Rule(
+        "",
+        _ELASTIC,
+        lambda config: config.elastic.elastic and config.recovery.repair != "off",
+        "a repair replaces ranks, and keeps their number",
+        "Leave one of the two out",
+        problem=f"cannot be used with {flag_of('repair')} auto",
+    ),
+)
 OF_REPAIRS = _needs_strategy(
     "--moe-ft-repair=auto",
     lambda config: config.recovery.repair != "off",

@@ -134,9 +134,26 @@ class Checkpoints(LoopListener):
 
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
+        self._write_elastic()
         if self._running and self._resumption and not self._resumption.is_due:
             self._write_recovery(self._running.outcome, 0)
             self._loop.grad_norm = self._resumption.grad_norm
+
+    def _write_elastic(self) -> None:
+        """Write the event "elastic" if the number of ranks has changed, or ranks wait."""
+        running, facts = self._running, self._facts
+        if running is None or facts is None or not self._config.elastic.elastic:
+            return
+        plan = running.plan
+        of_other_layout = 0 if plan is None else plan.version.world_size
+        before = of_other_layout or facts.world_size
+        if before != facts.world_size or facts.waiting_ranks:
+            fields: dict[str, Any] = {
+                "from": before,
+                "to": facts.world_size,
+                "waiting": facts.waiting_ranks,
+            }
+            self._log.write("elastic", running.outcome.iteration, **fields)
 
     @override
     def begin_training(self, parts: LoopParts) -> None:

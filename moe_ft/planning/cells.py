@@ -4,6 +4,7 @@ Whatever ranks are left, an iteration has the same samples. Where cells differ i
 `--calculate-per-token-loss`: the mean is then over all tokens.
 """
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class Replica:
         num_experts: of a layer; 0 for a model without experts.
         num_slots: of all its ranks, for experts of one layer.
         batch: global and micro-batch size.
+        is_even: whether all cells must have the size of a micro-batch.
     """
 
     num_ranks: int
@@ -70,6 +72,7 @@ class Replica:
     num_experts: int = 0
     num_slots: int = 0
     batch: tuple[int, int]
+    is_even: bool = False
 
     def fit(self, num_ranks: int) -> tuple[Sizes, int]:
         """Return the cells of as many data-parallel ranks as can train, and the ranks that are left over.
@@ -82,7 +85,8 @@ class Replica:
                 break
             with suppress(PlanError):  # too many for the batch
                 sizes = cell_sizes(*self.batch, size * self.num_readers)
-                return sizes, num_ranks - size * self.num_ranks
+                if not self.is_even or min(map(min, sizes)) == self.batch[1]:
+                    return sizes, num_ranks - size * self.num_ranks
         raise PlanError(
             f"{num_ranks} ranks are too few: a whole model takes {self.num_ranks}, "
             f"{self.num_experts} experts of a layer {self.fewest_ranks()}"
@@ -91,3 +95,58 @@ class Replica:
     def fewest_ranks(self) -> int:
         """Return the fewest ranks on which it trains."""
         return self.num_ranks * max(1, ceil_div(self.num_experts, self.num_slots or 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """Layout of the ranks that are there.
+
+    Attributes:
+        ep: expert-parallel ranks.
+        num_waiting: ranks that are left over.
+    """
+
+    ep: int
+    sizes: Sizes
+    num_waiting: int
+
+
+def fit_ranks(
+    num_ranks: int,
+    *,
+    num_stages: int,
+    tensor_ranks: int,
+    context_ranks: int = 1,
+    expert_ranks: int = 1,
+    ep: int = 1,
+    batch: tuple[int, int],
+    is_even: bool,
+) -> Fit:
+    """Choose the layout of the ranks that are there: data parallelism shrinks first, then `ep`.
+
+    Ranks of a stage that share tensors, sequences or experts come and go together. Where not even one such
+    group is left, experts are on fewer ranks: on as many as still fit, and a rank then has more of them.
+
+    Args:
+        expert_ranks: tensor-parallel ranks of an expert.
+        ep: expert-parallel ranks at most; a divisor of the number of experts.
+        batch: global and micro-batch size.
+
+    Raises:
+        PlanError: if no whole model fits.
+    """
+    for size in (each for each in range(ep, 0, -1) if ep % each == 0):
+        group = math.lcm(tensor_ranks * context_ranks, expert_ranks * size)
+        replica = Replica(
+            num_ranks=num_stages * group,
+            num_readers=group // (tensor_ranks * context_ranks),
+            batch=batch,
+            is_even=is_even,
+        )
+        with suppress(PlanError):
+            sizes, num_waiting = replica.fit(num_ranks)
+            return Fit(ep=size, sizes=sizes, num_waiting=num_waiting)
+    raise PlanError(
+        f"{num_ranks} ranks are too few for a global batch of {batch[0]} samples in micro-batches of "
+        f"{batch[1]}: a whole model takes at least {num_stages * tensor_ranks * context_ranks}"
+    )

@@ -26,6 +26,7 @@ class JobFacts:
             empty without.
         is_deterministic: whether a replay computes the same bits.
         is_evaluated: whether the loop may evaluate the state of an iteration.
+        waiting_ranks: ranks of the launcher that take no part, as they do not fit.
         couplings: stages that run iterations again together; None if what the pipeline sends is not logged.
     """
 
@@ -45,4 +46,5 @@ class JobFacts:
     script_settings: dict[str, str] = field(default_factory=dict)
     traffic: PipelineTraffic | None = None
     couplings: CouplingReport | None = None
+    waiting_ranks: tuple[int, ...] = ()
     is_evaluated: Callable[[int], bool] = lambda iteration: False

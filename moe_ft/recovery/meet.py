@@ -365,8 +365,15 @@ def _place_replicas(
     config: MoeFtConfig, facts: JobFacts, topology: Topology
 ) -> list[tuple[int, ...]]:
     factor = config.memory.num_replicas
+    num_others = len(topology.nodes) - 1
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
+    elif config.elastic.elastic and factor > num_others:
+        if facts.rank == 0:
+            say(
+                f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"
+            )
+        factor = num_others
     try:
         peers = place_replicas(topology, factor)
         if topology.domains and facts.rank == 0:

@@ -24,7 +24,7 @@ from msgspec import UNSET
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
@@ -203,8 +203,20 @@ def _recover(
             problems=problems(),
             blocked_by=offer.blocked_by,
         )
-    planner.check_may_begin(notices, problems())
+    try:
+        planner.check_may_begin(notices, problems())
+    except UnrecoverableError as error:
+        if met.config.elastic.elastic:
+            _wait_for_nodes(met, error)
+        raise
     return _Recovery(restored=None, is_chosen=wish.is_choice, problems=problems())
+
+
+def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:
+    """Give the launcher time to start all ranks again, with a node that has what is missing."""
+    if met.site.rank == 0:
+        say(f"waiting for nodes, at most {_WAIT_S:.0f} s: {error}")
+    time.sleep(_WAIT_S)
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:

@@ -16,6 +16,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "expert_slots": diagrams.draw_expert_slots,
     "sparse_window": plans.draw_sparse_window,
     "partial_versions": plans.draw_partial_versions,
+    "elastic": plans.draw_elastic,
     "recovery_time": plots.plot_recovery_time,
     "stall": plots.plot_stall,
     "lossy_quality": plots.plot_lossy_quality,

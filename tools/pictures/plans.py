@@ -1,7 +1,8 @@
-"""Pictures of plans, computed by the product's own planners: a sparse window, and versions of experts."""
+"""Pictures of plans, computed by the product's planners: windows, versions of experts, uneven batches."""
 
 import numpy as np
 
+from moe_ft.planning.cells import cell_sizes, samples_of
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.selection import advance, select_sequential, select_to_persist
 from moe_ft.strategies.sparse.popularity import fractions_of_layers
@@ -224,3 +225,37 @@ def _draw_versions(
         "The lost tokens are counted for each expert."
     )
     drawing.text(20, 537, text, ink="soft", size=12)
+
+
+def draw_elastic() -> Drawing:
+    """Draw the samples of an iteration on four, three and two ranks."""
+    batch, micro, step, height = 16, 2, 58, 34
+    drawing = Drawing(
+        860,
+        274,
+        "The samples of one iteration on 4, 3 and 2 ranks",
+        "Whatever ranks are left, an iteration reads the same samples: a rank reads one cell of each "
+        "micro-batch, and cells differ in size by one sample at most.",
+    )
+    drawing.text(20, 32, f"One iteration of {batch} samples", size=16, bold=True)
+    drawing.legend(20, 56, [("blue", "two samples"), ("pale", "one sample")])
+    left = 92.0
+    for num_ranks, note in ((4, "four nodes"), (3, "one is lost"), (2, "another one is lost")):
+        sizes = cell_sizes(batch, micro, num_ranks)
+        drawing.text(left, 92, note, size=13, bold=True)
+        for number in range(len(sizes)):
+            for rank in range(num_ranks):
+                samples = samples_of(sizes, 0, number, rank)
+                x, y = left + number * step, 104 + rank * height
+                fill, ink = ("blue", "on") if len(samples) == micro else ("pale", "ink")
+                drawing.box(x, y, step - 6, height - 6, fill)
+                text = " ".join(map(str, samples))
+                drawing.text(x + step / 2 - 3, y + 19, text, ink=ink, size=12, anchor="middle")
+        left += len(sizes) * step + 66
+    for rank in range(4):
+        drawing.text(20, 104 + rank * height + 19, f"rank {rank}", ink="soft", size=12)
+    text = (
+        "columns are micro-batches; the loss is a mean over all tokens (--calculate-per-token-loss)"
+    )
+    drawing.text(20, 262, text, ink="soft", size=12)
+    return drawing

@@ -44,6 +44,13 @@ _OF_MEGATRONS_LOOP = (
     ),
     Rule(
         "",
+        "--moe-ft-elastic",
+        lambda config: config.elastic.elastic,
+        "a loop of your own chooses its layout and reads its samples",
+        problem="needs Megatron's own training loop",
+    ),
+    Rule(
+        "",
         "--moe-ft-repair=auto",
         lambda config: config.recovery.repair != "off",
         problem="needs Megatron's own training loop, whose iterations can be left and run again",

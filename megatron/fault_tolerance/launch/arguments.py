@@ -15,6 +15,7 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import (
     SCRIPT_FLAGS,
     untested_flags,
@@ -77,6 +78,8 @@ def parse_args(
         if words_of_moe_ft(sys.argv):
             check_yaml(sys.argv[1:])
         args = original(add, ignore_unknown_args)
+        if elastic.fit(args):
+            args = original(add, ignore_unknown_args)
         if not is_off(args) and not args.use_checkpoint_args:
             check_restarts()
             checked_config(args)

@@ -28,6 +28,7 @@ from megatron.fault_tolerance.launch.environment import (
     prepare_environment,
 )
 from megatron.fault_tolerance.repair.seam import installed
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.settings import (
     check_model,
@@ -74,6 +75,7 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
         check_restarts()
         config = checked_config(megatron_args)
         check_model(megatron_args, config)
+        elastic.check_fitted(config.elastic.elastic)
         warn(megatron_args, void_settings(megatron_args, config, sys.argv))
     _say_once(f"on: --moe-ft-strategy is {config.strategy.strategy}")
     return train(config, megatron_args, call)
@@ -115,6 +117,7 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
     if not listeners.loop.is_saved:
         time.sleep(END_GRACE_S)  # the first rank to end has the launcher end all others
         raise SystemExit(EXIT_NOT_SAVED)
+    elastic.release(args.rank)
     if end is not None:
         raise end
     return result

@@ -24,6 +24,7 @@ from megatron.fault_tolerance.program.text_dataset import (
     TextSource,
     prepare_cached,
 )
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
@@ -144,6 +145,8 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     # Megatron parses sys.argv and nothing else.
     sys.argv = [sys.argv[0], *command_line]
     args, parser = _parse()
+    if elastic.fit(args):
+        args, parser = _parse()
     config = checked_config(args, REFUSALS)
     check_program(args)
     check_model(args, config)

@@ -23,8 +23,8 @@ from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration
 from megatron.fault_tolerance.seams.replay import clear_metrics
+from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts

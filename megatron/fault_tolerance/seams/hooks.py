@@ -1,10 +1,10 @@
 """Seams into Megatron's training loop: wrapped functions that call the listeners of the run.
 
-`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step`, `train`, `evaluate` and
-`save_checkpoint` of megatron.training.training, what reads a batch, and `zero_grad` of the outermost
-optimizer, and restores the originals on exit. iteration_seams.py wraps its step. In models with slots of
-experts the optimizer's `step` is wrapped, too, and what DDP does before an iteration and when backward is
-over. moe_ft/loop/listeners.py says in which order listeners are called.
+`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step`, `train`, `evaluate`,
+`save_checkpoint` and `build_pretraining_data_loader` of megatron.training.training, what reads a batch, and
+`zero_grad` of the outermost optimizer, and restores the originals on exit. iteration_seams.py wraps its step.
+In models with slots of experts the optimizer's `step` is wrapped, too, and what DDP does before an iteration
+and when backward is over. moe_ft/loop/listeners.py says in which order listeners are called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,15 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
-from megatron.fault_tolerance.seams.megatron_loop import samples_of_iteration, timeout_of_groups_s
+from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
+from megatron.fault_tolerance.seams.uneven_batches import (
+    excess_samples,
+    load_cells,
+    samples_of_iteration,
+    stepping_by_samples,
+)
 from moe_ft.elastic.slot_layer import SlotMoELayer, slot_layers
 from moe_ft.faults import Section
 from moe_ft.files.patience import note_progress, waiting
@@ -47,6 +53,7 @@ def installed(
         patches.wrap(training, "train", seams.train)
         patches.wrap(training, "evaluate", seams.evaluate)
         patches.wrap(training, "save_checkpoint", seams.save)
+        patches.wrap(training, "build_pretraining_data_loader", load_cells)
         _watch_reading(patches)
         try:
             yield
@@ -85,10 +92,11 @@ class _Seams:
         self, original: Function, forward_step: Function, *args: Any, **kwargs: Any
     ) -> Any:
         # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
-        config, forward_backward = args[4:6]
+        scheduler, config, forward_backward = args[3:6]
         self._listeners.replay_if_due(forward_backward)  # `train` may have wrapped it
         self._listeners.begin_iteration(kwargs["iteration"])
-        with self._noting_num_tokens(config), self._idle.timing(config):
+        noting = self._noting_num_tokens(config)
+        with noting, self._idle.timing(config), stepping_by_samples(scheduler):
             result = original(partial(self._forward, forward_step), *args, **kwargs)
         self._loop.idle_s = self._idle.seconds()
         losses, is_skipped, _, should_exit, *_ = result
@@ -97,13 +105,21 @@ class _Seams:
             self._listeners.end_iteration(
                 losses, is_skipped=bool(is_skipped), num_samples=num_samples
             )
+            self._uncount_excess()
         return result
 
     def skip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Read a batch instead of running an iteration (--iterations-to-skip)."""
         self._listeners.replay_if_due()
         self._listeners.before_batch()
+        self._uncount_excess()
+        get_args().skipped_train_samples -= excess_samples(get_args())
         return original(*args, **kwargs)
+
+    def _uncount_excess(self) -> None:
+        """Take off in advance what the loop is about to count too much."""
+        args = get_args()
+        args.consumed_train_samples -= excess_samples(args)
 
     def train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         forward_step, model, optimizer, _, data_iterator, _, _, config, *_ = args

@@ -22,6 +22,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
     record_settings,
@@ -30,6 +31,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 )
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
+from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
@@ -115,6 +117,7 @@ class MegatronLoop(CoreLoop):
             timeout_s=args.distributed_timeout_minutes * 60.0,
             traffic=pipeline_traffic(args) if is_logged else None,
             is_evaluated=lambda iteration: may_be_evaluated(args, iteration),
+            waiting_ranks=elastic.waiting_ranks(),
             couplings=report_couplings(shared_weights_of(args)) if is_logged else None,
         )
 
@@ -299,12 +302,6 @@ def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
         shape=(length, args.micro_batch_size, args.hidden_size),
         element_bytes=dtype.itemsize,
     )
-
-
-def samples_of_iteration(args: argparse.Namespace) -> int:
-    """Return the samples that the whole job reads in the current iteration."""
-    num_readers = args.data_parallel_size * setting(args, "gtp_weight_remat_size")
-    return int(get_num_microbatches() * args.micro_batch_size * num_readers)
 
 
 def is_evaluated(args: argparse.Namespace, iteration: int) -> bool:

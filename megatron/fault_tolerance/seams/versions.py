@@ -81,6 +81,11 @@ SEAMS = (
     Seam(module=_TRAINING, name="save_checkpoint"),
     Seam(module=_TRAINING, name="evaluate_and_print_results"),
     Seam(module=_TRAINING, name="build_train_valid_test_data_loaders"),
+    Seam(
+        module=_TRAINING,
+        name="build_pretraining_data_loader",
+        first=("dataset", "consumed_samples"),
+    ),
     Seam(module=_TRAINING, name="update_pg_timeout"),
     Seam(module=_TRAINING, name="disable_forward_pre_hook", first=("model_chunks",)),
     Seam(module=_TRAINING, name="enable_forward_pre_hook", first=("model_chunks",)),

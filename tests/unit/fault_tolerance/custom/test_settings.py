@@ -85,6 +85,11 @@ def test_settings_are_divided_by_what_depends_on_them() -> None:
             {"strategy": "dense", "repair": "auto"},
             "--moe-ft-repair=auto needs Megatron's own training loop",
         ),
+        (
+            MEGATRON,
+            {"strategy": "dense", "layout": "any", "elastic": True},
+            "--moe-ft-elastic needs Megatron's own training loop",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -13,10 +13,12 @@ from megatron.fault_tolerance.launch.arguments import (
     unread_flags,
     words_of_moe_ft,
 )
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import script_settings
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import model_flags
 
+BATCH = ("--micro-batch-size", "2", "--global-batch-size", "16")
 ON = ("--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")
 
 
@@ -51,6 +53,19 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
     assert (args.lr, args.moe_ft_strategy, args.world_size) == (0.25, "dense", 2)
     defaults = arguments._megatron_parser().parse_args([])
     assert script_settings(args, defaults) == {"--corpus": "a", "--temperature": "0.5"}
+
+
+def test_arguments_of_a_script_are_those_of_the_ranks_that_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(elastic, "_world", None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    model = ("--num-experts", "4", "--expert-model-parallel-size", "4", *BATCH)
+    args = parse(
+        monkeypatch, "--corpus", "a", *model, *ON, "--moe-ft-layout=any", "--moe-ft-elastic"
+    )
+    assert (args.world_size, args.expert_model_parallel_size, args.corpus) == (2, 2, "a")
+    assert elastic.waiting_ranks() == (2,)
 
 
 @pytest.mark.parametrize("ignore", [False, True])

@@ -12,9 +12,9 @@ from megatron.fault_tolerance.seams.megatron_loop import (
     MegatronLoop,
     is_evaluated,
     pipeline_traffic,
-    samples_of_iteration,
     timeout_of_groups_s,
 )
+from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from moe_ft.errors import ConfigError
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record

@@ -12,6 +12,7 @@ from moe_ft.strategies.partial.config import PartialConfig
     [
         ("torchrun --nproc-per-node 8 --nnodes 4", 32, 8),
         ("torchrun --nproc_per_node=8 --nnodes=2 --max-restarts 3 --rdzv-id x", 16, 8),
+        ("torchrun --nnodes 1:4 --nproc-per-node 8", 32, 8),
         ("/env/bin/torchrun --nproc-per-node 4", 4, 4),
         ("torchrun", 1, 1),
         ("python3 -m torch.distributed.run --nproc-per-node 2", 2, 2),
@@ -52,10 +53,6 @@ def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str
     ("words", "reason"),
     [
         ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be at least 1"),
-        (
-            "torchrun --nnodes 1:4 --nproc-per-node 8",
-            "--nnodes=1:4 --nproc-per-node=8 must be at least 1",
-        ),
         ("python -m moe_ft keep --nodes 2", "keep --nodes=2 --ranks-per-node= "),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),

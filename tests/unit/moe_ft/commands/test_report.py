@@ -67,6 +67,20 @@ def test_last_incarnation_decides_how_a_rank_ended(tmp_path: Path) -> None:
     assert summary.ranks[0].ending == "finished"
 
 
+def test_losses_are_those_of_a_rank_that_is_still_there_and_numbers_of_ranks_are_told(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, 1, [5.0])
+    write_run(tmp_path, 0, [5.0])
+    log = write_run(tmp_path, 0, [5.0, 4.0], incarnation=1)
+    changes: list[dict[str, Any]] = [{"from": 4, "to": 3}, {"from": 3, "to": 2, "waiting": [2]}]
+    for iteration, fields in enumerate(changes, 1):
+        log.write("elastic", iteration, **fields)
+    summary = summarize(tmp_path)
+    assert summary.last_loss == 4.0
+    assert ("ranks", "4, 3 from iteration 1, 2 from iteration 2 (1 wait)") in summary.snapshots
+
+
 def test_idle_time_is_told_from_the_rank_with_the_least_to_that_with_the_most(
     tmp_path: Path,
 ) -> None:

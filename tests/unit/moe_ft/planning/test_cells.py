@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.cells import Replica, cell_sizes, samples_of
+from moe_ft.planning.cells import Fit, Replica, cell_sizes, fit_ranks, samples_of
 
 BATCHES = st.tuples(st.integers(1, 200), st.integers(1, 8), st.integers(1, 9))
 
@@ -66,3 +66,42 @@ def test_ranks_without_samples_are_left_over() -> None:
 def test_expert_parallel_ranks_stay_together() -> None:
     sizes, left = Replica(num_ranks=8, num_readers=4, batch=(32, 2)).fit(29)
     assert (len(sizes[0]), left) == (12, 5)
+
+
+def fit(num_ranks: int, ep: int = 1, tp: int = 1, stages: int = 1, *, is_even: bool = True) -> Fit:
+    return fit_ranks(
+        num_ranks,
+        num_stages=stages,
+        tensor_ranks=tp,
+        expert_ranks=tp,
+        ep=ep,
+        batch=(16, 2),
+        is_even=is_even,
+    )
+
+
+def test_ranks_that_do_not_divide_the_batch_train_only_if_cells_may_differ() -> None:
+    assert fit(3) == Fit(ep=1, sizes=cell_sizes(16, 2, 2), num_waiting=1)
+    assert fit(3, is_even=False) == Fit(ep=1, sizes=cell_sizes(16, 2, 3), num_waiting=0)
+
+
+def test_data_parallelism_shrinks_before_experts_come_to_fewer_ranks() -> None:
+    found = {num: fit(num, ep=4) for num in range(1, 9)}
+    assert {num: each.ep for num, each in found.items()} == {
+        1: 1,
+        2: 2,
+        3: 2,
+        4: 4,
+        5: 4,
+        6: 4,
+        7: 4,
+        8: 4,
+    }
+    assert [each.num_waiting for each in found.values()] == [0, 0, 1, 0, 1, 2, 3, 0]
+
+
+def test_stages_and_tensors_stay_together() -> None:
+    found = fit(7, ep=2, tp=2, stages=2)  # experts take 8 ranks
+    assert (found.ep, found.num_waiting, len(found.sizes[0])) == (1, 3, 1)
+    with pytest.raises(PlanError, match="3 ranks are too few .* a whole model takes at least 4"):
+        fit(3, ep=2, tp=2, stages=2)

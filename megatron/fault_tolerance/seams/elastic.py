@@ -1,0 +1,292 @@
+"""Starts of an elastic job: the layout of the ranks that are there, and ranks that wait.
+
+`fit` chooses the layout before Megatron validates its arguments: it changes the command line and the
+environment, so that the ranks that train are a world of their own. Ranks that are left over never join it.
+They wait until training has ended, or until the launcher starts all ranks again, because nodes have come or
+gone. moe_ft/planning/cells.py has the rule, uneven_batches.py the batches that ranks cannot share equally.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import TCPStore
+
+from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
+from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
+from moe_ft.config.fields import flag_of
+from moe_ft.config.rules import Rule
+from moe_ft.errors import ConfigError, PlanError
+from moe_ft.planning.cells import Fit, fit_ranks
+from moe_ft.saying import say
+
+_POLL_S = 1.0
+_SAY_AGAIN_S = 600.0
+# The launcher notices a dead rank, and starts the others again, long before.
+_LEFT_ALONE_S = 60.0
+_HEARD_S = 10.0  # for ranks that wait to hear of the end
+_OVER, _HEARD = "moe_ft/elastic/over", "moe_ft/elastic/heard"
+_FLAG = flag_of("elastic")
+_DEPENDS = "it depends on the number of ranks which samples an iteration has"
+
+
+def _refused(
+    dest: str, is_used: Callable[[Any], Any], problem: str, reason: str, remedy: str
+) -> Rule:
+    return Rule(dest, _FLAG, lambda args: bool(is_used(args)), reason, remedy, problem=problem)
+
+
+def _refused_flag(dest: str, reason: str = _DEPENDS) -> Rule:
+    flag = "--" + dest.replace("_", "-")
+    problem = f"cannot be used with {flag}"
+    return _refused(
+        dest, lambda args: getattr(args, dest, None), problem, reason, "Leave one of the two out"
+    )
+
+
+ELASTIC_REFUSALS: tuple[Rule, ...] = (
+    _refused(
+        "moe_ft_elastic",
+        lambda args: not args.global_batch_size,
+        "needs --global-batch-size",
+        "Megatron's default grows with the number of ranks",
+        "Give it",
+    ),
+    _refused_flag("rampup_batch_size"),
+    _refused_flag("step_batch_size_schedule"),
+    _refused_flag("decrease_batch_size_if_needed"),
+    _refused(
+        "moe_ft_elastic",
+        lambda args: args.dataloader_type not in (None, "single"),
+        "needs --dataloader-type single",
+        _DEPENDS,
+        "Give it, or leave the flag out",
+    ),
+    _refused_flag("use_checkpoint_args", "layouts come from the command line and the ranks alone"),
+    _refused(
+        "moe_ft_elastic",
+        lambda args: args.moe_ft_expert_slots,
+        f"cannot be used with {SLOTS}",
+        "their state cannot be divided again",
+        "Leave one of the two out",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _World:
+    """Ranks of this start.
+
+    Attributes:
+        num_ranks: that the launcher has started.
+        num_training: the first ones of them.
+    """
+
+    num_ranks: int
+    num_training: int
+
+
+_world: _World | None = None  # of this process, once `fit` has chosen it
+
+
+def waiting_ranks() -> tuple[int, ...]:
+    """Return the ranks of the launcher that take no part."""
+    return () if _world is None else tuple(range(_world.num_training, _world.num_ranks))
+
+
+def fit(args: argparse.Namespace) -> bool:
+    """Adapt the command line and the environment to the ranks that there are. Called by all ranks.
+
+    Does not return on ranks that are left over.
+
+    Args:
+        args: as parsed; Megatron has not validated them.
+
+    Returns:
+        Whether there is something to parse again.
+
+    Raises:
+        ConfigError: if the job cannot have another number of ranks.
+    """
+    global _world
+    if not getattr(args, "moe_ft_elastic", False) or _world is not None or not _has_sizes(args):
+        return False
+    check_refusals(args, ELASTIC_REFUSALS)
+    _check_launcher()
+    found = _choose(args)
+    num_training = args.world_size - found.num_waiting
+    _world = _World(num_ranks=args.world_size, num_training=num_training)
+    if args.rank == 0:
+        for line in _lines(args, found):
+            say(line)
+    if args.rank >= num_training:
+        _wait_for_end(args)
+    if not _is_even(args, found):
+        allow_uneven_batches()
+    os.environ["WORLD_SIZE"] = str(num_training)
+    sys.argv += _words(args, found)
+    return True
+
+
+def check_fitted(is_elastic: bool) -> None:
+    """Raise ConfigError if an elastic job has made its arguments in another way than by Megatron's parser."""
+    if is_elastic and _world is None:
+        raise ConfigError(
+            f"{_FLAG} is read too late: the layout is chosen where megatron.training.arguments.parse_args "
+            "reads the command line. Call it through that module, or leave the flag out."
+        )
+
+
+def release(rank: int) -> None:
+    """Tell the ranks that wait that training has ended. Called by all ranks that train, after the end."""
+    num_waiting = len(waiting_ranks())
+    if rank != 0 or not num_waiting:
+        return
+    try:
+        store = _connect(_HEARD_S)
+        store.set(_OVER, "1")
+        deadline_s = time.monotonic() + _HEARD_S
+        while store.add(_HEARD, 0) < num_waiting and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 10)
+    except RuntimeError as error:
+        say(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
+
+
+def _has_sizes(args: argparse.Namespace) -> bool:
+    """Return whether sizes are there and fit each other; the usual checks refuse others."""
+    sizes = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size or 1,
+        args.micro_batch_size or 0,
+    )
+    experts = args.num_experts or args.expert_model_parallel_size
+    return bool(min(sizes) >= 1 and experts % args.expert_model_parallel_size == 0)
+
+
+def _check_launcher() -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"{_FLAG} needs a launcher that can start the ranks again: torchrun with --nnodes MIN:MAX, "
+            "--rdzv-backend=c10d and the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set "
+            "them before torchrun starts."
+        )
+
+
+def _choose(args: argparse.Namespace) -> Fit:
+    """Return the layout of the ranks that there are; does not return if no whole model fits."""
+    tp = args.tensor_model_parallel_size
+    try:
+        return fit_ranks(
+            args.world_size,
+            num_stages=args.pipeline_model_parallel_size,
+            tensor_ranks=tp,
+            context_ranks=args.context_parallel_size,
+            expert_ranks=args.expert_tensor_parallel_size or tp,
+            ep=args.expert_model_parallel_size,
+            batch=(args.global_batch_size, args.micro_batch_size),
+            is_even=bool(_why_even(args)),
+        )
+    except PlanError as error:
+        _wait_for_nodes(args, str(error))
+
+
+def _why_even(args: argparse.Namespace) -> str:
+    """Return why ranks must share a batch equally; empty if they need not."""
+    if not args.calculate_per_token_loss:
+        return "without --calculate-per-token-loss"
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
+        if (size := getattr(args, name)) > 1:  # tensors that ranks exchange have one size
+            return f"with --{name.replace('_', '-')} {size}"
+    if args.cuda_graph_impl not in (None, "none"):
+        return f"with --cuda-graph-impl {args.cuda_graph_impl}"
+    return ""
+
+
+def _is_even(args: argparse.Namespace, found: Fit) -> bool:
+    sizes = {size for row in found.sizes for size in row}
+    return sizes == {args.micro_batch_size}
+
+
+def _lines(args: argparse.Namespace, found: Fit) -> list[str]:
+    """Return what a start says about its layout."""
+    num, ep = args.world_size, found.ep
+    num_training = num - found.num_waiting
+    lines = []
+    if ep != args.expert_model_parallel_size:
+        lines.append(
+            f"too few ranks for --expert-model-parallel-size {args.expert_model_parallel_size}: experts "
+            f"are on {ep} ranks each, which need memory for more of them"
+        )
+    if found.num_waiting:
+        why = _why_even(args)
+        even = f", or share {args.global_batch_size} samples equally ({why})" if why else ""
+        lines.append(
+            f"{num_training} of {num} ranks train, and ranks {num_training} to {num - 1} wait: more do "
+            f"not make whole models{even}. The memory of a node whose ranks all wait is not read"
+        )
+    if not _is_even(args, found):
+        cells = [each for row in found.sizes for each in row]
+        lines.append(
+            f"{args.global_batch_size} samples are {len(found.sizes)} micro-batches of "
+            f"{len(found.sizes[0])} ranks, {min(cells)} to {max(cells)} samples each"
+        )
+    return lines
+
+
+def _words(args: argparse.Namespace, found: Fit) -> list[str]:
+    """Return the flags that say the layout, and a batch of evaluations that the ranks can share."""
+    words = []
+    if found.ep != args.expert_model_parallel_size:
+        words += ["--expert-model-parallel-size", str(found.ep)]
+    wanted = args.eval_global_batch_size or args.global_batch_size
+    shared = (args.eval_micro_batch_size or args.micro_batch_size) * len(found.sizes[0])
+    if wanted % shared:
+        size = max(1, wanted // shared) * shared
+        words += ["--eval-global-batch-size", str(size)]
+        if args.eval_iters and args.rank == 0:
+            say(
+                f"evaluations read {size} samples an iteration instead of {wanted}, which do not divide"
+            )
+    return words
+
+
+def _wait_for_nodes(args: argparse.Namespace, why: str) -> NoReturn:
+    """Wait for the launcher to start all ranks again, with more nodes."""
+    while True:
+        if args.rank == 0:
+            say(f"training waits for nodes: {why}")
+        time.sleep(_SAY_AGAIN_S)
+
+
+def _wait_for_end(args: argparse.Namespace) -> NoReturn:
+    """Wait until training has ended, and end with it; fail if rank 0 has gone without a word."""
+    say(f"rank {args.rank} waits: it takes no part in training until the ranks start again")
+    with suppress(RuntimeError):  # of a store that is gone
+        store = _connect(args.distributed_timeout_minutes * 60.0)
+        while not store.check([_OVER]):
+            time.sleep(_POLL_S)
+        store.add(_HEARD, 1)
+        raise SystemExit(0)
+    time.sleep(_LEFT_ALONE_S)
+    say(f"rank {args.rank} has waited for ranks that have ended without a word")
+    raise SystemExit(1)
+
+
+def _connect(timeout_s: float) -> TCPStore:
+    """Return a connection to the store of the ranks that train, which rank 0 keeps."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
