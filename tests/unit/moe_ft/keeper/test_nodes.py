@@ -25,6 +25,7 @@ class Job:
             self.store,
             num_nodes=2,
             ranks_per_node=1,
+            own_number=0,
             lost_after_s=1000,
             can_repair=True,
             waits=False,
