@@ -34,7 +34,7 @@ demo: .venv/installed
 	@$(BIN)/python examples/demo.py
 
 test: .venv/installed
-	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet -o faulthandler_timeout=28
+	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
 	$(PYTEST) tests/simulation
 	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
 	$(PYTEST) tests/slurm
