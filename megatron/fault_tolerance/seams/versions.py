@@ -86,6 +86,7 @@ SEAMS = (
         name="build_pretraining_data_loader",
         first=("dataset", "consumed_samples"),
     ),
+    Seam(module=_TRAINING, name="get_megatron_optimizer"),
     Seam(module=_TRAINING, name="update_pg_timeout"),
     Seam(module=_TRAINING, name="disable_forward_pre_hook", first=("model_chunks",)),
     Seam(module=_TRAINING, name="enable_forward_pre_hook", first=("model_chunks",)),

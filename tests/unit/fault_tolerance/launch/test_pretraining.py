@@ -164,6 +164,7 @@ def test_sigterm_is_reported_as_a_failure_unless_it_means_a_planned_end(
     flags: tuple[str, ...], is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = parse("--mock-data", *flags, "--moe-ft-event-log", str(tmp_path))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
     before = signal.getsignal(signal.SIGTERM)
     during = []
     pretraining.train(

@@ -183,7 +183,8 @@ ROOT = Path(__file__).resolve().parents[4]
 # The names are words, too.
 # The flag --moe-ft-persist-dense-interval has its name from what others call such a checkpoint.
 ORDINARY = re.compile(
-    r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense|dense[-_]interval|persists_dense", re.I
+    r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense|dense[-_]interval|persists_dense|partial_activation",
+    re.I,
 )
 
 
