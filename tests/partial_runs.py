@@ -1,10 +1,14 @@
 """Small jobs with partial checkpoints, and a recount of what their recoveries lose."""
 
+from collections import defaultdict
 from pathlib import Path
 
+from moe_ft.format.encoding import decode
+from moe_ft.format.index import Index
+from moe_ft.units import UnitKind, parse_unit
 from tests.harness import events
 from tests.jobs import CheckpointJob
-from tests.recount import Recount
+from tests.recount import Expert, Recount
 
 LAYERS = tuple(f"layer.{number}" for number in range(4))
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-interval", "2")
@@ -88,3 +92,27 @@ def check_losses(
         assert recovery["total_lost_tokens"] == sum(counted.total for counted in counts), told
         after = recovery["restored_iteration"]
     assert after, f"{where}: nothing was recovered"
+
+
+def versions_left(memory: Path) -> dict[Expert, set[int]]:
+    """Return the iterations of the versions of each expert that all ranks have which save parts of it."""
+    held: dict[Expert, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for path in memory.glob("*/*/region_*.json"):
+        index = decode(path.read_bytes(), Index, str(path))
+        for name, entry in (*index.units.items(), *(index.retained or {}).items()):
+            unit = parse_unit(name)
+            if unit.kind is UnitKind.EXPERT:
+                held[unit.layer_name, unit.expert][index.rank].add(entry.iteration)
+    return {expert: set.intersection(*of_ranks.values()) for expert, of_ranks in held.items()}
+
+
+def lost_since(
+    counted: Recount, left: dict[Expert, set[int]], restored: int
+) -> dict[str, list[int]]:
+    """Return by layer the tokens ``[expert]`` that came after the versions that were left."""
+    lost = {layer: [0] * counted.num_experts for layer in counted.layers}
+    for (layer, number), versions in left.items():
+        version = restored if restored in versions else max(versions)
+        tokens = counted.routed[layer, number].items()
+        lost[layer][number] = sum(count for at, count in tokens if version < at <= restored)
+    return lost

@@ -48,7 +48,7 @@ class RunSummary:
 
 
 def summarize(directory: Path) -> RunSummary:
-    """Read the last rank's events, and the ends of all other files.
+    """Read the first and last rank's events, and the ends of all other files.
 
     Raises:
         ConfigError: if the directory holds no event log, or none that can be read.

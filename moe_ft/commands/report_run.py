@@ -9,10 +9,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from heapq import merge
 from itertools import chain, groupby, islice, takewhile
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +26,7 @@ from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import LeftOut, Sampling
 from moe_ft.commands.report_rank import Frame, RankReader, RankSums
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped
+from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped, decode
 from moe_ft.events import (
     event_path,
     ranks_with_events,
@@ -85,23 +88,23 @@ class Run:
 
     Attributes:
         ranks: those that left events, ascending.
-        course: of the job, as the last rank tells it.
-        course_sums: sums of that rank.
-        groups: of ranks, with their sums; only the last rank's where the others were not read.
+        course: of the job, as the last rank of each start tells it.
+        first_sums: sums of the first rank, which every start has.
+        groups: of ranks, with their sums; only the first and last rank's where the others were not read.
         left_out: a line on each part of the log that could not be read.
     """
 
     frame: Frame
     ranks: tuple[RankSummary, ...]
     course: Course
-    course_sums: RankSums
+    first_sums: RankSums
     groups: tuple[Group, ...]
     left_out: tuple[str, ...]
 
     @property
     def shares(self) -> TimeShares:
         """Shares of the time from the first iteration to the last."""
-        return TimeShares.of(self.course_sums.seconds)
+        return TimeShares.of(self.first_sums.seconds)
 
     @property
     def num_iterations(self) -> int:
@@ -124,35 +127,36 @@ class Run:
 
 
 def read_run(directory: Path, *, all_ranks: bool) -> Run:
-    """Read the event files of a directory: their ends, the last rank's whole, and the other ranks' if wanted.
+    """Read the event files of a directory: their ends, the first and last rank's whole, and all if wanted.
 
     Raises:
         ConfigError: if the directory holds no event log, or none that can be read.
     """
     left_out = LeftOut()
-    ends = {
-        rank: found
-        for rank in _ranks(directory)
-        if (found := _read_ends(directory, rank, left_out)) is not None
-    }
-    if not ends:
-        if reasons := "; ".join(left_out.describe()):
-            raise ConfigError(
-                f"the event log in {directory} holds nothing that can be read: {reasons}. Give the "
-                "directory that --moe-ft-event-log named, and run this as a user who may read it."
-            )
-        raise ConfigError(
-            f"the event log in {directory} is empty: no rank came as far as training."
-        )
+    ends = _all_ends(directory, left_out)
     # Every rank has the times; the loss is on the last stage, where the last rank of a start always is.
     newest = max(each.summary.incarnation for each in ends.values())
-    main = max(rank for rank, each in ends.items() if each.summary.incarnation == newest)
+    there = [rank for rank, each in ends.items() if each.summary.incarnation == newest]
+    first, main = min(there), max(there)
+    last_of = _last_ranks(directory, first, ends, main)
+    last_ranks = {main, *last_of.values()}
+    whole = sorted({first, *last_ranks})
     frame = _frame(ends, all_ranks=all_ranks)
-    groups = tuple(_group(ends)) if all_ranks else (Group(name=f"rank {main}", ranks=(main,)),)
+    rows = (
+        _group(ends) if all_ranks else (Group(name=f"rank {each}", ranks=(each,)) for each in whole)
+    )
+    groups = tuple(rows)
     of_rank = {rank: group for group in groups for rank in group.ranks}
-    course, course_sums = Course(frame.last_iteration), RankSums()
+    course, first_sums = Course(frame.last_iteration), RankSums()
     work = [
-        _Work(directory=directory, rank=rank, frame=frame, is_main=rank == main) for rank in of_rank
+        _Work(
+            directory=directory,
+            rank=rank,
+            frame=frame,
+            is_whole=rank in whole,
+            has_course=last_ranks == {rank},
+        )
+        for rank in of_rank
     ]
     num_bytes = sum(ends[rank].num_bytes for rank in of_rank)
     for done in _read_files(work, num_bytes):
@@ -160,16 +164,43 @@ def read_run(directory: Path, *, all_ranks: bool) -> Run:
         if done.error is not None:
             left_out.add_file(event_path(directory, done.rank), done.error)
         of_rank[done.rank].sums.add(done.sums)
+        if done.rank == first:
+            first_sums = done.sums
         if done.course is not None:
-            course, course_sums = done.course, done.sums
+            course = done.course
+    if len(last_ranks) > 1:
+        _join(course, directory, last_of)
     return Run(
         frame=frame,
         ranks=tuple(each.summary for each in ends.values()),
         course=course,
-        course_sums=course_sums,
+        first_sums=first_sums,
         groups=groups,
         left_out=left_out.describe(),
     )
+
+
+def _last_ranks(directory: Path, first: int, ends: dict[int, _Ends], main: int) -> dict[int, int]:
+    """Return the last rank of each start that the first rank knows; the main one if that left nothing."""
+    found = {}
+    with suppress(OSError):  # reading the whole file says it
+        for line in read_lines(event_path(directory, first)):
+            if b'"start"' in line and isinstance(event := decode(line), Start):
+                last = event.world_size - 1
+                found[event.incarnation] = last if last in ends else main
+    return found
+
+
+def _join(course: Course, directory: Path, last_of: dict[int, int]) -> None:
+    """Give a course the events of the last rank of each start, where the number of ranks has changed."""
+
+    def own(rank: int) -> Iterator[Line]:
+        lines = LeftOut().typed(rank, read_lines(event_path(directory, rank)))
+        return (each for each in lines if last_of.get(each.incarnation) == rank)
+
+    with suppress(OSError):
+        for event in merge(*map(own, {*last_of.values()}), key=attrgetter("incarnation")):
+            course.take(event)
 
 
 def _ranks(directory: Path) -> Sequence[int]:
@@ -187,6 +218,25 @@ def _ranks(directory: Path) -> Sequence[int]:
             "Give the directory that --moe-ft-event-log named."
         )
     return ranks
+
+
+def _all_ends(directory: Path, left_out: LeftOut) -> dict[int, _Ends]:
+    """Return those of all ranks that left events; raise ConfigError if there are none."""
+    ends = {
+        rank: found
+        for rank in _ranks(directory)
+        if (found := _read_ends(directory, rank, left_out)) is not None
+    }
+    if not ends:
+        if reasons := "; ".join(left_out.describe()):
+            raise ConfigError(
+                f"the event log in {directory} holds nothing that can be read: {reasons}. Give the "
+                "directory that --moe-ft-event-log named, and run this as a user who may read it."
+            )
+        raise ConfigError(
+            f"the event log in {directory} is empty: no rank came as far as training."
+        )
+    return ends
 
 
 def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
@@ -291,7 +341,8 @@ class _Work:
     directory: Path
     rank: int
     frame: Frame
-    is_main: bool
+    is_whole: bool
+    has_course: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,10 +365,10 @@ def _share_progress(done_bytes: "Synchronized[int]") -> None:
 
 
 def _read_file(work: _Work) -> _Done:
-    frame, course = work.frame, None
-    if work.is_main:  # its numbers are the ones that people compare
+    frame = work.frame
+    if work.is_whole:  # its numbers are the ones that people compare
         frame = replace(frame, sampling=replace(frame.sampling, every=1))
-        course = Course(frame.last_iteration)
+    course = Course(frame.last_iteration) if work.has_course else None
     reader, error = RankReader(work.rank, frame, course), None
     try:
         reader.read(_counting(read_lines(event_path(work.directory, work.rank))))

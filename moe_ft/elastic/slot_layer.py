@@ -39,7 +39,7 @@ class NewTable:
     """Table that a layer has from the next iteration on.
 
     Attributes:
-        before: ``[rank]`` tokens of the iteration that has just ended.
+        before: ``[rank]`` tokens of the iteration that has just ended, but for how micro-batches round.
         after: ``[rank]`` tokens that they would have got with the new table.
         num_moved: replicas that come to a rank that did not have them.
         dropped: tokens above the capacity of the slots, before and after.
@@ -62,41 +62,42 @@ def first_table(num_experts: int, num_ranks: int, settings: ElasticConfig) -> Ta
 def next_table(
     tokens: Numbers,
     table: Table,
-    received: Numbers,
     settings: ElasticConfig,
     capacities: Numbers | None = None,
 ) -> NewTable | None:
     """Return a table that drops fewer tokens, or as many with fewer on the busiest rank; None if none does.
 
     Args:
-        tokens: ``[source, expert]`` of an iteration, those above the capacity included.
+        tokens: ``[batch, source, expert]`` of an iteration, those above the capacity included.
         table: that of the iteration.
-        received: ``[rank]`` tokens that it has brought.
-        capacities: ``[source]`` tokens that one slot takes; None if there is no capacity factor.
+        capacities: ``[batch, source]`` tokens that one slot takes of a micro-batch, which drops by itself;
+            None if there is no capacity factor, and tokens may then be sums of micro-batches.
     """
-    load = tokens.sum(axis=0).tolist()
+    load = tokens.sum(axis=(0, 1)).tolist()
     found = balanced(load, len(table), settings.expert_slots, settings.min_replicas)
-    replicas = replicas_of(found, len(load))
-    kept = _kept(tokens, replicas, capacities)
-    kept_before = _kept(tokens, replicas_of(table, len(load)), capacities)
-    dropped = int((tokens - kept_before).sum()), int((tokens - kept).sum())
-    _, after = share_of(kept, replicas, 0)
-    if (dropped[1], after.max()) >= (dropped[0], received.max()):
+    (dropped, before), (new_dropped, after) = (
+        _outcome(tokens, replicas_of(each, len(load)), capacities) for each in (table, found)
+    )
+    if (new_dropped, max(after)) >= (dropped, max(before)):
         return None
     return NewTable(
         table=found,
-        before=tuple(received.tolist()),
-        after=tuple(after.tolist()),
+        before=before,
+        after=after,
         num_moved=count_moves(table, found),
-        dropped=dropped,
+        dropped=(dropped, new_dropped),
     )
 
 
-def _kept(tokens: Numbers, replicas: Replicas, capacities: Numbers | None) -> Numbers:
-    """Return ``[source, expert]`` tokens that are not dropped."""
-    if capacities is None:
-        return tokens
-    return np.asarray(np.minimum(tokens, capacities[:, None] * replicas.sum(axis=1)))
+def _outcome(
+    tokens: Numbers, replicas: Replicas, capacities: Numbers | None
+) -> tuple[int, tuple[int, ...]]:
+    """Return how many tokens replicas drop, and ``[rank]`` those that they take."""
+    kept = tokens
+    if capacities is not None:
+        kept = np.minimum(tokens, capacities[..., None] * replicas.sum(axis=1))
+    _, received = share_of(kept.sum(axis=0), replicas, 0)
+    return int((tokens - kept).sum()), tuple(received.tolist())
 
 
 class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
@@ -128,7 +129,7 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         self.register_buffer("table_age", age, persistent=False)
         self.new_table: NewTable | None = None
         self._is_stale, self._is_reduced = False, False
-        self._tokens = self._received = self._capacities = np.zeros(0, dtype=np.int64)
+        self._tokens: list[Numbers] = []  # of micro-batches, or one sum where none are dropped
         self._wanted: torch.Tensor | None = None  # [expert] tokens before some are dropped
         if config.moe_expert_capacity_factor is not None:
             self.router.routing = partial(self._route, self.router.routing)
@@ -169,8 +170,7 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         self.homes.clear_gradients()
         self.new_table = None
         self._is_stale, self._is_reduced = True, False
-        self._tokens = np.zeros((len(self._placed), self.config.num_moe_experts), dtype=np.int64)
-        self._received, self._capacities = np.zeros((2, len(self._placed)), dtype=np.int64)
+        self._tokens = [np.zeros((len(self._placed), self.config.num_moe_experts), dtype=np.int64)]
 
     def reduce(self) -> None:
         """Bring gradients to the homes, once an iteration. Called by all ranks; backward is over."""
@@ -191,9 +191,10 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         if int(self.table_age) < settings.rebalance_interval:
             return
         self.table_age.zero_()
-        capacities = None if self._wanted is None else self._capacities
-        found = next_table(self._tokens, self._placed, self._received, settings, capacities)
-        self.new_table = found
+        tokens, capacities = np.stack(self._tokens), None
+        if self._wanted is not None:
+            capacities = np.stack([self._capacities_of(each.sum(axis=1)) for each in tokens])
+        self.new_table = next_table(tokens, self._placed, settings, capacities)
         if self.new_table is not None:
             self.slot_table.copy_(torch.tensor(self.new_table.table))
 
@@ -230,21 +231,20 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         dist.all_gather_into_tensor(everyone, own[None], group=self.ep_group)
         counts = everyone.cpu().numpy()
         tokens, wanted = (counts[:, : routing_map.shape[1]], counts[:, -routing_map.shape[1] :])
-        found, received = share_of(tokens, self._replicas, self._rank)
+        found, _ = share_of(tokens, self._replicas, self._rank)
         # Full recomputation runs forward twice, the first time without gradients. Evaluation has none.
-        if torch.is_grad_enabled():
-            self._tokens = self._tokens + wanted
-            self._received = self._received + received
-            if self._wanted is not None:
-                self._capacities = self._capacities + self._capacities_of(
-                    wanted.sum(axis=1).tolist()
-                )
+        if torch.is_grad_enabled() and self._slot_settings.rebalance_interval:
+            if self._wanted is None:
+                self._tokens = [self._tokens[0] + wanted]
+            else:
+                self._tokens.append(wanted)
         return found
 
-    def _capacities_of(self, routed: Sequence[int]) -> Numbers:
+    def _capacities_of(self, routed: Numbers | list[int]) -> Numbers:
         """Return tokens that a slot takes, for numbers of tokens times top-k."""
         factor = self.config.moe_expert_capacity_factor
-        return np.array([get_capacity(each, self.slot_table.numel(), factor) for each in routed])
+        slots = self.slot_table.numel()
+        return np.array([get_capacity(int(each), slots, factor) for each in routed])
 
     def _route(self, routing: Callable[..., Routed], *args: Any, **kwargs: Any) -> Routed:
         """Route by Megatron's function, with the capacity of an expert's slots for the expert's own."""

@@ -105,13 +105,18 @@ class TimeSpent:
     def add(
         self, iteration: int, ended_s: float, iteration_s: float, stall_s: float
     ) -> list[tuple[Spent, float, float]]:
-        """Divide the time since the iteration before; return the spans, in seconds since 1970, without gaps.
+        """Divide the time since the iteration before; return the spans, in seconds since 1970.
+
+        They have no gaps but for the time that a rank was out of the job while others trained.
 
         Args:
             iteration: those since the last one that a reader has left out were as this one.
             ended_s: in seconds since 1970.
         """
         begin_s = min(self.ended_s or ended_s - iteration_s, ended_s)
+        # One iteration may have ended a rank before it was noted; more have others trained without this rank.
+        if self.is_first and iteration > self.reached + 2:
+            begin_s = ended_s - iteration_s
         spans, num = [], 1
         if self.is_first:
             resumed_s = max(begin_s, ended_s - iteration_s)

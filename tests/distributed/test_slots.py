@@ -12,7 +12,8 @@ from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 from tests.jobs import LOCAL, CheckpointJob, RepairedJob, refusal
 from tests.jobs import SPARSE as WINDOW
-from tests.partial_runs import PARTIAL, check_losses
+from tests.partial_runs import PARTIAL, check_losses, lost_since, recount, versions_left
+from tests.recount import Expert
 from tests.shares import share_of
 from tests.slotted import Trained
 
@@ -218,6 +219,39 @@ def test_lossy_recovery_loses_the_tokens_of_the_routing_log(case: str, job: Chec
         ep_size=1,  # every rank has a part of every expert
         is_load_aware="load-aware" in flags,
     )
+
+
+# A rank has a quarter of each of 16 experts, of 37 kB, and room for some of them.
+SELECTIVE = (
+    *("--moe-ft-strategy", "selective", "--moe-ft-router-log", "--moe-ft-interval", "1"),
+    *("--moe-ft-local-budget", "500000", "--moe-ft-remote-budget", "400000"),
+)
+
+
+@pytest.mark.rest
+def test_selective_recovery_loses_the_tokens_after_the_versions_that_were_left(
+    job: CheckpointJob,
+) -> None:
+    model = {"num_layers": 2, "train_iters": 10, "num_experts": NUM_EXPERTS}
+    job.set_model(NUM_RANKS, {}, *MOVING, **model)
+    left: dict[Expert, set[int]] = {}
+
+    def between(start: int) -> None:
+        if not start:
+            left.update(versions_left(job.memory_dir / "test"))
+
+    job.run_with_faults("kill:1@7:backward", flags=SELECTIVE, between=between)
+    (recovery,) = job.events("recovery")
+    restored, layers = recovery["restored_iteration"], ("layer.0", "layer.1")
+    rules = {"num_ranks": NUM_RANKS, "layers": layers, "num_experts": NUM_EXPERTS, "ep_size": 1}
+    counted = recount(job, 1, **rules)
+    counted.read(0, 0)
+    lost = lost_since(counted, left, restored)
+    assert len(left) == len(layers) * NUM_EXPERTS
+    assert recovery["lost_per_expert"] == lost
+    assert recovery["lost_tokens"] == sum(map(sum, lost.values())) > 0
+    changed = {line["incarnation"] for line in job.events("slot_table")}
+    assert changed == {0, 1}, "before the recovery and after it"
 
 
 REPAIRS: dict[str, dict[str, Any]] = {

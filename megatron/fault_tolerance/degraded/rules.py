@@ -65,6 +65,13 @@ _RULES = (
         "fp16", "its check for overflows takes a collective for each optimizer", remedy="Use bf16"
     ),
     _rule("log_num_zeros_in_grad", "zeros are counted for each optimizer"),
+    _rule("log_params_norm", "the shard of the lost rank is not in the sum"),
+    _rule("exit_signal_handler", "its collective after each iteration waits for the lost rank"),
+    _rule(
+        "check_weight_hash_across_dp_replicas_interval",
+        "its collective waits for the lost rank",
+        lambda args: args.check_weight_hash_across_dp_replicas_interval is not None,
+    ),
     _rule("overlap_grad_reduce", _OVERLAP),
     _rule("overlap_param_gather", _OVERLAP),
     _rule("ddp_average_in_collective", "the mean would be that of the live ranks"),

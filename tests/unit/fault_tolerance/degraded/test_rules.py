@@ -25,6 +25,13 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ),
     (("--fp16",), {}, "--fp16 .* Use bf16"),
     (("--log-num-zeros-in-grad",), {}, "--log-num-zeros-in-grad"),
+    (("--log-params-norm",), {}, "--log-params-norm .* not in the sum"),
+    (("--exit-signal-handler",), {}, "--exit-signal-handler .* each iteration waits"),
+    (
+        ("--check-weight-hash-across-dp-replicas-interval", "5"),
+        {},
+        "--check-weight-hash-across-dp-replicas-interval=5 .* waits",
+    ),
     (("--overlap-grad-reduce",), {}, "--overlap-grad-reduce .* do not overlap"),
     (("--overlap-param-gather",), {}, "--overlap-param-gather .* do not overlap"),
     (("--ddp-average-in-collective",), {}, "--ddp-average-in-collective .* mean"),

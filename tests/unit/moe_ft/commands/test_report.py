@@ -14,6 +14,7 @@ from moe_ft.commands.report_run import read_run
 from moe_ft.event_lines import decode
 from moe_ft.events import event_path, read_lines
 from moe_ft.faults import Phase
+from moe_ft.planning.time_shares import Spent
 from tests.unit.moe_ft.commands.runs import write_run
 
 
@@ -257,10 +258,52 @@ def test_time_of_a_run_is_divided_without_a_rest(tmp_path: Path) -> None:
     assert re.search(r"recovering +\| 33.33%", render(summarize(tmp_path), tmp_path))
 
 
-def write_lines(directory: Path, lines: list[str]) -> None:
-    """Write iterations of 2 s as ``KIND INCARNATION ITERATION [TIME [stall_s=S]]``."""
+def test_time_and_losses_are_told_while_ranks_leave_and_come(tmp_path: Path) -> None:
+    starts = [["start 0 0 3", "iteration 0 1 5", "iteration 0 2 7"]]
+    starts += [
+        ["recovery 1 2", "start 1 2 2", *(f"iteration 1 {3 + n} {13 + 2 * n}" for n in range(4))]
+    ]
+    starts += [["recovery 2 6", "start 2 6 3", "iteration 2 7 25", "iteration 2 8 27"]]
+    for rank in range(3):
+        there = [starts[0], *([starts[1]] if rank < 2 else []), starts[2]]
+        write_lines(tmp_path, sum(there, []), rank)
+    for all_ranks in (False, True):
+        run = read_run(tmp_path, all_ranks=all_ranks)
+        # 24 s. Of 4 s before the first iteration of each other start recoveries replay for 4 s.
+        assert run.shares.productive == pytest.approx(8 * 2 / 24)
+        assert run.shares.redone == pytest.approx(8 / 24)
+        assert [each.incarnation for each in run.course.recoveries] == [1, 2]
+        losses = [run.course.points[n].mean for n in sorted(run.course.points)]
+        assert losses == [2, 2, 1, 1, 1, 1, 2, 2], "ranks that had them"
+    alone = read_run(tmp_path, all_ranks=True).groups[2].sums.seconds
+    assert alone[Spent.RECOVERING] == 0, "others trained"
+
+
+def test_recovery_counts_where_a_rank_ended_before_it_noted_its_last_iteration(
+    tmp_path: Path,
+) -> None:
+    write_lines(tmp_path, ["start 0 0", "iteration 0 1 5", "start 1 2", "iteration 1 3 13"])
+    run = read_run(tmp_path, all_ranks=False)
+    assert run.first_sums.seconds[Spent.RECOVERING] == 6
+
+
+def test_rank_that_comes_later_does_not_hide_what_was_before(tmp_path: Path) -> None:
+    before = ["start 0 0 1", "iteration 0 1 5", "iteration 0 2 7"]
+    after = ["start 1 2 2", "iteration 1 3 13"]
+    write_lines(tmp_path, [*before, *after])
+    write_lines(tmp_path, after, 1)
+    run = read_run(tmp_path, all_ranks=False)
+    assert run.first_sums.seconds[Spent.PRODUCTIVE] == 6
+    assert run.first_sums.seconds[Spent.RECOVERING] == 4
+    assert sorted(run.course.points) == [1, 2, 3]
+
+
+def write_lines(directory: Path, lines: list[str], rank: int = 0) -> None:
+    """Write iterations of 2 s as ``KIND INCARNATION ITERATION [TIME [stall_s=S]]``, a loss that is the rank.
+
+    A start may have the number of its ranks instead of a time.
+    """
     recovery = {
-        "target_iteration": 2,
         "replayed_iterations": 2,
         "sources": {},
         "phases_s": {"replay": 4},
@@ -269,10 +312,12 @@ def write_lines(directory: Path, lines: list[str]) -> None:
     written = []
     for line in lines:
         kind, incarnation, iteration, *rest = line.split()
-        value = {"time": 0.0, "rank": 0, "event": kind}
+        value: dict[str, Any] = {"time": 0.0, "rank": rank, "event": kind}
         value |= {"incarnation": int(incarnation), "iteration": int(iteration)}
         if kind == "recovery":
-            value |= recovery
+            value |= {"target_iteration": int(iteration), **recovery}
+        if kind == "start" and rest:
+            value["world_size"] = int(rest[0])
         if kind == "iteration":
             stall_s = float(rest[1].partition("=")[2]) if rest[1:] else 0.0
             value |= {
@@ -280,6 +325,7 @@ def write_lines(directory: Path, lines: list[str]) -> None:
                 "iteration_s": 2.0,
                 "num_tokens": 1,
                 "stall_s": stall_s,
+                "loss": float(rank),
             }
         written.append(json.dumps(value))
-    event_path(directory, 0).write_text("\n".join(written) + "\n")
+    event_path(directory, rank).write_text("\n".join(written) + "\n")

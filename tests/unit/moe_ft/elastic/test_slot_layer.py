@@ -118,15 +118,15 @@ def test_replicas_compute_what_one_expert_does_and_their_gradients_add_up_in_its
 
 def test_next_table_gives_a_popular_expert_slots_where_they_level_the_ranks() -> None:
     settings = ElasticConfig(expert_slots=2)
-    tokens = np.array([[9, 1, 1, 1], [9, 1, 1, 1]])
-    found = next_table(tokens, ((0, 1), (2, 3)), np.array([20, 4]), settings)
+    tokens = np.array([[[9, 1, 1, 1], [9, 1, 1, 1]]])
+    found = next_table(tokens, ((0, 1), (2, 3)), settings)
     assert found is None, "each expert needs a slot, and there are no more"
     three = dataclasses.replace(settings, expert_slots=3)
-    found = next_table(tokens, ((0, 0, 0), (1, 2, 3)), np.array([18, 6]), three)
+    found = next_table(tokens, ((0, 0, 0), (1, 2, 3)), three)
     assert found is not None
     assert found.before == (18, 6) and sorted(found.after) == [10, 14]
     assert sorted(row.count(0) for row in found.table) == [1, 2] and found.num_moved > 0
-    assert next_table(tokens, found.table, np.array(found.after), three) is None
+    assert next_table(tokens, found.table, three) is None
 
 
 def test_age_of_the_table_decides_when_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +174,35 @@ def test_experts_take_as_many_tokens_as_their_slots_have_room_for(policy: str) -
     assert chosen.sum(dim=0).tolist() == [4 * replicas[0], 0]
 
 
-def test_next_table_gives_slots_to_experts_that_drop_tokens() -> None:
+# In the second case the first micro-batch drops, and sums of tokens and capacities would be equal.
+@pytest.mark.parametrize("batches", [[[9, 1]], [[12, 0], [6, 2]]])
+def test_next_table_gives_slots_to_experts_that_drop_tokens(batches: list[list[int]]) -> None:
     settings = ElasticConfig(expert_slots=2)
-    tokens, table = np.array([[9, 1], [9, 1]]), ((0, 1), (0, 1))
-    capacities = np.array([3, 3])  # of a slot, and expert 0 has two
-    found = next_table(tokens, table, np.array([7, 7]), settings, capacities)
+    tokens, table = np.array([[each, each] for each in batches]), ((0, 1), (0, 1))
+    capacities = np.full((len(batches), 2), 3)  # of a slot, and expert 0 has two
+    if len(batches) == 2:
+        capacities[:] = [[4], [5]]
+    found = next_table(tokens, table, settings, capacities)
     assert found is not None
     assert sorted(expert for row in found.table for expert in row) == [0, 0, 0, 1]
-    assert found.dropped == (6, 0) and sum(found.after) == 20
-    assert next_table(tokens, found.table, np.array(found.after), settings, capacities) is None
+    assert found.dropped == ((6, 0) if len(batches) == 1 else (8, 0))
+    assert sum(found.before) == tokens.sum() - found.dropped[0]
+    assert sum(found.after) == tokens.sum()
+    assert next_table(tokens, found.table, settings, capacities) is None
+
+
+def test_micro_batches_are_counted_one_by_one_where_each_drops_tokens_by_itself() -> None:
+    model = built(ElasticConfig(expert_slots=3, rebalance_interval=1), moe_expert_capacity_factor=1)
+    ((_, layer),) = slot_layers([model])
+    for home in layer.homes.parameters():
+        home.main_grad = torch.zeros_like(home)  # type: ignore[attr-defined]
+    layer.start()
+    layer.begin()
+    scarce = int(layer.table[0].count(1) == 1)  # expert with one slot, which takes 4 of 12 tokens
+    with torch.no_grad():
+        layer.router.weight.zero_()[scarce] = 1.0
+    for sign in (1, 1, -1):  # all tokens for it, then none
+        layer(sign * torch.ones(6, 2, 8))
+    layer.end()
+    assert layer.new_table is not None
+    assert layer.new_table.dropped == (8 + 8 + 4, 4 + 4 + 8)
