@@ -125,8 +125,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_launch(words: Sequence[str]) -> Launch:
     """Return the ranks that a launcher starts: torchrun, keep, srun, or Python itself."""
     names = [PurePath(word).name for word in words]
-    if "keep" in names and "--nodes" in (of_keep := words[names.index("keep") + 1 :]):
-        return _read_keep(dict(_options(of_keep)))
+    of_keep = dict(_options(words[names.index("keep") + 1 :])) if "keep" in names else {}
+    if "--nodes" in of_keep:
+        return _read_keep(of_keep)
     start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
     if start is not None:
         return _read_torchrun(dict(_options(words[start + 1 :])))

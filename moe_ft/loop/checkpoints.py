@@ -152,6 +152,7 @@ class Checkpoints(LoopListener):
                 "from": before,
                 "to": facts.world_size,
                 "waiting": facts.waiting_ranks,
+                "evaluation_samples": facts.evaluation_samples,
             }
             self._log.write("elastic", running.outcome.iteration, **fields)
 

@@ -111,6 +111,18 @@ class Fit:
     num_waiting: int
 
 
+def ranks_of_model(
+    *,
+    num_stages: int,
+    tensor_ranks: int,
+    context_ranks: int = 1,
+    expert_ranks: int = 1,
+    ep: int = 1,
+) -> int:
+    """Return the ranks of the smallest whole model, as `fit_ranks` says."""
+    return num_stages * math.lcm(tensor_ranks * context_ranks, expert_ranks * ep)
+
+
 def fit_ranks(
     num_ranks: int,
     *,
@@ -133,20 +145,29 @@ def fit_ranks(
         batch: global and micro-batch size.
 
     Raises:
-        PlanError: if no whole model fits.
+        PlanError: if no whole model fits, or none that can share the batch.
     """
+    sizes_of_model = {
+        "num_stages": num_stages,
+        "tensor_ranks": tensor_ranks,
+        "context_ranks": context_ranks,
+        "expert_ranks": expert_ranks,
+    }
     for size in (each for each in range(ep, 0, -1) if ep % each == 0):
-        group = math.lcm(tensor_ranks * context_ranks, expert_ranks * size)
+        whole = ranks_of_model(**sizes_of_model, ep=size)
         replica = Replica(
-            num_ranks=num_stages * group,
-            num_readers=group // (tensor_ranks * context_ranks),
+            num_ranks=whole,
+            num_readers=whole // (num_stages * tensor_ranks * context_ranks),
             batch=batch,
             is_even=is_even,
         )
         with suppress(PlanError):
             sizes, num_waiting = replica.fit(num_ranks)
             return Fit(ep=size, sizes=sizes, num_waiting=num_waiting)
+    fewest = ranks_of_model(**sizes_of_model)
+    if num_ranks < fewest:
+        raise PlanError(f"{num_ranks} ranks are too few: a whole model takes at least {fewest}")
     raise PlanError(
-        f"{num_ranks} ranks are too few for a global batch of {batch[0]} samples in micro-batches of "
-        f"{batch[1]}: a whole model takes at least {num_stages * tensor_ranks * context_ranks}"
+        f"whole models of {num_ranks} ranks or fewer, {fewest} at least, cannot share a global batch of "
+        f"{batch[0]} samples{' equally' * is_even} in micro-batches of {batch[1]}"
     )

@@ -27,6 +27,7 @@ class JobFacts:
         is_deterministic: whether a replay computes the same bits.
         is_evaluated: whether the loop may evaluate the state of an iteration.
         waiting_ranks: ranks of the launcher that take no part, as they do not fit.
+        evaluation_samples: of an iteration of an evaluation.
         couplings: stages that run iterations again together; None if what the pipeline sends is not logged.
     """
 
@@ -47,4 +48,5 @@ class JobFacts:
     traffic: PipelineTraffic | None = None
     couplings: CouplingReport | None = None
     waiting_ranks: tuple[int, ...] = ()
+    evaluation_samples: int = 0
     is_evaluated: Callable[[int], bool] = lambda iteration: False

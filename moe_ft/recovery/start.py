@@ -25,6 +25,7 @@ from msgspec import UNSET
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
 from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.files.patience import waiting
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
@@ -216,7 +217,8 @@ def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:
     """Give the launcher time to start all ranks again, with a node that has what is missing."""
     if met.site.rank == 0:
         say(f"waiting for nodes, at most {_WAIT_S:.0f} s: {error}")
-    time.sleep(_WAIT_S)
+    with waiting(_WAIT_S):
+        time.sleep(_WAIT_S)
 
 
 def _warn_of_lossy(met: Met, restored: Restored) -> None:

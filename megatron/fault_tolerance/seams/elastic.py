@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 from torch.distributed import TCPStore
 
 from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
+from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError
-from moe_ft.planning.cells import Fit, fit_ranks
+from moe_ft.planning.cells import Fit, fit_ranks, ranks_of_model
 from moe_ft.saying import say
 
 _POLL_S = 1.0
@@ -118,6 +119,7 @@ def fit(args: argparse.Namespace) -> bool:
     if not getattr(args, "moe_ft_elastic", False) or _world is not None or not _has_sizes(args):
         return False
     check_refusals(args, ELASTIC_REFUSALS)
+    check_refusals(args, [_sharing(args)])
     _check_launcher()
     found = _choose(args)
     num_training = args.world_size - found.num_waiting
@@ -167,6 +169,7 @@ def _has_sizes(args: argparse.Namespace) -> bool:
         args.expert_model_parallel_size,
         args.expert_tensor_parallel_size or 1,
         args.micro_batch_size or 0,
+        args.global_batch_size or 1,
     )
     experts = args.num_experts or args.expert_model_parallel_size
     return bool(min(sizes) >= 1 and experts % args.expert_model_parallel_size == 0)
@@ -182,21 +185,69 @@ def _check_launcher() -> None:
 
 
 def _choose(args: argparse.Namespace) -> Fit:
-    """Return the layout of the ranks that there are; does not return if no whole model fits."""
-    tp = args.tensor_model_parallel_size
+    """Return the layout of the ranks that there are; does not return if no whole model fits.
+
+    Raises:
+        ConfigError: if no whole model fits, and more ranks would be refused.
+    """
     try:
-        return fit_ranks(
-            args.world_size,
-            num_stages=args.pipeline_model_parallel_size,
-            tensor_ranks=tp,
-            context_ranks=args.context_parallel_size,
-            expert_ranks=args.expert_tensor_parallel_size or tp,
-            ep=args.expert_model_parallel_size,
-            batch=(args.global_batch_size, args.micro_batch_size),
-            is_even=bool(_why_even(args)),
-        )
+        return _fit(args, args.world_size)
     except PlanError as error:
+        smallest = {
+            "world_size": _ranks_of_model(args, 1),
+            "expert_model_parallel_size": 1,
+        }
+        checked_config(argparse.Namespace(**{**vars(args), **smallest}))
         _wait_for_nodes(args, str(error))
+
+
+def _fit(args: argparse.Namespace, num_ranks: int) -> Fit:
+    return fit_ranks(
+        num_ranks,
+        **_sizes(args),
+        ep=args.expert_model_parallel_size,
+        batch=(args.global_batch_size, args.micro_batch_size),
+        is_even=bool(_why_even(args)),
+    )
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    tp = args.tensor_model_parallel_size
+    return {
+        "num_stages": args.pipeline_model_parallel_size,
+        "tensor_ranks": tp,
+        "context_ranks": args.context_parallel_size,
+        "expert_ranks": args.expert_tensor_parallel_size or tp,
+    }
+
+
+def _ranks_of_model(args: argparse.Namespace, ep: int) -> int:
+    return ranks_of_model(**_sizes(args), ep=ep)
+
+
+def _sharing(args: argparse.Namespace) -> Rule:
+    """Return the rule that some number of ranks can share the batch: if one can, a whole model can."""
+
+    def is_never_shared(args: argparse.Namespace) -> bool:
+        with suppress(PlanError):
+            _fit(args, _ranks_of_model(args, 1))
+            return False
+        return True
+
+    whole = ranks_of_model(**{**_sizes(args), "num_stages": 1})
+    readers = whole // (args.tensor_model_parallel_size * args.context_parallel_size)
+    why = _why_even(args)
+    least, shares = readers, "a sample for each of"
+    if why:
+        least, shares = readers * args.micro_batch_size, "equal shares of whole micro-batches for"
+    return Rule(
+        "global_batch_size",
+        "--global-batch-size",
+        is_never_shared,
+        f"a whole model needs {shares} its {readers} data-parallel ranks" + (f" {why}" * bool(why)),
+        f"Give a multiple of {least}" + ", or change what needs equal shares" * bool(why),
+        problem=f"with {_FLAG} fits no number of ranks",
+    )
 
 
 def _why_even(args: argparse.Namespace) -> str:
@@ -210,6 +261,12 @@ def _why_even(args: argparse.Namespace) -> str:
     ):
         if (size := getattr(args, name)) > 1:  # tensors that ranks exchange have one size
             return f"with --{name.replace('_', '-')} {size}"
+    if args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) > 1:
+        # Only the lengths of an all-to-all are told to the other ranks.
+        if (dispatcher := args.moe_token_dispatcher_type) != "alltoall":
+            return f"with --moe-token-dispatcher-type {dispatcher}"
+        if args.moe_pad_expert_input_to_capacity:
+            return "with --moe-pad-expert-input-to-capacity"
     if args.cuda_graph_impl not in (None, "none"):
         return f"with --cuda-graph-impl {args.cuda_graph_impl}"
     return ""
@@ -224,18 +281,21 @@ def _lines(args: argparse.Namespace, found: Fit) -> list[str]:
     """Return what a start says about its layout."""
     num, ep = args.world_size, found.ep
     num_training = num - found.num_waiting
+    wanted = args.expert_model_parallel_size
+    why = _why_even(args)
+    share = f"share {args.global_batch_size} samples" + (f" equally ({why})" if why else "")
     lines = []
-    if ep != args.expert_model_parallel_size:
-        lines.append(
-            f"too few ranks for --expert-model-parallel-size {args.expert_model_parallel_size}: experts "
-            f"are on {ep} ranks each, which need memory for more of them"
-        )
+    if ep != wanted:
+        flag = f"--expert-model-parallel-size {wanted}"
+        too_few = num < _ranks_of_model(args, wanted)
+        cause = f"too few ranks for {flag}" if too_few else f"ranks of {flag} cannot {share}"
+        lines.append(f"{cause}: experts are on {ep} ranks each, which need memory for more of them")
     if found.num_waiting:
-        why = _why_even(args)
-        even = f", or share {args.global_batch_size} samples equally ({why})" if why else ""
+        is_whole = found.num_waiting >= _ranks_of_model(args, ep)
+        cause = f"more whole models cannot {share}" if is_whole else "more do not make whole models"
         lines.append(
-            f"{num_training} of {num} ranks train, and ranks {num_training} to {num - 1} wait: more do "
-            f"not make whole models{even}. The memory of a node whose ranks all wait is not read"
+            f"{num_training} of {num} ranks train, and ranks {num_training} to {num - 1} wait: {cause}. "
+            "The memory of a node whose ranks all wait is not read"
         )
     if not _is_even(args, found):
         cells = [each for row in found.sizes for each in row]

@@ -118,6 +118,7 @@ class MegatronLoop(CoreLoop):
             traffic=pipeline_traffic(args) if is_logged else None,
             is_evaluated=lambda iteration: may_be_evaluated(args, iteration),
             waiting_ranks=elastic.waiting_ranks(),
+            evaluation_samples=args.eval_global_batch_size,
             couplings=report_couplings(shared_weights_of(args)) if is_logged else None,
         )
 

@@ -19,6 +19,7 @@ from tests.unit.fault_tolerance.parsing import parse
 
 FLAG = "--moe-ft-elastic"
 ANY = (FLAG, "--moe-ft-layout", "any", "--moe-ft-strategy", "dense")
+EXPERTS = "--calculate-per-token-loss --num-experts 4 --expert-model-parallel-size 2"
 REFUSED = {
     "--step-batch-size-schedule 0:16": "cannot be used with --step-batch-size-schedule: it depends on",
     "--rampup-batch-size 4 4 4": "cannot be used with --rampup-batch-size",
@@ -112,15 +113,93 @@ def test_batch_that_ranks_cannot_share_is_uneven_where_its_mean_stays(
             "--calculate-per-token-loss --pipeline-model-parallel-size 2",
             "with --pipeline-model-parallel-size 2",
         ),
+        (
+            f"{EXPERTS} --moe-token-dispatcher-type allgather",
+            "with --moe-token-dispatcher-type allgather",
+        ),
+        (f"{EXPERTS} --moe-token-dispatcher-type flex", "with --moe-token-dispatcher-type flex"),
+        (
+            f"{EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "with --moe-pad-expert-input-to-capacity",
+        ),
     ],
 )
 def test_batch_that_must_be_shared_equally_leaves_ranks_over(
     flags: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = 2 if "pipeline" in flags else 1
-    assert elastic.fit(given(3 * stages, flags))
-    assert len(elastic.waiting_ranks()) == stages
-    assert f"or share 16 samples equally ({why})" in capsys.readouterr().err
+    together = 2 if "parallel-size 2" in flags else 1
+    assert elastic.fit(given(3 * together, flags))
+    assert len(elastic.waiting_ranks()) == together
+    said = capsys.readouterr().err
+    assert f"wait: more whole models cannot share 16 samples equally ({why})" in said
+
+
+def test_experts_of_an_all_to_all_let_ranks_have_uneven_shares() -> None:
+    assert elastic.fit(given(6, f"{EXPERTS} --moe-token-dispatcher-type alltoall"))
+    assert elastic.waiting_ranks() == ()
+
+
+def test_ranks_that_cannot_share_the_batch_are_said_to_be_no_more_too_few(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--expert-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 6"
+    assert elastic.fit(given(4, flags))
+    assert elastic.waiting_ranks() == (3,)
+    said = capsys.readouterr().err
+    cause = "cannot share 6 samples equally (without --calculate-per-token-loss)"
+    assert f"ranks of --expert-model-parallel-size 4 {cause}: experts are on 1 ranks each" in said
+    assert f"ranks 3 to 3 wait: more whole models {cause}" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    {
+        "--tensor-model-parallel-size 2 --global-batch-size 10 --micro-batch-size 4": "a whole model needs "
+        "equal shares of whole micro-batches for its 1 data-parallel ranks without "
+        "--calculate-per-token-loss. Give a multiple of 4, or change what needs equal shares.",
+        "--expert-tensor-parallel-size 4 --global-batch-size 3 --calculate-per-token-loss "
+        "--moe-token-dispatcher-type alltoall": "a whole model needs a sample for each of its 4 "
+        "data-parallel ranks. Give a multiple of 4.",
+    }.items(),
+)
+@pytest.mark.parametrize("num_ranks", [1, 64])
+def test_batch_that_no_number_of_ranks_can_share_is_refused(
+    flags: str, rule: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "_wait_for_nodes", pytest.fail)
+    with pytest.raises(ConfigError) as refusal:
+        elastic.fit(given(num_ranks, flags))
+    size = "10" if "10" in flags else "3"
+    expected = f"--global-batch-size={size} with {FLAG} fits no number of ranks: {rule}"
+    assert str(refusal.value) == expected
+
+
+class _WaitsError(Exception):
+    """Raised where all ranks would wait."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", ""),
+        ("--moe-ft-repair auto", "cannot be used with --moe-ft-repair auto"),
+        ("--moe-ft-layout same", "needs --moe-ft-layout any"),
+        ("--moe-ft-strategy none", "needs a strategy"),
+    ],
+)
+def test_all_ranks_wait_for_nodes_only_if_more_would_train(
+    flags: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(args: argparse.Namespace, why: str) -> None:
+        raise _WaitsError(why)
+
+    monkeypatch.setattr(elastic, "_wait_for_nodes", wait)
+    sizes = "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --moe-ft-job-id job"
+    few = given(1, f"{sizes} {flags}")
+    with pytest.raises(
+        ConfigError if refused else _WaitsError, match=refused or "1 ranks are too few"
+    ):
+        elastic.fit(few)
 
 
 def test_arguments_that_no_parser_of_megatron_has_read_are_refused() -> None:

@@ -26,6 +26,7 @@ from moe_ft.strategies.partial.config import PartialConfig
         ("torchrun --nproc-per-node 2 -m moe_ft run", 2, 2),
         ("torchrun --nproc-per-node 2 -m moe_ft keep --", 2, 2),
         ("python -m moe_ft keep --nodes 4 --ranks-per-node 8 --meet a:1 --", 32, 8),
+        ("python -m moe_ft keep --nodes=4 --ranks-per-node=8 --meet=a:1 --", 32, 8),
         ("A=1 torchrun --nproc-per-node 2", 2, 2),
     ],
 )

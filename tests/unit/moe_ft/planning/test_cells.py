@@ -103,5 +103,19 @@ def test_data_parallelism_shrinks_before_experts_come_to_fewer_ranks() -> None:
 def test_stages_and_tensors_stay_together() -> None:
     found = fit(7, ep=2, tp=2, stages=2)  # experts take 8 ranks
     assert (found.ep, found.num_waiting, len(found.sizes[0])) == (1, 3, 1)
-    with pytest.raises(PlanError, match="3 ranks are too few .* a whole model takes at least 4"):
+    with pytest.raises(PlanError, match="3 ranks are too few: a whole model takes at least 4"):
         fit(3, ep=2, tp=2, stages=2)
+
+
+def test_refusal_of_a_layout_names_the_ranks_or_the_batch() -> None:
+    def refused(num_ranks: int, batch: tuple[int, int]) -> str:
+        with pytest.raises(PlanError) as refusal:
+            fit_ranks(
+                num_ranks, num_stages=1, tensor_ranks=1, expert_ranks=4, batch=batch, is_even=True
+            )
+        return str(refusal.value)
+
+    assert refused(3, (16, 2)) == "3 ranks are too few: a whole model takes at least 4"
+    assert "64 ranks or fewer, 4 at least, cannot share a global batch of 12" in refused(
+        64, (12, 2)
+    )

@@ -4,10 +4,12 @@ import errno
 import gc
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,10 +18,12 @@ import pytest
 import torch
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.elastic import ElasticConfig
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
 from moe_ft.faults import Phase
+from moe_ft.files.patience import excused_until_s
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
@@ -152,6 +156,27 @@ def test_state_that_is_damaged_is_named_among_the_problems_of_a_refusal(rank: Ra
         file.write(bytes(index.file_bytes - index.header_bytes))
     with pytest.raises(UnrecoverableError, match="iteration 5: rank 0 has no intact"):
         rank.start(config_of(rank.folder))
+
+
+def test_watcher_excuses_an_elastic_start_that_waits_for_nodes(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config_of(rank.folder), elastic=ElasticConfig(elastic=True))
+    leave_window(config)
+    for data in rank.node_dir.rglob("region_*.safetensors"):
+        data.write_bytes(bytes(data.stat().st_size))
+    excused_s: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        excused_s.append(excused_until_s(threading.get_ident()) - time.monotonic())
+
+    stand_in = SimpleNamespace(
+        sleep=sleep, monotonic=time.monotonic, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(phases, "time", stand_in)
+    with pytest.raises(UnrecoverableError, match="iteration 5: rank 0 has no intact"):
+        rank.start(config)
+    assert excused_s[-1] == pytest.approx(phases._WAIT_S, abs=phases._WAIT_S / 2)
 
 
 def test_state_that_is_intact_and_not_finite_is_refused_with_the_value_named(rank: Rank) -> None:
