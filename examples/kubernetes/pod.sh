@@ -66,6 +66,7 @@ wait_for_launcher() {
     launcher=$!
     # shellcheck disable=SC2064  # the signal is that of now
     trap "is_ending=1; kill -$1 $launcher 2>/dev/null || true" TERM
+    [ -z "$is_ending" ] || kill -"$1" "$launcher" 2>/dev/null || true  # told between two attempts
     wait "$launcher" || code=$?
     while kill -0 "$launcher" 2>/dev/null; do  # a signal ends wait before the launcher ends
         code=0

@@ -9,6 +9,7 @@ Standard library only.
 
 import hmac
 import mmap
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,13 @@ def flag_value(words: Sequence[str], flag: str) -> str:
         if name == flag:
             value = rest if is_joined else following
     return value
+
+
+def exit_signal(words: Sequence[str]) -> signal.Signals | None:
+    """Return the signal at which Megatron saves and ends ranks of a command line, if there is one."""
+    if "--exit-signal-handler" not in words:
+        return None
+    return signal.Signals.__members__.get(flag_value(words, "--exit-signal") or "SIGTERM")
 
 
 def token_of(environment: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ from moe_ft.errors import RepairError
 from moe_ft.files.patience import call_within
 from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
-from moe_ft.keeper.link import Link, flag_value, token_of, wants_repair
+from moe_ft.keeper.link import Link, exit_signal, flag_value, token_of, wants_repair
 from moe_ft.keeper.nodes import PERIOD_S, Coordinator, NodeSeat, Order
 from moe_ft.keeper.protocol import (
     FORWARDED,
@@ -78,9 +78,9 @@ class PlannedEnd:
             words: command line of the ranks.
             grace_s: seconds from SIGTERM to SIGKILL of what has started `keep`.
         """
-        name = flag_value(words, "--exit-signal") or "SIGTERM"
-        can_save = "--exit-signal-handler" in words and grace_s > LEAVING_S
-        self._save_by = signal.Signals[name] if can_save else signal.SIGTERM
+        self._exit_signal = exit_signal(words)
+        can_save = self._exit_signal is not None and grace_s > LEAVING_S
+        self._save_by = self._exit_signal if can_save else signal.SIGTERM
         self._grace_s, self._clock = grace_s, clock
         self._told_s: float | None = None
         self._next_s = 0.0
@@ -98,20 +98,30 @@ class PlannedEnd:
 
     def is_new(self) -> bool:
         """Return, once, that this node is to end."""
-        is_new, self._has_said = self.is_told and not self._has_said, self.is_told
+        is_told = self.is_told  # a handler may change it at any time
+        is_new, self._has_said = is_told and not self._has_said, is_told
         return is_new
 
     def describe(self) -> str:
         """Return what the time is enough for."""
+        grace = f"{self._grace_s:.0f} s (--grace)"
+        if self._exit_signal is signal.SIGTERM:
+            return f"if no spare takes over, all ranks have {grace} to bring their state to storage"
         if self._save_by is signal.SIGTERM:
-            return (
-                f"{self._grace_s:.0f} s (--grace) are not enough to bring its state to storage, or "
-                "--exit-signal-handler is not given; if no spare takes over, it stays in memory"
+            why = (
+                f"{grace} are not enough" if self._exit_signal else "without --exit-signal-handler"
             )
+            return f"{why}: if no spare takes over, the newest state stays in memory, and storage lacks it"
         return (
             f"if no spare takes over, all ranks have {self._grace_s - LEAVING_S:.0f} s to bring their state "
-            f"to storage, of {self._grace_s:.0f} s (--grace)"
+            f"to storage, of {grace}"
         )
+
+    def describe_sigterm(self) -> str:
+        """Return what ranks do that get SIGTERM."""
+        if self._exit_signal is signal.SIGTERM:
+            return "its ranks get SIGTERM, save and end"
+        return "its ranks end, and what they have in memory stays"
 
     def due_signal(self, is_to_save: bool) -> signal.Signals | None:
         """Return a signal that the ranks are to get now.
@@ -173,8 +183,12 @@ class Node:
                 try:
                     over = self._step()
                 except TimeoutError as error:
-                    self._give_up(f"is cut off ({error})")
-                    self._come_again()
+                    if self._end.is_told:  # as a spare it would take ranks again
+                        self._end_ranks(signal.SIGKILL)
+                        over = 0, f"it is told to end, and is cut off ({error})"
+                    else:
+                        self._give_up(f"is cut off ({error})")
+                        self._come_again()
         except (RuntimeError, RepairError, TimeoutError) as error:  # the first is torch's
             over = _FAILED, f"{self._store_name} cannot be reached: {error}"
         except ConnectionError as error:
@@ -191,21 +205,22 @@ class Node:
         """Do what is to be done now; return how the job has ended, or None."""
         codes = [each.code for each in self._ranks if each.code is not None]
         have_ended = any(codes) or (codes and len(codes) == len(self._ranks))
-        code, is_new = max(codes) if have_ended else None, self._end.is_new()
-        if is_new:
+        code = max(codes) if have_ended else None
+        if self._end.is_new():
             say(f"node {self._name} is told to end: {self._end.describe()}")
-        said = self._ask(partial(_report, self._seat, code, leaves=is_new))
+        said = self._ask(partial(_report, self._seat, code, leaves=self._end.is_told))
         if said.over is not None:
             return said.over
         if said.is_lost:
             if self._end.is_told:
+                why = "another node has its ranks" if self._ranks else "it was a spare"
                 self._end_ranks(signal.SIGKILL)
-                return 0, "another node has its ranks"
+                return 0, f"{why}, and it is told to end"
             self._give_up("was silent and is replaced")
             self._seat = self._ask(self._come)
         if (number := self._end.due_signal(said.is_to_save)) is not None:
             if number is signal.SIGTERM:
-                say(f"node {self._name}: its ranks end, and what they have in memory stays")
+                say(f"node {self._name}: {self._end.describe_sigterm()}")
             self.pass_on(number)
         for order in self._ask(self._seat.new_orders):
             self._take(order)
@@ -248,7 +263,6 @@ class Node:
         """Kill all ranks: others may have them."""
         say(f"node {self._name} {why}: its ranks are killed, and it comes again as a spare")
         self._end_ranks(signal.SIGKILL)
-        self._ranks.clear()
 
     def _take(self, order: Order) -> None:
         """Have the zygote fork the ranks of an order."""
@@ -292,7 +306,7 @@ class Node:
             raise ConnectionError(f"it has not answered for {_ANSWER_S:.0f} s")
 
     def _end_ranks(self, number: int) -> None:
-        """End all ranks with a signal, and kill those that do not end."""
+        """End all ranks with a signal, and kill those that do not end; there are none then."""
         self.pass_on(number)
         end_s = time.monotonic() + _GRACE_S
         try:
@@ -304,6 +318,7 @@ class Node:
             if each.code is None:  # the zygote kills it then
                 self._selector.unregister(each.connection)
                 each.connection.close()
+        self._ranks.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +409,7 @@ def main(words: Sequence[str]) -> None:
     Args:
         words: command line of the ranks.
     """
-    set_process_name("moe_ft_node")
+    set_process_name("moe_ft_joins")
     environment = dict(os.environ)
     names = (environment.get(name) for name in ("MOE_FT_NODE_ID", "SLURMD_NODENAME"))
     environment["MOE_FT_NODE_ID"] = next(filter(None, names), socket.gethostname())
@@ -412,6 +427,7 @@ def main(words: Sequence[str]) -> None:
     except (OSError, RepairError) as error:
         say(f"node {environment['MOE_FT_NODE_ID']} cannot join the job: {error}")
         raise SystemExit(_FAILED) from None
+    set_process_name("moe_ft_node")  # examples/kubernetes calls a pod ready then
     for each in FORWARDED:
         signal.signal(each, lambda number, _: node.on_signal(number))
     raise SystemExit(node.run())

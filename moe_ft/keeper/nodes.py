@@ -60,6 +60,7 @@ class NodeSeat:
             number: among the nodes that were started; those that train come first.
         """
         self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
+        self._has_left = False
         store.append(_ARRIVED, {"id": self._id, "name": name, "number": number})
 
     def beat(self, code: int | None) -> None:
@@ -80,8 +81,10 @@ class NodeSeat:
         return self._store.get(_of(self._id, "lost")) is not None
 
     def leave(self) -> None:
-        """Say that this node is told to end. Then it is lost, or all ranks are to save and end."""
-        self._store.append(_LEAVING, self._id)
+        """Say, once, that this node is told to end. Then it is lost, or all ranks are to save and end."""
+        if not self._has_left:
+            self._store.append(_LEAVING, self._id)
+            self._has_left = True
 
     def is_to_save(self) -> bool:
         """Return whether all ranks are to save their state and end."""
@@ -102,6 +105,7 @@ class _Node:
     """A node that is there.
 
     Attributes:
+        number: with which it came.
         slot: whose ranks it has, by the number of the node that had them first; None for a spare.
         silent_s: for which the coordinator has watched it be silent.
         heard_s: time since 1970 of its last beat.
@@ -109,6 +113,7 @@ class _Node:
 
     id: str
     name: str
+    number: int
     slot: int | None
     beats: int = 0
     silent_s: float = 0.0
@@ -155,6 +160,7 @@ class Coordinator:
         self._looked_s = self._arrived_s = time.monotonic()
         # When the first node was told to end of those that nothing has been decided about.
         self._leave_s: float | None = None
+        self._ends = False  # all ranks have been told to save and end
         self.over: int | None = None  # exit code of the job
 
     def step(self) -> None:
@@ -177,7 +183,7 @@ class Coordinator:
             slot = self._slot_of(each["name"], each["number"])
             if slot is not None:
                 self._names[slot] = each["name"]
-            node = _Node(id=each["id"], name=each["name"], slot=slot, heard_s=time.time())
+            node = _Node(**each, slot=slot, heard_s=time.time())
             self._nodes.append(node)
             if slot is None:
                 say(f"node {node.name} is a spare")
@@ -188,15 +194,23 @@ class Coordinator:
 
     def _slot_of(self, name: str, number: int) -> int | None:
         """Return whose ranks a node gets that has come: its own of the last start, or those of its number."""
-        slot, before = number, list(self._before)
-        if number != self._own_number:
-            if self._own_number < len(before):
-                before[self._own_number] = ""  # that node alone may have these ranks
-            if name in before:
-                slot = before.index(name)
-            elif before[number : number + 1] not in ([], [name]):
-                return None  # they are kept for another node
+        slot, kept = number, self._kept()
+        if number != self._own_number and kept.get(number) != name:
+            if name in kept.values():
+                slot = next(each for each, kept_name in kept.items() if kept_name == name)
+            elif number in kept:
+                return None
         return slot if slot < self._num_nodes and slot not in self._names else None
+
+    def _kept(self) -> dict[int, str]:
+        """Return slots that are kept for nodes of the last start that have not come, and their names."""
+        kept = dict(enumerate(self._before))
+        kept.pop(self._own_number, None)  # that node alone may have these ranks
+        for slot, name in self._names.items():
+            kept.pop(slot, None)
+            if self._before[slot : slot + 1] != [name]:  # it has others than in the last start
+                kept.pop(next((each for each in kept if kept[each] == name), -1), None)
+        return kept
 
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
@@ -204,8 +218,11 @@ class Coordinator:
         is_early = time.monotonic() - self._arrived_s < _MISSING_S
         if not missing or is_early or len(missing) > self._num_free():
             return
-        spares = (each for each in self._nodes if each.slot is None)
-        for slot, spare in zip(missing, spares, strict=False):
+        spares = [each for each in self._nodes if each.slot is None]
+        numbers = [each.number for each in spares]
+        for slot in sorted(missing, key=lambda slot: slot not in numbers):
+            spare = next((each for each in spares if each.number == slot), spares[0])
+            spares.remove(spare)
             say(f"node {spare.name} gets the ranks of node {slot}, which is not there")
             spare.slot, self._names[slot] = slot, spare.name
             self._order(spare, Order(ranks=self._ranks_of(slot)))
@@ -241,6 +258,8 @@ class Coordinator:
 
     def _let_go(self) -> None:
         """Replace nodes that are told to end, or have all ranks save and end."""
+        if self._ends:  # a repair would kill ranks that save
+            return
         if (count := self._store.length(_LEAVING)) > self._num_leaving and self._leave_s is None:
             self._leave_s = time.monotonic()
         if self._leave_s is None or time.monotonic() - self._leave_s < _GATHER_S:
@@ -250,25 +269,27 @@ class Coordinator:
         going = [each for each in self._nodes if each.id in told]
         staying = sum(each.slot is None and each.id not in told for each in self._nodes)
         slots = [each.slot for each in going if each.slot is not None]
-        can_stay = len(slots) + len(self._open) <= staying and not self._why_over(slots)
-        if going and (not slots or can_stay):
-            self._lose(going, "it is told to end")
-        elif going:
-            say("nodes are told to end, and cannot be replaced: all ranks save and end")
+        why = self._why_over(slots) if slots else ""
+        if slots and not why and len(slots) + len(self._open) > staying:
+            why = "there are too few spares that stay; start more of them"
+        if why:
+            say(f"{_are(going)} told to end, without a replacement: {why}. All ranks are to end")
+            self._ends = True
             self._store.set(_SAVE, True)
+        elif going:
+            self._lose(going, "told to end")
 
     def _lose(self, lost: Sequence[_Node], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""
         slots = [each.slot for each in lost if each.slot is not None]
-        names = ", ".join(each.name for each in lost)
-        say(f"node {names} is lost: {why}")
+        say(f"{_are(lost)} lost: {why}")
         for each in lost:
             self._nodes.remove(each)
             self._store.set(_of(each.id, "lost"), True)
         if not slots:
             return
         if reason := self._why_over(slots):
-            self._set_over(1, f"node {names} is lost, and {reason}")
+            self._set_over(1, f"{_are(lost)} lost, and {reason}")
             return
         ranks = [rank for slot in slots for rank in self._ranks_of(slot)]
         self._newest = self._rounds.declare_lost(ranks, self._newest)
@@ -286,9 +307,10 @@ class Coordinator:
     def _why_over(self, slots: Sequence[int]) -> str:
         """Return why the ranks of lost nodes cannot be replaced; empty if they can."""
         if self._own_number in slots:
-            return "it keeps the job's store"
+            name = self._names[self._own_number]
+            return f"node {name} keeps the job's store (one without ranks can: --store)"
         if not self._can_repair:
-            return "without --moe-ft-repair auto it is not replaced"
+            return "without --moe-ft-repair auto no node is replaced"
         if not self._rounds.has_trained():
             return "no iteration was finished before"
         if self._rounds.has_broken_too_many(self._rounds.newest(self._newest) + 1):
@@ -296,7 +318,7 @@ class Coordinator:
                 f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
             )
         if not self._waits and len(slots) > self._num_free():
-            return "no spare is left (--moe-ft-spare restart)"
+            return "no spare is left (--moe-ft-spare restart); start more of them"
         return ""
 
     def _num_free(self) -> int:
@@ -346,6 +368,11 @@ class Coordinator:
             part.rename(self._status)
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
+
+
+def _are(nodes: Sequence[_Node]) -> str:
+    names = ", ".join(each.name for each in nodes)
+    return f"node {names} is" if len(nodes) == 1 else f"nodes {names} are"
 
 
 def _read_names(status: Path | None, num_nodes: int) -> list[str]:

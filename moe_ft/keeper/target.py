@@ -28,6 +28,7 @@ OF_NODES: Mapping[str, str] = {
 }
 _NEEDED = ("nodes", "ranks-per-node", "meet")
 GRACE_S = 30  # of SLURM's KillWait, and of Kubernetes, by default
+_LEAST_GRACE_S = 10  # a spare takes over, or ranks get SIGTERM, in the first 5 s
 LEAVING_S = 30.0  # of it, for ranks to leave breakpoints and end
 TOKEN = "MOE_FT_KEEP_TOKEN"
 _FEWEST_BYTES = 16
@@ -152,7 +153,9 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         "MOE_FT_KEEP_STORE_ON": str(store),
         "MOE_FT_KEEP_LOST_AFTER_S": str(_number("lost-after", options.get("lost-after", "10"), 3)),
-        "MOE_FT_KEEP_GRACE_S": str(_number("grace", options.get("grace", str(GRACE_S)), 1)),
+        "MOE_FT_KEEP_GRACE_S": str(
+            _number("grace", options.get("grace", str(GRACE_S)), _LEAST_GRACE_S)
+        ),
         "MOE_FT_KEEP_STATUS": options.get("status", ""),
     }
 

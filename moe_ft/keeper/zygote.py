@@ -26,7 +26,15 @@ from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork
-from moe_ft.keeper.link import Link, Pulse, period_s, set_own_link, token_of, wants_repair
+from moe_ft.keeper.link import (
+    Link,
+    Pulse,
+    exit_signal,
+    period_s,
+    set_own_link,
+    token_of,
+    wants_repair,
+)
 from moe_ft.keeper.protocol import (
     IMPORTING,
     Answer,
@@ -390,6 +398,9 @@ def _link_of(request: RankRequest) -> Link:
 
 def _be_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
     """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
+    number = exit_signal(request.words)
+    if number is not None and number not in _ENDING:
+        signal.signal(number, signal.SIG_IGN)  # it would die of it until Megatron has its handler
     become(request, streams)
     set_own_link(link)
     if link is not None and link.died_s is not None:

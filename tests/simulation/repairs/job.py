@@ -148,6 +148,7 @@ class Job:
                 "MOE_FT_KEEP_TOKEN": "secret",
                 "MOE_FT_KEEP_STORE_ON": str(self.keeper),
                 "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
+                "MOE_FT_KEEP_GRACE_S": str(GRACE_S),
                 "MOE_FT_KEEP_STATUS": "",
             }
             launcher = self.world.kernel.make_process("launcher", node)

@@ -193,6 +193,19 @@ def test_pod_ends_with_the_code_of_a_rank_that_a_restart_at_once_would_not_help(
     assert f"pod: exit code {code}: " in done.stdout
 
 
+def test_sigterm_between_two_attempts_reaches_the_second(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\n[ -e "$0.1" ] && exec sleep 60\n: >"$0.1"\nexit 1\n'
+    )
+    functions = tmp_path / "functions"
+    functions.write_text('echo() { case "$*" in *"start again"*) kill -TERM $$ ;; esac; }\n')
+    given = {"REPAIR": "auto", "MAX_RESTARTS": "5", "BASH_ENV": str(functions), "ENDS": "never"}
+    done = subprocess.run([KUBERNETES / "pod.sh"], env={**environment, **given}, timeout=240)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_pod_that_is_removed_lets_its_ranks_save(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -1,13 +1,17 @@
 """Ranks that nodes get as they come, and the end of nodes that are told to end."""
 
+import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moe_ft.keeper import nodes
+from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.keeper import job_store, node, nodes
 from moe_ft.keeper.node import PlannedEnd
 from moe_ft.keeper.nodes import Coordinator, NodeSeat
 from moe_ft.keeper.rounds import Rounds
@@ -17,13 +21,13 @@ SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
 
 
 class Job:
-    """Two nodes of one rank each, and their coordinator."""
+    """Nodes of one rank each, by default two, and their coordinator."""
 
-    def __init__(self, status: Path | None = None) -> None:
+    def __init__(self, status: Path | None = None, num_nodes: int = 2) -> None:
         self.store = signed()
         self.coordinator = Coordinator(
             self.store,
-            num_nodes=2,
+            num_nodes=num_nodes,
             ranks_per_node=1,
             own_number=0,
             lost_after_s=1000,
@@ -63,7 +67,53 @@ def test_node_that_took_over_keeps_its_ranks_in_the_next_start(tmp_path: Path) -
     assert status.read_text().split() == ["-", "host0", "host2"]
 
 
-def test_spare_gets_the_ranks_of_a_node_that_does_not_come(
+@pytest.mark.parametrize(
+    ("before", "names", "at_once", "later"),
+    [
+        ("hhh", "hhh", [[0], [1], [2]], [[], [], []]),
+        ("ab", "ba", [[0], [1]], [[], []]),
+        ("abc", "xzy", [[0], [], []], [[], [1], [2]]),
+        ("abc", "acb", [[0], [2], [1]], [[], [], []]),
+        ("abcd", "axdy", [[0], [], [3], []], [[], [1], [], [2]]),
+    ],
+    ids=["one host", "swapped", "others", "moved", "some others"],
+)
+def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
+    before: str,
+    names: str,
+    at_once: list[list[int]],
+    later: list[list[int]],
+    tmp_path: Path,
+    advance: Callable[[float], None],
+) -> None:
+    status = tmp_path / "status"
+    status.write_text("\n".join(["1", *before]))
+    job = Job(status, len(before))
+    seats = [job.come(name, number) for number, name in enumerate(names)]
+    assert [ranks(seat) for seat in seats] == at_once
+    advance(nodes._MISSING_S + 1)
+    job.coordinator.step()
+    assert [ranks(seat) for seat in seats] == later
+
+
+def test_spare_gets_the_ranks_of_its_number_first(
+    advance: Callable[[float], None], tmp_path: Path
+) -> None:
+    status = tmp_path / "status"
+    status.write_text("1\na\nb\nc\n")
+    job = Job(status, 3)
+    seats = {number: job.come(f"host{number}", number) for number in (3, 2, 0, 1)}
+    advance(nodes._MISSING_S + 1)
+    job.coordinator.step()
+    assert {number: ranks(seat) for number, seat in seats.items()} == {
+        0: [0],
+        1: [1],
+        2: [2],
+        3: [],
+    }
+
+
+def test_spare_gets_the_ranks_of_a_node_a_node_that_does_not_come(
     advance: Callable[[float], None],
 ) -> None:
     job = Job()
@@ -86,7 +136,10 @@ def test_spare_gets_the_ranks_of_a_node_that_does_not_come(
     ids=["node", "node and spare", "node 0", "spare"],
 )
 def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
-    told: list[int], saves: bool, advance: Callable[[float], None]
+    told: list[int],
+    saves: bool,
+    advance: Callable[[float], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = Job()
     seats = [job.come(f"host{number}", number) for number in range(3)]
@@ -99,6 +152,21 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
     assert [seat.is_to_save() for seat in seats] == [saves] * 3
     assert [seat.is_lost() for seat in seats] == [not saves and n in told for n in range(3)]
     assert ranks(seats[2]) == ([1] if told == [1] else [])
+    said = {
+        "1": "node host1 is lost: told to end",
+        "12": "nodes host1, host2 are told to end, without a replacement: there are too few spares",
+        "0": "node host0 is told to end, without a replacement: node host0 keeps the job's store",
+        "2": "node host2 is lost: told to end",
+    }
+    assert said["".join(map(str, told))] in capsys.readouterr().err
+    if saves:
+        more = [job.come(f"host{number}", number) for number in (3, 4)]
+        seats[1].leave()
+        more[1].leave()
+        job.coordinator.step()
+        advance(nodes._GATHER_S + 0.5)
+        job.coordinator.step()
+        assert not any(seat.is_lost() for seat in seats), "ranks that save are left alone"
 
 
 def test_ranks_get_the_exit_signal_and_sigterm_in_time_to_leave_breakpoints() -> None:
@@ -116,9 +184,123 @@ def test_ranks_get_the_exit_signal_and_sigterm_in_time_to_leave_breakpoints() ->
     assert [end.due_signal(True) for _ in range(2)] == [signal.SIGTERM, None]
 
 
-@pytest.mark.parametrize(("words", "grace_s"), [(SAVING, 30), (SAVING[:1], 100)])
-def test_ranks_that_cannot_save_get_sigterm_at_once(words: tuple[str, ...], grace_s: float) -> None:
+@pytest.mark.parametrize(
+    ("words", "grace_s", "why", "at_sigterm"),
+    [
+        (SAVING, 30, "30 s (--grace) are not enough: ", "what they have in memory stays"),
+        (SAVING[:1], 100, "without --exit-signal-handler: ", "what they have in memory stays"),
+        (SAVING[:2], 100, "all ranks have 100 s (--grace) to bring", "save and end"),
+        (SAVING[:2], 20, "all ranks have 20 s (--grace) to bring", "save and end"),
+    ],
+)
+def test_ranks_without_another_signal_get_sigterm_at_once(
+    words: tuple[str, ...], grace_s: float, why: str, at_sigterm: str
+) -> None:
     end = PlannedEnd(words, grace_s, lambda: 0.0)
     end.tell()
-    assert "not enough" in end.describe()
+    assert why in end.describe() and at_sigterm in end.describe_sigterm()
     assert end.due_signal(True) is signal.SIGTERM
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return and set the variables of node 2, which is a spare."""
+    found = {
+        "MOE_FT_NODE_ID": "host2",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "host0",
+        "MOE_FT_KEEP_STORE_ON": "0",
+        "MOE_FT_KEEP_LOST_AFTER_S": "100",
+        "MOE_FT_KEEP_GRACE_S": "100",
+    }
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+class Cut:
+    """A store that does not answer, once."""
+
+    def __init__(self, store: SignedStore) -> None:
+        self._store, self.is_cut = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_cut:
+            raise TimeoutError("cut off")
+        return getattr(self._store, name)
+
+
+def test_node_that_is_told_to_end_and_cut_off_does_not_come_again(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job()
+    store: Any = Cut(job.store)
+    member = node.Node(environment, SAVING, lambda limit_s: store)
+    member.on_signal(signal.SIGTERM)
+    store.is_cut = True
+    assert member.run() == 0
+    assert job.store.length("nodes/arrived") == 1
+    assert "node host2 ends: it is told to end, and is cut off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["told", "told when cut off"])
+def test_node_says_under_its_newest_name_that_it_is_told_to_end(
+    is_cut: bool,
+    environment: dict[str, str],
+    advance: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = Job()
+    store: Any = Cut(job.store)
+    member: node.Node
+
+    def reach(limit_s: float) -> Any:
+        if store.is_cut:
+            store.is_cut = False
+            member.on_signal(signal.SIGTERM)
+        return store
+
+    def decide(self: node.Node, timeout_s: float) -> None:
+        job.coordinator.step()
+        advance(nodes._GATHER_S)
+
+    member = node.Node(environment, SAVING, reach)
+    monkeypatch.setattr(node.Node, "_hear", decide)
+    store.is_cut = is_cut
+    if not is_cut:
+        member.on_signal(signal.SIGTERM)
+    assert member.run() == 0
+    assert job.store.length("nodes/arrived") == 1 + is_cut
+    assert job.store.values("nodes/leaving") == [job.store.values("nodes/arrived")[-1]["id"]]
+    assert "node host2 ends: it was a spare, and it is told to end" in capsys.readouterr().err
+
+
+def test_ranks_are_ended_once(environment: dict[str, str]) -> None:
+    job = Job()
+    member = node.Node(environment, SAVING, lambda limit_s: job.store)
+    rank, zygote = socket.socketpair()
+    found = node._Rank(rank, None)
+    member._ranks.append(found)
+    member._selector.register(rank, selectors.EVENT_READ, found)
+    zygote.close()  # the zygote has ended
+    for _ in range(2):
+        member._end_ranks(signal.SIGKILL)
+    assert rank.fileno() == -1
+
+
+def test_node_has_its_name_once_it_has_joined(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def connect(*_: object) -> None:
+        assert names == ["moe_ft_joins"]
+        raise OSError("nobody listens")
+
+    monkeypatch.setattr(node, "set_process_name", names.append)
+    monkeypatch.setattr(job_store, "connect", connect)
+    with pytest.raises(SystemExit):
+        node.main(SAVING)
+    assert names == ["moe_ft_joins"]

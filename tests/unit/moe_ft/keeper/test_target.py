@@ -125,7 +125,7 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
         ({"--meet": "node0"}, "0" * 32, r"--meet node0 must be HOST:PORT"),
         ({"--nodes": "0"}, "0" * 32, r"--nodes 0 must be a whole number, at least 1"),
         ({"--number": "-1"}, "0" * 32, r"--number -1 must be a whole number"),
-        ({"--grace": "0"}, "0" * 32, r"--grace 0 must be a whole number, at least 1"),
+        ({"--grace": "9"}, "0" * 32, r"--grace 9 must be a whole number, at least 10"),
         ({"--store": "1"}, "0" * 32, r"--store 1 is the number of a node that trains"),
         ({"--lost-after": "2"}, "0" * 32, r"--lost-after 2 must be a whole number, at least 3"),
         ({}, "short", rf"{TOKEN} must be the same on all nodes, secret"),

@@ -109,6 +109,20 @@ while True:
     wait_for(lambda: not is_running(ready["child"]), "its end")
 
 
+def test_rank_ignores_the_exit_signal_of_megatron_until_that_has_its_handler(agent: Agent) -> None:
+    agent.script(
+        TELL
+        + "import signal; numbers = signal.SIGUSR1, signal.SIGTERM; "
+        + "tell(sys.argv[1], **{each.name: signal.getsignal(each).name for each in numbers})"
+    )
+    words = ("--exit-signal-handler", "--exit-signal", "SIGUSR1")
+    agent.start(0, "handled", *words)
+    agent.start(1, "default", *words[:1])
+    handled, default = (agent.read(name) for name in ("handled", "default"))
+    assert (handled["SIGUSR1"], handled["SIGTERM"]) == ("SIG_IGN", "SIG_DFL")
+    assert (default["SIGUSR1"], default["SIGTERM"]) == ("SIG_DFL", "SIG_DFL")
+
+
 def test_rank_dies_with_its_worker_and_the_zygote_serves_the_next(agent: Agent) -> None:
     agent.script(SLEEP)
     worker_pid = agent.start(0, "first")
