@@ -1,4 +1,4 @@
-"""Processes of this machine: its boot, their start, end and name, and the parent that ends them.
+"""Processes of this machine: its boot, their start, end and name, and what ends them.
 
 Standard library only; Linux.
 """
@@ -6,6 +6,8 @@ Standard library only; Linux.
 import ctypes
 import os
 import signal
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,6 +63,16 @@ def _status(pid: int) -> list[str]:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_within(seconds: float) -> None:
+    """End this process after some seconds, whatever its other threads wait for until then."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=leave, name="moe_ft-exit", daemon=True).start()
 
 
 def set_process_name(name: str) -> None:

@@ -166,11 +166,12 @@ class Zygote:
     def _end_silent(self) -> None:
         """Kill ranks without a beat for too long. Their death is repaired like any other, or not."""
         for rank in self._ranks:
-            if rank.link is None or rank.pulse is None or rank.link.hung_s:
+            if rank.link is None or rank.pulse is None:
                 continue
             silent_s = rank.pulse.silent_s()
             if silent_s > rank.link.limit_s:
                 rank.link.note_hang(silent_s)
+                rank.link.expect_beats(0)  # it is killed once
                 number = rank.request.environment.get("RANK")
                 say(
                     f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s "

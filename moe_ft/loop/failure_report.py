@@ -27,6 +27,7 @@ from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
 from moe_ft.loop.leaving import JobProcesses, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
@@ -95,7 +96,7 @@ class FailureReport(LoopListener):
         if isinstance(error, ConfigError | UnrecoverableError):
             return
         retire_own()  # the launcher restarts a job that fails by itself
-        _exit_within(_EXIT_DEADLINE_S + self._grace_s)
+        exit_within(_EXIT_DEADLINE_S + self._grace_s)  # broken groups may keep it from exiting
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
 
@@ -242,13 +243,3 @@ def _describe(silent: list[int], timed_out: bool, log_directory: Path) -> str:
 def _last_seen(rank: int, log_directory: Path) -> str:
     progress = read_progress(log_directory, rank)
     return f" (last in iteration {progress.iteration}, {progress.phase})" if progress else ""
-
-
-def _exit_within(seconds: float) -> None:
-    """End the process after some seconds, also if broken process groups keep it from exiting."""
-
-    def leave() -> None:
-        time.sleep(seconds)
-        os._exit(1)
-
-    threading.Thread(target=leave, daemon=True).start()

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, override
@@ -28,9 +27,11 @@ from moe_ft.faults import Section
 from moe_ft.files.patience import excused_until_s, progress_s
 from moe_ft.keeper.link import own_link
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.processes import exit_within
 from moe_ft.saying import say
 
 LOOK_S = 1.0
+LAST_WORDS_S = 10.0  # of a process that ends: what it writes to may be what its thread waits for
 FACTOR = 10  # of the longest silence so far
 NUM_ITERATIONS = 10  # of this process, before anything that was learned counts
 FLOORS_S = {
@@ -48,6 +49,14 @@ _MEETINGS = (
     "keeper/job_store.py",
     "repair/watcher.py",
 )
+# Packages in which a rank waits for what others do, on the CPU, right in one of their calls.
+_EXCHANGES = (
+    "/torch/distributed/",
+    "/deep_ep/",
+    "/transformer_engine/pytorch/ep",
+    "/megatron/core/transformer/moe/fused_a2a.py",  # which calls both
+)
+_BACKWARD, _OF_BACKWARD = "/torch/autograd/graph.py", "/torch/autograd/function.py"
 _DEBUGGERS = ("/bdb.py", "/pydevd.py")
 
 
@@ -63,6 +72,7 @@ class Limits:
     def __init__(self, given_s: float | None, timeout_s: float, loop: LoopState) -> None:
         """Know nothing yet."""
         self._given_s, self._timeout_s, self._loop = given_s, timeout_s, loop
+        self.knows_device = True  # False: what waits for others there cannot be told from a hang
         self._longest_s: dict[Section, float] = {}
 
     def learn(self, section: Section, silent_s: float) -> None:
@@ -73,11 +83,11 @@ class Limits:
         """Return the limit of a section in seconds."""
         passes = self._loop.num_passes
         if self._given_s is not None:
-            return self._given_s
+            return self._given_s if self.knows_device else max(self._given_s, self._timeout_s)
         if section not in FLOORS_S:
             return FACTOR * self._timeout_s
         is_known = passes[section] and passes[Section.ITERATION] >= NUM_ITERATIONS
-        if self._loop.is_first or not is_known:
+        if self._loop.is_first or not is_known or not self.knows_device:
             return self._timeout_s
         return max(FLOORS_S[section], FACTOR * self._longest_s.get(section, 0.0))
 
@@ -97,6 +107,7 @@ class Silence:
         self._seconds = 0.0
         self._begin_s = self._looked_s = time.monotonic()
         self._written: int | None = None
+        self._has_failed = False
 
     def look(self) -> float:
         """Return the seconds so far. They begin again with whatever explains them."""
@@ -104,7 +115,7 @@ class Silence:
         begin_s = max(self._begin_s, excused_until_s(thread), progress_s(thread))
         # A longer time between two looks says that this process did not run, and nothing about the thread.
         is_explained = now_s - self._looked_s > _LONGEST_LOOK_S or (
-            now_s - begin_s > LOOK_S and (self._waits() or self._writes(now_s - begin_s))
+            now_s - begin_s > LOOK_S and self._has_reason(now_s - begin_s)
         )
         begin_s, self._looked_s = now_s if is_explained else begin_s, now_s
         if begin_s > self._begin_s:
@@ -116,6 +127,16 @@ class Silence:
         self._section, self._is_first = section, self._loop.is_first
         self._seconds = max(0.0, now_s - begin_s)
         return self._seconds
+
+    def _has_reason(self, silent_s: float) -> bool:
+        """Return whether the thread may be silent; True if that cannot be seen."""
+        try:
+            return self._waits() or self._writes(silent_s)
+        except Exception as error:  # no descriptor is left, or the device has failed
+            if not self._has_failed:
+                say(f"whether this rank hangs cannot be seen now: {type(error).__name__}: {error}")
+            self._has_failed = True
+            return True
 
     def _writes(self, silent_s: float) -> bool:
         """Return whether a checkpoint that is soon too late has written more since the last look."""
@@ -159,7 +180,14 @@ class Hangs(LoopListener):
             self._watcher.start()
 
     def after_setup(self, built: Built) -> None:
-        """Learn which device may be what this rank waits for."""
+        """Learn which device may be what this rank waits for.
+
+        One that captures graphs is not asked: a question of another thread breaks a capture.
+        """
+        configs = (getattr(part, "config", None) for part in built[0])
+        if any(getattr(each, "cuda_graph_impl", None) not in (None, "none") for each in configs):
+            self._limits.knows_device = False
+            return
         on_gpu = (each for part in built[0] for each in part.parameters() if each.is_cuda)
         if (parameter := next(on_gpu, None)) is not None:
             self._stream = torch.cuda.current_stream(parameter.device)
@@ -192,44 +220,74 @@ class Hangs(LoopListener):
     def _end(self, section: Section, silent_s: float, limit_s: float) -> None:
         """Say where the training thread is, and end the process: it is replaced, or all start again."""
         loop, rank = self._loop, self._log.rank
-        if (link := own_link()) is not None:
-            link.note_hang(silent_s)
-        say(
-            f"rank {rank} hangs in iteration {loop.iteration}, phase {loop.phase}, and ends: in its "
-            f"{section} it has made no progress for {silent_s:.1f} s, and waits for no other rank. The limit "
-            f"is {limit_s:.0f} s ({flag_of('hang_limit')}={self._limits}). It is in:\n"
-            + stack_of(self._training_thread)
-        )
-        self._log.write(
-            "hang",
-            loop.iteration,
-            section=section.value,
-            phase=loop.phase.value,
-            silent_s=silent_s,
-            limit_s=limit_s,
-        )
-        sys.stdout.flush()
-        os._exit(1)
+        try:
+            exit_within(LAST_WORDS_S)
+            if (link := own_link()) is not None:
+                link.note_hang(silent_s)
+            say(
+                f"rank {rank} hangs in iteration {loop.iteration}, phase {loop.phase}, and ends: in its "
+                f"{section} it has made no progress for {silent_s:.1f} s, and waits for no other rank. The "
+                f"limit is {limit_s:.0f} s ({flag_of('hang_limit')}={self._limits}). It is in:\n"
+                + stack_of(self._training_thread)
+            )
+            self._log.write(
+                "hang",
+                loop.iteration,
+                section=section.value,
+                phase=loop.phase.value,
+                silent_s=silent_s,
+                limit_s=limit_s,
+            )
+            sys.stdout.flush()
+        finally:  # also if nothing can be said
+            os._exit(1)
 
 
 def stack_of(thread: int) -> str:
-    """Return where a thread is, for people; empty if it has ended."""
-    frame = sys._current_frames().get(thread)
-    return "" if frame is None else "".join(traceback.format_stack(frame))
+    """Return where a thread is, for people; empty if it has ended.
+
+    It is without lines of the source, which may be on storage that does not answer.
+    """
+    frame, lines = sys._current_frames().get(thread), list[str]()
+    while frame is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}\n')
+        frame = frame.f_back
+    return "".join(reversed(lines))
 
 
 def waits_for_others(thread: int) -> bool:
-    """Return whether a thread is in a function of torch.distributed, or waits for what it has begun."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    """Return whether a thread exchanges something with other ranks, or waits for what it has begun.
+
+    A backward pass on a GPU runs in a thread of torch, for which this one waits.
+    """
+    frames = sys._current_frames()
+    if (frame := frames.get(thread)) is None:
         return False
+    if frame.f_code.co_filename.endswith(_BACKWARD):
+        of_backward = (each for each in frames.values() if _begins_in(each, _OF_BACKWARD))
+        return any(map(_is_exchange, (frame, *of_backward)))
+    return _is_exchange(frame)
+
+
+def _is_exchange(frame: FrameType) -> bool:
     if _method(frame) == "wait" or frame.f_code.co_filename.endswith(_MEETINGS):
         return True
-    while frame is not None and "/torch/" in frame.f_code.co_filename:
-        if "/torch/distributed/" in frame.f_code.co_filename:
+    inner: FrameType | None = frame
+    while inner is not None:
+        name = inner.f_code.co_filename
+        if any(each in name for each in _EXCHANGES):
             return True
-        frame = frame.f_back
+        if "/torch/" not in name:
+            return False
+        inner = inner.f_back
     return False
+
+
+def _begins_in(frame: FrameType, file: str) -> bool:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename.endswith(file)
 
 
 def _method(frame: FrameType) -> str:

@@ -251,7 +251,8 @@ class Listeners:
 
     def begin_iteration(self, iteration: int) -> None:
         """Note that the loop is about to run an iteration."""
-        self.loop.is_first = self.loop.section is Section.SETUP
+        if self.loop.section is Section.BETWEEN:
+            self.loop.num_passes[Section.BETWEEN] += 1
         self._enter_section(Section.ITERATION)
         self.before_batch()
         loop = self.loop
@@ -344,6 +345,7 @@ class Listeners:
         loop = self.loop
         loop.phase, loop.is_in_iteration = Phase.SETUP, False
         loop.is_torn = loop.is_replaying = False
+        loop.is_first = True
         loop.num_tokens, loop.grad_norm = None, None
 
     def end_training(self) -> None:

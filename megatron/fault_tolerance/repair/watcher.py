@@ -20,7 +20,8 @@ from moe_ft.errors import SnapshotError
 from moe_ft.files.patience import excused_until_s, progress_s
 from moe_ft.keeper.link import Link
 from moe_ft.keeper.rounds import Rounds
-from moe_ft.loop.hangs import stack_of
+from moe_ft.loop.hangs import LAST_WORDS_S, stack_of
+from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
@@ -119,6 +120,7 @@ class Watcher:
         thread = self._training_thread
         if now_s - max(self._freed_s, excused_until_s(thread), progress_s(thread)) < STUCK_S:
             return
+        exit_within(LAST_WORDS_S)
         self._link.note_hang(now_s - since_s)
         say(
             f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
@@ -202,6 +204,7 @@ def ending_after(seconds: float, link: Link) -> Iterator[None]:
         while not has_ended.wait(wait_s):
             wait_s = max(begin_s, progress_s(thread)) + seconds - time.monotonic()
             if wait_s <= 0:
+                exit_within(LAST_WORDS_S)
                 link.retire()
                 say(f"a repair has made no progress for {seconds:.0f} s: this rank ends")
                 sys.stdout.flush()

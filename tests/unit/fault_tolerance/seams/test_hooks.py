@@ -220,7 +220,9 @@ def test_sections_of_the_loop_are_told_and_an_evaluation_gets_further_with_each_
         program.run_iteration(1)
         training.evaluate(program.forward_step, None)
         assert program.train() == "trained"
+        assert not program.loop.is_first
         program.listeners.suspend(4)
+        assert program.loop.is_first
     assert sections.entered == [
         *(Section.ITERATION, Section.BETWEEN, Section.EVALUATION, Section.BETWEEN),
         *(Section.CHECKPOINT, Section.BETWEEN, Section.ITERATION, Section.BETWEEN),
@@ -228,6 +230,7 @@ def test_sections_of_the_loop_are_told_and_an_evaluation_gets_further_with_each_
     ]
     assert program.loop.num_passes == {
         Section.ITERATION: 2,
+        Section.BETWEEN: 1,
         Section.EVALUATION: 1,
         Section.CHECKPOINT: 1,
     }

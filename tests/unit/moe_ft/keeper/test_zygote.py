@@ -6,13 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moe_ft.keeper import forked_rank
 from moe_ft.keeper import zygote as zygotes
 from moe_ft.keeper.forked_rank import why_not_to_fork
+from moe_ft.keeper.link import Link, Pulse
 from moe_ft.keeper.target import Target
 from moe_ft.keeper.zygote import Zygote, import_modules
 from tests.kept_job import KeptResult, run_kept
@@ -80,6 +84,8 @@ def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 ARMED = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper import job_store, rounds
 from moe_ft.keeper.link import Heart, own_link
@@ -154,6 +160,30 @@ def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_pa
     line = f"rank 0 (process {first['pid']}) has given no sign of life for {second['hung_s']:.1f} s"
     assert line in result.log.read_text()
     wait_for(lambda: not is_running(first["child"]), "the end of what it has started")
+
+
+def test_rank_that_has_noted_its_hang_and_is_silent_then_is_killed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(zygotes, "_send", lambda rank, number: killed.append(rank.pid))
+    link = Link()
+    link.expect_beats(0.01)
+    link.note_hang(5.0)
+    rank = SimpleNamespace(
+        pid=7, link=link, pulse=Pulse(link), request=SimpleNamespace(environment={"RANK": "0"})
+    )
+    keeper = SimpleNamespace(_ranks=[rank])
+
+    def look() -> list[int]:
+        time.sleep(0.02)
+        Zygote._end_silent(cast(Any, keeper))
+        return killed
+
+    wait_for(look, "its end")
+    for _ in range(20):
+        look()
+    assert killed == [7]
 
 
 def test_rank_that_hangs_and_is_not_armed_ends_its_worker(tmp_path: Path) -> None:

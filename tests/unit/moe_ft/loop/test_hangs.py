@@ -3,18 +3,25 @@
 The simulation of repairs has hangs in each section of the loop, and what is none.
 """
 
+import _thread
 import bdb
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
@@ -26,12 +33,13 @@ from moe_ft.loop import hangs
 from moe_ft.loop.hangs import (
     Hangs,
     Limits,
+    Silence,
     is_debugged,
     stack_of,
     waits_for_others,
     written_bytes,
 )
-from moe_ft.loop.listeners import LoopState
+from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.loops import last_event
 from tests.waiting import wait_for
 
@@ -84,20 +92,63 @@ def after_a_wait(ends: threading.Event) -> None:
         pow(3, 100000)
 
 
+def in_file(name: str, ends: threading.Event, act: Callable[[], object]) -> Callable[[], None]:
+    """Return a function of a file of some package that calls another one until the event is set."""
+    source = "def calls():\n    while not ends._flag:\n        act()"
+    names: dict[str, Any] = {"ends": ends, "act": act}
+    exec(compile(source, f"/packages/{name}", "exec"), names)
+    return cast(Callable[[], None], names["calls"])
+
+
+def for_tokens(ends: threading.Event) -> None:
+    in_file("deep_ep/buffer.py", ends, partial(time.sleep, 0.01))()
+
+
+def for_tokens_in_a_wrapper(ends: threading.Event) -> None:
+    of_torch = in_file("torch/_ops.py", ends, partial(time.sleep, 0.01))
+    in_file("deep_ep/hybrid_ep_buffer.py", ends, of_torch)()
+
+
+def in_a_layer(ends: threading.Event) -> None:
+    layer = in_file("layer.py", ends, partial(time.sleep, 0.01))
+    in_file("megatron/core/transformer/moe/fused_a2a.py", ends, layer)()
+
+
+def backward(ends: threading.Event, name: str) -> None:
+    """Wait as a training thread does for a backward pass on a GPU, which is in a file of some package."""
+    inner = in_file(name, ends, partial(time.sleep, 0.01))
+    _thread.start_new_thread(in_file("torch/autograd/function.py", ends, inner), ())
+    in_file("torch/autograd/graph.py", ends, partial(time.sleep, 0.01))()
+
+
+def for_tokens_in_backward(ends: threading.Event) -> None:
+    backward(ends, "deep_ep/buffer.py")
+
+
+def in_a_layer_in_backward(ends: threading.Event) -> None:
+    backward(ends, "layer.py")
+
+
 @pytest.mark.parametrize(
     ("act", "waits"),
     [
         (in_a_barrier, True),
         (for_what_it_has_begun, True),
         (computing, False),
+        (for_tokens, True),
+        (for_tokens_in_a_wrapper, True),
+        (for_tokens_in_backward, True),
+        (in_a_layer, False),
+        (in_a_layer_in_backward, False),
         (for_another_thread, False),
         (after_a_wait, False),
     ],
 )
-def test_thread_in_a_call_of_torch_distributed_waits_for_others(
+def test_thread_in_an_exchange_waits_for_others(
     act: Callable[[threading.Event], None], waits: bool
 ) -> None:
     with blocked(act) as thread:
+        wait_for(lambda: waits_for_others(thread) or not waits, "a thread that it starts")
         assert waits_for_others(thread) == waits, stack_of(thread)
         assert not is_debugged(thread)
 
@@ -133,6 +184,15 @@ def loop_at(section: Section, **passes: int) -> LoopState:
     return loop
 
 
+def trained(num_iterations: int) -> LoopState:
+    """Return the state of a loop that is between two iterations."""
+    listeners = Listeners(LoopState(), [])
+    for iteration in range(num_iterations):
+        listeners.begin_iteration(iteration)
+        listeners.end_iteration({}, is_skipped=False, num_samples=1)
+    return listeners.loop
+
+
 @pytest.mark.parametrize(
     ("loop", "silent_s", "limit_s"),
     [
@@ -145,7 +205,9 @@ def loop_at(section: Section, **passes: int) -> LoopState:
         (loop_at(Section.EVALUATION, ITERATION=10, EVALUATION=1), 7.0, 70.0),
         (loop_at(Section.CHECKPOINT, ITERATION=10, CHECKPOINT=1), 7.0, 300.0),
         (loop_at(Section.CHECKPOINT, ITERATION=10, CHECKPOINT=1), 90.0, 900.0),
-        (loop_at(Section.BETWEEN, ITERATION=10, BETWEEN=9), 1.0, 300.0),
+        (trained(1), 1.0, TIMEOUT_S),
+        (trained(10), 1.0, 300.0),
+        (trained(10), 40.0, 400.0),
     ],
 )
 def test_limit_is_ten_times_the_longest_silence_once_a_section_is_known(
@@ -189,7 +251,80 @@ def test_silent_rank_says_where_it_is_and_ends(
     assert link.section is Section.EVALUATION, "the zygote knows it too"
     said = capfd.readouterr().err
     assert "rank 3 hangs in iteration 4, phase backward, and ends: in its evaluation it" in said
-    assert "The limit is 1 s (--moe-ft-hang-limit=1)" in said and "time.sleep(1000)" in said
+    assert "The limit is 1 s (--moe-ft-hang-limit=1)" in said and f'{__file__}", line ' in said
+
+
+def test_look_that_fails_ends_no_watch_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hangs, "LOOK_S", 0.0)
+    loop = loop_at(Section.ITERATION)
+    answers: Iterator[bool | Exception] = iter(
+        [OSError(24, "no descriptor"), RuntimeError(), False]
+    )
+
+    def waits() -> bool:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    silence = Silence(0, loop, Limits(5.0, TIMEOUT_S, loop), waits)
+    time.sleep(0.01)
+    assert (silence.look(), silence.look()) == (0.0, 0.0), "who cannot see it blames nobody"
+    time.sleep(0.01)
+    assert silence.look() > 0.0
+    said = capsys.readouterr().err
+    assert said.count("cannot be seen") == 1 and "OSError: [Errno 24] no descriptor" in said
+
+
+@pytest.mark.parametrize("impl", [None, "none", "transformer_engine"])
+def test_device_that_captures_graphs_is_not_asked_and_no_limit_is_learned(
+    impl: str | None, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    weight = SimpleNamespace(is_cuda=True, device="cuda:0")
+    config = SimpleNamespace(cuda_graph_impl=impl)
+    model = [SimpleNamespace(config=config, parameters=lambda: iter([weight]))]
+    is_graph = impl == "transformer_engine"
+    loop = loop_at(Section.ITERATION, ITERATION=10)
+    for given, limit_s in ("auto", 60.0), ("25", 25.0):
+        watch = Hangs(RecoveryConfig(hang_limit=given), loop, event_log, TIMEOUT_S)
+        watch.after_setup((model, None, None))
+        assert watch._stream == (None if is_graph else "stream of cuda:0")
+        assert watch._limits.of(loop.section) == (TIMEOUT_S if is_graph else limit_s)
+
+
+def _full_pipe(log: EventLog) -> None:
+    """Be in a write to a stream that nobody reads; others who write to it wait for that."""
+    os.dup2(os.pipe()[1], 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stderr.write("x" * (1 << 20))
+
+
+def _silent_storage(log: EventLog) -> None:
+    """Be in a write to the event log, whose storage does not answer."""
+    with log._lock:
+        signal.pause()
+
+
+@pytest.mark.parametrize("hang", [_full_pipe, _silent_storage])
+def test_silent_rank_ends_although_what_it_says_waits_for_what_hangs(
+    hang: Callable[[EventLog], None], event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "LOOK_S", 0.05)
+    monkeypatch.setattr(hangs, "LAST_WORDS_S", 0.5)
+    watch = Hangs(RecoveryConfig(hang_limit="1"), LoopState(), event_log, TIMEOUT_S)
+    pid = os.fork()
+    if pid == 0:
+        gc.freeze()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            watch.start()
+            hang(event_log)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 @pytest.mark.parametrize("given", ["auto", "86400"])
