@@ -90,6 +90,7 @@ class Pods(KeptNodes):
         assert found == reference(place.references, place.dataset_flags, NUM_ITERATIONS)
 
 
+@pytest.mark.rest
 def test_spare_takes_over_from_a_pod_that_is_killed_which_comes_back_and_takes_over_from_one_drained(
     place: Place,
 ) -> None:

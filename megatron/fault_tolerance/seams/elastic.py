@@ -286,9 +286,9 @@ def _lines(args: argparse.Namespace, found: Fit) -> list[str]:
     share = f"share {args.global_batch_size} samples" + (f" equally ({why})" if why else "")
     lines = []
     if ep != wanted:
-        flag = f"--expert-model-parallel-size {wanted}"
-        too_few = num < _ranks_of_model(args, wanted)
-        cause = f"too few ranks for {flag}" if too_few else f"ranks of {flag} cannot {share}"
+        cause = f"too few ranks for --expert-model-parallel-size {wanted}"
+        if num >= _ranks_of_model(args, wanted):
+            cause = f"ranks of --expert-model-parallel-size {wanted} cannot {share}"
         lines.append(f"{cause}: experts are on {ep} ranks each, which need memory for more of them")
     if found.num_waiting:
         is_whole = found.num_waiting >= _ranks_of_model(args, ep)
