@@ -57,15 +57,14 @@ class Store:
         self._reach(key)
         self.values.append(key, text)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Return a text after it was written if it is missing; as torch does, only if none was expected."""
-        assert expected == desired or not expected, (
-            "only to read without waiting, or to be the first"
-        )
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        """Write a text in the place of an expected one, or of none; return what is there, as torch does."""
+        expected = expected.decode() if isinstance(expected, bytes) else expected
         self._reach(key)
-        if not expected:
-            return self.values.texts.setdefault(key, desired).encode()
-        return self.values.texts.get(key, expected).encode()
+        texts = self.values.texts
+        if texts.get(key, "") == expected:
+            texts[key] = desired
+        return texts.get(key, expected).encode()
 
 
 class _StoreOfStart(Store):
