@@ -87,7 +87,11 @@ class Oracle:
         self._trains[rank.rank] = rank._process
         self._finished.add(rank.membership.round)
         self.check_silenced(rank._job)
-        self.num_repairs, self.num_deaths = self.num_repairs + 1, 0
+        now = [rank._job.process_of(each) for each in range(rank._job.size)]
+        self.num_repairs += 1
+        self.num_deaths = sum(
+            each is None or not each.is_alive or each in self.halted for each in now
+        )
         if self.limit_s and kernel.now > self.limit_s and not self.excuses:
             self.violate(f"a repair ends {kernel.now - self.limit_s:.1f} s too late")
 

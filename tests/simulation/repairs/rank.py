@@ -283,7 +283,11 @@ class Rank:
             while self._kernel.now < end_s:
                 local[product.WRITTEN] = local.get(product.WRITTEN, 0) + 1
                 self._kernel.sleep(ITERATION_S / 2)
-            self._ends.gather("saved:", None, self._timeout_s)
+            try:
+                self._ends.gather("saved:", None, self._timeout_s)
+            except RuntimeError:  # docs/repair.md: a death in a save restarts
+                self._job.oracle.excuses.append("a rank has died while others save")
+                raise
 
     def _train_step(self, iteration: int) -> None:
         if self.is_alone:
