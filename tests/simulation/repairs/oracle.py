@@ -34,6 +34,7 @@ class Oracle:
         self._members: dict[int, str] = {}  # by round
         self._finished: set[int] = set()
         self._trains: dict[int, Process] = {}  # by rank
+        self._since: dict[int, int] = {}  # round, by rank
         self._final: dict[int, int] = {}
 
     def begin(self) -> None:
@@ -84,8 +85,12 @@ class Oracle:
 
     def finishes(self, rank: Rank) -> None:
         kernel = rank._process.kernel
-        self._trains[rank.rank] = rank._process
-        self._finished.add(rank.membership.round)
+        number = rank.membership.round
+        if number >= self._since.get(
+            rank.rank, 0
+        ):  # a node that was silent may finish a round of before
+            self._since[rank.rank], self._trains[rank.rank] = number, rank._process
+        self._finished.add(number)
         self.check_silenced(rank._job)
         now = [rank._job.process_of(each) for each in range(rank._job.size)]
         self.num_repairs += 1
