@@ -86,7 +86,7 @@ class ElasticJob(LayoutJob):
 
 
 EXACT = {
-    # What a micro-batch decides, such as a balancing loss, depends on the cells.
+    # A loss that a micro-batch decides by itself, such as the balancing loss, depends on the cells.
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "bf16": False,

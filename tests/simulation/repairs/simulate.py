@@ -37,7 +37,7 @@ _REPAIR_S = (
     75.0  # from the last fault to the end of a repair: the build, and connections that time out
 )
 _DEATHS = ("kill", "stop", "hang")
-# What a thread may take its time for, and is not killed for: its local state.
+# Reasons for which a thread may be silent without being ended, by fault; each sets local state of a rank.
 _EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
     "compute-long": lambda amount: {COMPUTES_S: amount * 0.8 * FLOOR_S},
     "slow-storage": lambda amount: {STORES_S: amount * 0.8 * TIMEOUT_S},
