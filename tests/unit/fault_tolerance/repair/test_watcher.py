@@ -83,6 +83,8 @@ def test_store_that_does_not_answer_holds_up_no_end_of_training(
         assert is_asked.wait(60.0)
     assert rank.watcher._thread.is_alive()
     is_answered.set()
+    # The next test forks: what this thread holds then, in OpenSSL say, nobody frees in the child.
+    rank.watcher._thread.join()
 
 
 class _Failing(Gloo):
