@@ -133,6 +133,7 @@ class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     seconds: float
     is_replacement: bool = False
     taken_over: dict[str, str] = {}
+    played: dict[str, int] = {}
 
 
 class Fault(Line, frozen=True, kw_only=True, tag_field="event", tag="fault_injected"):

@@ -223,6 +223,7 @@ def _summarize_repair(repair: Repair) -> Row:
         "replaced ranks": ", ".join(map(str, repair.dead_ranks)),
         "that hung": ", ".join(repair.hung_s) or "-",
         "nodes": ", ".join(f"{by} for {lost}" for lost, by in repair.taken_over.items()) or "-",
+        "played": ", ".join(f"{dead} by {by}" for dead, by in repair.played.items()) or "-",
         "in iteration": repair.broken_iteration + 1,
         "seconds": f"{repair.seconds:.1f}",
     }

@@ -13,7 +13,14 @@ from typing import Any, override
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.observability import ObservabilityConfig
-from moe_ft.config.rules import OF_ELASTIC, OF_REPAIRS, OF_SETTINGS, check_directories, check_rules
+from moe_ft.config.rules import (
+    OF_ELASTIC,
+    OF_PLAYING,
+    OF_REPAIRS,
+    OF_SETTINGS,
+    check_directories,
+    check_rules,
+)
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
@@ -243,6 +250,12 @@ class RecoveryConfig(Part):
         "and what has started it starts it again; wait = training waits for a node",
         choices=("restart", "wait"),
     )
+    without_spare: str = setting(
+        "off",
+        "under `python -m moe_ft keep --nodes`, when a node is lost and no spare node is left: reroute = "
+        "data-parallel peers of its ranks play their roles, at the full batch; off = as --moe-ft-spare says",
+        choices=("off", "reroute"),
+    )
     layout: str = setting(
         "same",
         "same = state of another number of ranks, or of other parallel sizes, is refused; any = it is "
@@ -370,7 +383,7 @@ class MoeFtConfig:
             )
         check_rules(OF_SETTINGS, self)
         self._check_recovery()
-        check_rules([OF_REPAIRS, *OF_ELASTIC], self)
+        check_rules([OF_REPAIRS, *OF_PLAYING, *OF_ELASTIC], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:

@@ -102,12 +102,22 @@ class _Reduction:
         """True if a reduction was begun and its result was not read."""
         return self._values is not None
 
-    def _join(self, ranks: Sequence[int], own: int) -> None:
-        """Make the groups of some ranks. Called by all ranks of the job, as torch wants it."""
+    def _join(
+        self,
+        ranks: Sequence[int],
+        own: int,
+        make_group: Callable[[Sequence[int]], Any] | None = None,
+    ) -> None:
+        """Make the groups of some ranks. Called by all ranks of the job, as torch wants it.
+
+        Args:
+            make_group: makes one among those who call; None for torch's function.
+        """
+        make_group = make_group or partial(dist.new_group, backend="gloo", timeout=self._timeout)
         levels = plan_levels(ranks)
         for level in levels:
             for members in level:
-                group = dist.new_group(members, backend="gloo", timeout=self._timeout)
+                group = make_group(members)
                 if own in members:
                     self._levels.append(
                         _Level(group=group, members=members, is_top=level is levels[-1])
@@ -296,6 +306,10 @@ class Agreement(_Reduction):
             dist.scatter_object_list(received, given, src=level.leader, group=level.group)
             (parts,) = received
         return parts[own]
+
+    def once(self, act: Callable[[], None]) -> None:
+        """Do something once in this process, when all ranks that it speaks for have come here."""
+        act()
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""

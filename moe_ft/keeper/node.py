@@ -373,6 +373,7 @@ def serve_store(
             can_repair=wants_repair(words),
             waits=flag_value(words, "--moe-ft-spare") == "wait",
             status=Path(status) if status else None,
+            can_play=flag_value(words, "--moe-ft-without-spare") == "reroute",
         )
         while coordinator.over is None or _has_ranks(environment):
             coordinator.step()

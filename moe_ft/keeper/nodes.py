@@ -2,8 +2,8 @@
 
 Each node has a process (node.py) that comes, beats, and does what it is told, all by signed values in the
 job's store. The process that keeps the store decides, and nobody else: it gives ranks to nodes, calls a node
-lost that is silent, and gives its ranks to a spare. The node where it runs cannot be replaced: node 0, or one
-without ranks.
+lost that is silent, and gives its ranks to a spare. If none is left it may have peers play their roles, until
+one comes. The node where it runs cannot be replaced: node 0, or one without ranks.
 
 A node that is told to end says so. It is replaced like one that is lost if spares are left that stay. Else
 all ranks save their state and end: it may be the end of the job, of which all nodes are told.
@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
@@ -135,6 +136,7 @@ class Coordinator:
         can_repair: bool,
         waits: bool,
         status: Path | None = None,
+        can_play: bool = False,
     ) -> None:
         """Know no node yet.
 
@@ -146,12 +148,14 @@ class Coordinator:
             waits: whether to wait for a spare if none is left, instead of ending the job.
             status: file that gets the exit code of the job, "-" before, and in the next lines the names of
                 the nodes by slot. Nodes that it names get the same ranks again: their memory has their state.
+            can_play: whether peers play the roles of ranks that no spare takes.
         """
         self._store, self._rounds = store, Rounds(store, 0, num_nodes * ranks_per_node)
         self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
         self._own_number = own_number
         self._lost_after_s, self._can_repair, self._waits = lost_after_s, can_repair, waits
-        self._status = status
+        self._status, self._can_play = status, can_play
+        self._played: set[int] = set()  # slots without a node: peers play the roles of their ranks
         self._nodes: list[_Node] = []
         self._names: dict[int, str] = {}  # by slot, of the node that has had it last
         self._before = _read_names(status, num_nodes)
@@ -172,6 +176,7 @@ class Coordinator:
             self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
         self._let_go()
         self._replace_missing()
+        self._bring_back()
         self._give_away()
         self._end()
 
@@ -228,9 +233,11 @@ class Coordinator:
             self._order(spare, Order(ranks=self._ranks_of(slot)))
         self._write_status()
 
-    def _ranks_of(self, slot: int) -> tuple[int, ...]:
-        first = slot * self._ranks_per_node
-        return tuple(range(first, first + self._ranks_per_node))
+    def _ranks_of(self, *slots: int) -> tuple[int, ...]:
+        size = self._ranks_per_node
+        return tuple(
+            each for slot in sorted(slots) for each in range(slot * size, (slot + 1) * size)
+        )
 
     def _order(self, node: _Node, order: Order) -> None:
         self._store.append(_of(node.id, "orders"), asdict(order))
@@ -291,10 +298,20 @@ class Coordinator:
         if reason := self._why_over(slots):
             self._set_over(1, f"{_are(lost)} lost, and {reason}")
             return
-        ranks = [rank for slot in slots for rank in self._ranks_of(slot)]
-        self._newest = self._rounds.declare_lost(ranks, self._newest)
+        played = self._slots_to_play(slots)
+        self._played |= played
+        heard_s = max(each.heard_s for each in lost)
+        self._newest = self._rounds.declare_lost(
+            self._ranks_of(*slots),
+            self._newest,
+            self._ranks_of(*self._played) if played else None,
+            heard_s,
+        )
+        if played:
+            ranks = ", ".join(map(str, self._ranks_of(*played)))
+            say(f"no spare is left: peers play the roles of ranks {ranks} (--moe-ft-without-spare)")
         for each in lost:
-            if each.slot is not None:
+            if each.slot is not None and each.slot not in played:
                 self._open[each.slot] = Order(
                     ranks=self._ranks_of(each.slot),
                     round=self._newest,
@@ -317,12 +334,42 @@ class Coordinator:
             return (
                 f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
             )
-        if not self._waits and len(slots) > self._num_free():
-            return "no spare is left (--moe-ft-spare restart); start more of them"
+        if not self._waits and len(slots) > self._num_free() and not self._slots_to_play(slots):
+            why = "; peers cannot play the roles of all ranks of a stage" * self._can_play
+            return f"no spare is left (--moe-ft-spare restart){why}; start more of them"
         return ""
+
+    def _slots_to_play(self, lost: Sequence[int]) -> set[int]:
+        """Return the slots of lost nodes that no spare can take, if peers can play all of their roles."""
+        count = len(lost) - max(0, self._num_free())
+        stages = self._rounds.stages() if self._can_play else ()
+        for chosen in combinations(sorted(lost), count) if count > 0 and stages else ():
+            dead = {*self._ranks_of(*self._played, *chosen)}
+            if all(any(dead.isdisjoint(group) for group in stage) for stage in stages):
+                return {*chosen}
+        return set()
 
     def _num_free(self) -> int:
         return sum(each.slot is None for each in self._nodes) - len(self._open)
+
+    def _bring_back(self) -> None:
+        """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
+        slots = sorted(self._played)[: max(0, self._num_free())]
+        if not slots or self._ends:
+            return
+        self._newest = self._rounds.newest(self._newest)
+        if not self._rounds.is_finished(self._newest):
+            return
+        self._played -= {*slots}
+        ranks, absent, now_s = self._ranks_of(*slots), self._ranks_of(*self._played), time.time()
+        self._newest = self._rounds.declare_lost(ranks, self._newest, absent, now_s)
+        for slot in slots:
+            self._open[slot] = Order(
+                ranks=self._ranks_of(slot),
+                round=self._newest,
+                died_s=now_s,
+                lost_node=self._names[slot],
+            )
 
     def _give_away(self) -> None:
         """Have spares take over what is open."""
@@ -346,7 +393,7 @@ class Coordinator:
         ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
         if code := max((each.code for each in ended if each.code is not None), default=0):
             self._set_over(code, "a rank has failed")
-        elif len(ended) == self._num_nodes:
+        elif len(ended) == self._num_nodes - len(self._played):
             self._set_over(0, "")
 
     def _set_over(self, code: int, why: str) -> None:

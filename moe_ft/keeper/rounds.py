@@ -7,10 +7,11 @@ rank dies before, its replacement declares the next round, and all others leave 
 
 The loss of a node is a verdict (nodes.py), and may be false. So it declares a round that nobody else has,
 with the ranks that it replaces. Earlier processes of these ranks may take part in rounds before it, and in
-none from there on: all that is said and connected belongs to one round.
+none from there on: all that is said and connected belongs to one round. If nobody replaces them, the verdict
+says which ranks are absent from there on, and a round is complete when all others have joined.
 
-Each rank signs what it says. Rank 0 reads what all have said, and tells the others: 10,000 ranks that read it
-each would need minutes of the one process that keeps the store.
+Each rank signs what it says. The first rank of a round reads what all have said, and tells the others: 10,000
+ranks that read it each would need minutes of the one process that keeps the store.
 """
 
 import json
@@ -23,6 +24,9 @@ from moe_ft.engine.links.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.files.patience import note_progress
 from moe_ft.keeper.link import Link
+
+# [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
+Stages = Sequence[Sequence[Sequence[int]]]
 
 MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
 _MIN_POLL_S = 0.01
@@ -76,9 +80,18 @@ class Rounds:
         """Return whether an iteration was finished in this start."""
         return self._has(0, "finished")
 
-    def finish(self, number: int) -> None:
-        """Note that an iteration was finished in a round; all ranks of it may say so."""
-        self._store.set(_key(number, "finished"), True)
+    def finish(self, number: int, stages: Stages = ()) -> None:
+        """Note that an iteration was finished in a round; all ranks of it may say so.
+
+        Args:
+            stages: of the job, at its start, if peers may play the roles of lost ranks.
+        """
+        self._store.set(_key(number, "finished"), stages or True)
+
+    def stages(self) -> Stages:
+        """Return the groups of each stage, one of which must live; none if no role can be played."""
+        said = self._store.get(_key(0, "finished"))
+        return said if isinstance(said, list) else ()
 
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
@@ -98,10 +111,40 @@ class Rounds:
         """Return whether the rank's process so far is not part of a round: its node is lost."""
         return self.rank in self.replaced(number)
 
-    def declare_lost(self, ranks: Sequence[int], since: int = 0) -> int:
-        """Begin a round of its own in which ranks of lost nodes are replaced, and return its number."""
+    def absent(self, number: int) -> frozenset[int]:
+        """Return the ranks without a process in a round that has begun: peers play their roles."""
+        return frozenset(self._of_absent(number).get("absent", ()))
+
+    def lost_s(self, number: int) -> float:
+        """Return the time since 1970 when the last of them was heard that was lost; 0 if none is absent."""
+        return float(self._of_absent(number).get("lost_s", 0.0))
+
+    def _of_absent(self, number: int) -> dict[str, Any]:
+        """Return the last verdict, up to a round, that has named absent ranks: other rounds leave them be."""
+        for each in range(number, 0, -1):
+            verdict = self._store.get(_key(each, "declared")) or {}
+            if "absent" in verdict:
+                return dict(verdict)
+        return {}
+
+    def declare_lost(
+        self,
+        ranks: Sequence[int],
+        since: int = 0,
+        absent: Sequence[int] | None = None,
+        lost_s: float = 0.0,
+    ) -> int:
+        """Begin a round of its own from which on processes of lost nodes are left out; return its number.
+
+        Args:
+            absent: all ranks that have no process from this round on; None for those of the round before.
+            lost_s: time since 1970 when the last of them was heard.
+        """
+        verdict: dict[str, Any] = {"ranks": list(ranks)}
+        if absent is not None:
+            verdict |= {"absent": list(absent), "lost_s": lost_s}
         number = self.newest(since) + 1
-        while not self._declare(number, {"ranks": list(ranks)}):
+        while not self._declare(number, verdict):
             number += 1
         return number
 
@@ -173,17 +216,18 @@ class Rounds:
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
+        awaited = set(range(self._world_size)) - self.absent(number)
         while True:
-            if self.rank == 0:
+            if self.rank == min(awaited):
                 said = {each["rank"]: each for each in self._store.values(_key(number, what))}
-                if len(said) == self._world_size:
+                if said.keys() == awaited:
                     self._store.set(told_key, told := _by_value(said))
                     return told
-                missing = f"{sorted(set(range(self._world_size)) - set(said))} are missing"
+                missing = f"{sorted(awaited - said.keys())} are missing"
             else:
                 if (told := self._store.get(told_key)) is not None:
                     return told
-                missing = "rank 0 says which are missing"
+                missing = f"rank {min(awaited)} says which are missing"
             if self.is_declared(number + 1):
                 raise RepairError(f"round {number} is broken: one of its ranks has died")
             if time.monotonic() > end_s and self._waits_for_spare(number):

@@ -16,6 +16,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
+from moe_ft.engine.seats import Seat
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -44,6 +45,9 @@ class Checkpoints(LoopListener):
     """Drives the checkpointing of one rank. Owned by the training thread.
 
     Does nothing without a strategy, or with --skip-train.
+
+    Attributes:
+        log: events of the rank.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Checkpoints(LoopListener):
         breakpoint_writer: BreakpointWriter,
     ) -> None:
         self._config, self._training, self._loop = config, training, loop
-        self._log, self._faults, self._routers = event_log, faults, routers
+        self.log, self._faults, self._routers = event_log, faults, routers
         self._breakpoint_writer = breakpoint_writer
         self._breakpoints: Breakpoints | None = None
         self._began_with = ""
@@ -68,6 +72,24 @@ class Checkpoints(LoopListener):
         self._is_kept = True  # likewise: the last state is somewhere as a whole
         self._is_over = False  # until the job has ended cleanly on all ranks and needs no memory
         self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
+
+    def sit(self, seat: Seat | None) -> None:
+        """Meet the others on a seat from the next setup on, or without one. Called after `suspend`."""
+        assert self._facts is not None
+        self._facts = replace(self._facts, seat=seat)
+
+    def of_dead_rank(self, change: Callable[[JobFacts], JobFacts], log: EventLog) -> "Checkpoints":
+        """Return the checkpoints of a rank for which this process speaks. Called after `suspend`.
+
+        Args:
+            change: makes the facts of that rank from those of this one.
+            log: of that rank.
+        """
+        parts = (self._config, self._training, self._loop, log, self._faults, self._routers)
+        found = Checkpoints(*parts, BreakpointWriter(self._loop, log))
+        assert self._facts is not None
+        found._facts = change(self._facts)
+        return found
 
     @property
     def boundary_log(self) -> BoundaryLog | None:
@@ -154,7 +176,7 @@ class Checkpoints(LoopListener):
                 "waiting": facts.waiting_ranks,
                 "evaluation_samples": facts.evaluation_samples,
             }
-            self._log.write("elastic", running.outcome.iteration, **fields)
+            self.log.write("elastic", running.outcome.iteration, **fields)
 
     @override
     def begin_training(self, parts: LoopParts) -> None:
@@ -174,8 +196,8 @@ class Checkpoints(LoopListener):
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._loop.replay_s = outcome.phases_s.get("replay", 0.0)
-        self._log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
-        if self._log.rank == 0:
+        self.log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
+        if self.log.rank == 0:
             say(continuation_of(outcome))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
@@ -183,7 +205,7 @@ class Checkpoints(LoopListener):
 
     def _note_replayed(self, iteration: int) -> None:
         self._loop.iteration = iteration
-        self._log.progress(iteration, Phase.REPLAY)
+        self.log.progress(iteration, Phase.REPLAY)
         self._faults.enter_phase(iteration, Phase.REPLAY)
 
     def before_batch(self) -> None:
@@ -265,7 +287,7 @@ class Checkpoints(LoopListener):
         fields = report.fields
         if not self._config.observability.router_log:  # nobody compares them with the loads
             fields = {name: value for name, value in fields.items() if name != "experts"}
-        self._log.write(report.event, report.iteration, time_s=report.time_s, **fields)
+        self.log.write(report.event, report.iteration, time_s=report.time_s, **fields)
         numbers = {
             f"{report.event}/{name}": float(value)
             for name, value in report.fields.items()

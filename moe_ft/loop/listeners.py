@@ -101,6 +101,7 @@ class Repair:
         recovered: the iteration that was recovered, from which training was run again.
         hung_s: by rank, of those that were killed because they hung: for how long.
         taken_over: lost nodes, each with the spare that has its ranks now.
+        played: dead ranks that nobody replaces, each with the rank that plays its role.
     """
 
     number: int
@@ -111,6 +112,7 @@ class Repair:
     is_replacement: bool
     phases_s: Mapping[str, float]
     taken_over: Mapping[str, str]
+    played: Mapping[int, int] = field(default_factory=dict)
 
 
 class LoopListener:
@@ -239,6 +241,15 @@ class Listeners:
 
     def __exit__(self, *error: object) -> None:
         _call_all([each.close for each in reversed(self._listeners)])
+
+    def find[Kind: LoopListener](self, kind: type[Kind]) -> Kind:
+        """Return the listener of a kind of which there is one."""
+        (found,) = (each for each in self._listeners if isinstance(each, kind))
+        return found
+
+    def replace(self, old: LoopListener, new: LoopListener) -> None:
+        """Call another listener in the place of one, from the next seam on."""
+        self._listeners = tuple(new if each is old else each for each in self._listeners)
 
     def after_setup(self, built: Built, iteration: int) -> None:
         """Recover; without a recovery the loop begins at the given iteration. Called by all ranks."""

@@ -21,6 +21,7 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
+from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError, MoeFtError, PlanError, StorageAwayError
 from moe_ft.failure_domains import find_domains
@@ -118,8 +119,11 @@ def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Fai
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     """Create the groups. Called by all ranks."""
+    seat, limit_s = facts.seat, facts.timeout_s
     ranks = Ranks(
-        everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s), rank=facts.rank
+        everyone=Agreement(limit_s) if seat is None else SeatedAgreement(limit_s, seat),
+        stage=StageSum(limit_s) if seat is None else SeatedStageSum(limit_s, seat),
+        rank=facts.rank,
     )
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
@@ -268,7 +272,7 @@ def _read_live_state(
         model_places=model_places(model, places),
         catalog=catalog,
         layouts=UnitLayouts(catalog, facts.places.dp.rank),
-        records=RecordTaker(model, optimizer, scheduler, parameters),
+        records=RecordTaker(model, optimizer, scheduler, parameters, facts.randomness),
         groups=facts.groups,
         phase_hook=phase_hook,
     )
@@ -368,7 +372,7 @@ def _place_replicas(
     num_others = len(topology.nodes) - 1
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
-    elif config.elastic.elastic and factor > num_others:
+    elif (config.elastic.elastic or facts.seat is not None) and factor > num_others:
         if facts.rank == 0:
             say(
                 f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"

@@ -7,6 +7,7 @@ single snapshot none. Source: MoEvement, section 3.3 (sparse-to-dense), which re
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 from moe_ft.engine.memory.job_directory import own_directory
@@ -19,7 +20,7 @@ from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import versions_in
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import version_of
-from moe_ft.recovery.meet import LiveState, Met
+from moe_ft.recovery.meet import Met
 from moe_ft.recovery.put_back import exchange_state, put_back, refresh_weights, sync_weights
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.state import record as records
@@ -36,9 +37,10 @@ class Conversion:
         records: ``[snapshot]``.
     """
 
-    def __init__(self, agreed: Agreed, live: LiveState) -> None:
+    def __init__(self, agreed: Agreed, met: Met) -> None:
         assert agreed.fetched.index is not None
-        self._agreed, self._live = agreed, live
+        self._agreed, self._live = agreed, met.live
+        self._once = met.ranks.everyone.once
         self.records: tuple[IterationRecord, ...] = agreed.fetched.index.records[
             -len(agreed.slices) :
         ]
@@ -71,7 +73,7 @@ class Conversion:
         # After the masters: those of units that are not FULL yet mean nothing.
         put_back(compute, live.catalog, record.iteration, None)
         exchange_state(live.parameters, compute_slices, Level.COMPUTE, live.groups)
-        sync_weights(model)
+        self._once(partial(sync_weights, model))  # when the shards of dead ranks are there, too
         records.apply(record, model, optimizer, scheduler, live.parameters)
 
 
@@ -105,7 +107,7 @@ class Restored:
 
 def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers, kept: Plan | None) -> Restored:
     """Put the first snapshot of a window back. Called by all ranks; `plan_to_keep` says what is kept."""
-    conversion = Conversion(agreed, met.live)
+    conversion = Conversion(agreed, met)
     conversion.load(0)
     path, index = find_persisted(plan, met, readers)
     pooled, in_memory = None, None

@@ -2,36 +2,34 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from megatron.training import get_args, training
 
-import pretrain_gpt_moe
-from megatron.fault_tolerance.degraded.degradation import Degradation
-from megatron.fault_tolerance.degraded.deputies import Memory
-from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine.memory.job_directory import node_directory
-from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.state.digest import digest_state
 from tests.demo_model import event_flags
 from tests.harness import events, run_training
-from tests.jobs import Job
+from tests.jobs import CheckpointJob, Job
+from tests.played_roles import (
+    COMMON,
+    LOST,
+    LOST_AT,
+    NODES,
+    Running,
+    lose,
+    run,
+    wait_for_snapshots,
+)
 from tests.references import Place
 from tests.shares import share_of
-from tests.waiting import wait_for
 
-LOST_AT = 2  # the first iteration without a rank
-LOST = "MOE_FT_TEST_LOST_RANKS"
-NODES = ("node0", "node1", "node0", "node1")
+ENDED_AT = 4
 DEPUTIES = {1: 0, 3: 2}  # none on the node of a lost rank
 
-# Clipping would add up another norm: sums of fp32 in another order.
-COMMON = {"attention_dropout": 0.1, "clip_grad": 0.0, "train_iters": 4}
 CASES: dict[str, tuple[int, dict[str, int], Mapping[str, Any]]] = {
     "pp2 dp2": (4, {"pp": 2}, {}),
     "ep2, overlap": (2, {"ep": 2}, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
@@ -51,40 +49,15 @@ CASES: dict[str, tuple[int, dict[str, int], Mapping[str, Any]]] = {
 }
 
 
-Before = Callable[[Degradation, int, Built, Listeners], None]
-
-
-def run(flags: list[str], before: Before) -> tuple[Degradation, Built]:
-    """Train; call something before each iteration. Return the degradation and what was built."""
-    built: list[Built] = []
-    found: list[Listeners] = []
-
-    def install(original: Any, listeners: Listeners, *args: Any) -> Any:
-        found.append(listeners)
-        return original(listeners, *args)
-
-    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
-        built[:] = [args[2:5]]
-        before(degradation, kwargs["iteration"], built[0], found[0])
-        return original(*args, **kwargs)
-
-    with Patches() as patches:
-        degradation = Degradation(patches)
-        patches.wrap(training, "train_step", step)
-        patches.wrap(hooks, "installed", install)
-        pretrain_gpt_moe.main(flags)
-        return degradation, built[0]
-
-
 def run_operations(flags: list[str]) -> None:
     """Train by the executor alone. Runs on every rank."""
 
     def refuse(**_: Any) -> NoReturn:
         raise AssertionError("Megatron's schedule ran")
 
-    def begin(degradation: Degradation, iteration: int, built: Built, _: Listeners) -> None:
-        if iteration == 0:
-            degradation.run_healthy(built)
+    def begin(running: Running) -> None:
+        if running.iteration == 0:
+            running.degradation.run_healthy(running.built)
 
     with Patches() as patches:
         patches.set(training, "get_forward_backward_func", lambda **_: refuse)
@@ -97,7 +70,7 @@ def test_operations_in_the_usual_order_train_as_megatron_does_bit_for_bit(
 ) -> None:
     num_ranks, layout, changes = CASES[case]
     job = Job(place)
-    job.set_model(num_ranks, layout, **{**COMMON, **changes})
+    job.set_model(num_ranks, layout, **{**COMMON, "train_iters": 4, **changes})
     flags = [*job.base, *event_flags(job.events_dir)]
     run_training(flags, num_ranks, log_dir=job.folder, train=run_operations).check()
     assert job.digests() == job.reference()
@@ -105,27 +78,17 @@ def test_operations_in_the_usual_order_train_as_megatron_does_bit_for_bit(
 
 def run_without(flags: list[str]) -> None:
     """Train until ranks leave, and go on without them. Runs on every rank."""
-    lost, rank = json.loads(os.environ[LOST]), int(os.environ["RANK"])
 
-    def begin(degradation: Degradation, iteration: int, built: Built, listeners: Listeners) -> None:
-        if iteration != LOST_AT:
-            return
-        args, node = get_args(), NODES[DEPUTIES[lost[0]]]
-        node_dir = node_directory(args.moe_ft_memory_dir, args.moe_ft_job_id, node)
-        memory = Memory(node_dir, node, args.moe_ft_job_id)
-        # Peers have their state before the iteration when they die.
-        for dead in lost:
-            wait_for(partial(memory.find, dead, iteration), "the replica", 60.0)
-        if rank in lost:
-            os._exit(0)
-        degradation.begin(lost, built, memory, iteration, listeners)
-        listeners.begin_iteration(iteration)
+    def begin(running: Running) -> None:
+        if running.iteration == LOST_AT:
+            lose(running)
 
-    degradation, (model, _, scheduler) = run(flags, begin)
-    for dead, shard in degradation.deputies.shards.items():
+    last = run(flags, begin)
+    model, _, scheduler = last.built
+    for dead, shard in last.degradation.deputies.shards.items():
         digest = digest_state(model, shard, scheduler, {})
         path = Path(get_args().moe_ft_event_log) / f"shard_{dead}.json"
-        path.write_text(json.dumps([rank, digest.sha256]))
+        path.write_text(json.dumps([int(os.environ["RANK"]), digest.sha256]))
 
 
 LOSSES: dict[str, tuple[list[int], dict[str, int], Mapping[str, Any]]] = {
@@ -150,13 +113,10 @@ def test_peers_train_without_ranks_as_if_these_had_never_died_bit_for_bit(
 ) -> None:
     lost, layout, changes = LOSSES[case]
     num_ranks = 2 * layout.get("pp", 1)
-    job = Job(place)
-    job.set_model(num_ranks, layout, **{**COMMON, **changes})
-    memory = ["--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"]
-    memory += ["--moe-ft-memory-dir", str(place.memory_dir)]
-    flags = [*job.base, *event_flags(job.events_dir), *memory]
+    job = CheckpointJob(place)
+    job.set_model(num_ranks, layout, **{**COMMON, "train_iters": 4, **changes})
     run_training(
-        flags,
+        job.flags(),
         num_ranks,
         log_dir=job.folder,
         train=run_without,
@@ -171,3 +131,34 @@ def test_peers_train_without_ranks_as_if_these_had_never_died_bit_for_bit(
     for rank in lost:
         path = job.events_dir / f"shard_{rank}.json"
         assert json.loads(path.read_text()) == [DEPUTIES[rank], expected[rank][0]]
+
+
+def run_until_all_are_lost(flags: list[str]) -> None:
+    """Train without ranks for a while, until the others are lost, too. Runs on every rank."""
+
+    def begin(running: Running) -> None:
+        if running.iteration == LOST_AT:
+            lose(running)
+        if running.iteration == ENDED_AT:
+            wait_for_snapshots(ENDED_AT)
+            os._exit(0)
+
+    run(flags, begin)
+
+
+def test_job_that_ends_without_a_rank_continues_with_all_ranks_from_its_last_snapshot(
+    place: Place,
+) -> None:
+    job = CheckpointJob(place)
+    job.set_model(4, {"pp": 2}, **{**COMMON, "train_iters": 6})
+    run_training(
+        job.flags(),
+        4,
+        log_dir=job.folder,
+        train=run_until_all_are_lost,
+        env={LOST: "[3]"},
+        nodes=NODES,
+    ).check()
+    job.run(nodes=NODES).check()
+    assert job.recovered()[-1] == (ENDED_AT, ENDED_AT)
+    assert job.digests() == job.reference()

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tests.simulation.dead_ranks import OF_DEAD, draw_dead, draw_some
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
@@ -25,7 +26,6 @@ from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import (
     Fault,
     Schedule,
-    draw,
     draw_aging,
     draw_changing,
     draw_followed,
@@ -224,9 +224,11 @@ def drawer_for(
         return draw_followed
     if mutation in OF_BUDGETS:
         return draw_selective
+    if mutation in OF_DEAD:
+        return draw_dead
     if mutation in OF_AGES:
         return draw_aging
-    return draw_changing if mutation in OF_LAYOUTS else draw
+    return draw_changing if mutation in OF_LAYOUTS else draw_some
 
 
 def _schedule(name: str, first: int, number: int) -> AnySchedule:

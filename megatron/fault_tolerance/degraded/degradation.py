@@ -1,21 +1,28 @@
-"""A job while some of its ranks are dead, as one live rank sees it: its beginning, and seams into Megatron.
+"""A job while some of its ranks are dead, as one live rank sees it: when it begins and ends, and the seams.
 
 Nothing that Megatron has built changes: groups, sizes, buffers and scales stay those of the healthy job.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args, training
+from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.fault_tolerance.degraded.deputies import Deputies, Memory
+from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts_of_dead
 from megatron.fault_tolerance.degraded.executor import Executor
-from megatron.fault_tolerance.degraded.live_groups import LiveGroups
+from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
 from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.background import ThreadWorker
+from moe_ft.engine.seats import Seat, Seats
+from moe_ft.events import EventLog
+from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.dead_ranks import DeadRank, Together
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.planning.schedules import Pipelines, choose_deputies
 from moe_ft.saying import say
@@ -26,16 +33,20 @@ class Degradation:
 
     Attributes:
         deputies: shards of dead ranks that this rank has.
+        chosen: by dead rank, the live one that plays its role.
     """
 
     def __init__(self, patches: Patches) -> None:
         """Wrap what an iteration needs, before `pretrain` is called, until the patches end."""
-        self._patches = patches
         self._batches, self.deputies = CellBatches(), Deputies()
+        self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
+        self._together: Together | None = None
+        self._patches = Patches()  # while ranks are dead
         self._batches.install(patches)
         self.deputies.install(patches)
         patches.wrap(training, "train_step", self._train_step)
+        patches.wrap(training, "setup_model_and_optimizer", self._set_up)
 
     def run_healthy(self, built: Built) -> None:
         """Run iterations of the whole job by the executor from the next one on. Called by all ranks."""
@@ -46,24 +57,26 @@ class Degradation:
         self,
         dead: Iterable[int],
         built: Built,
-        memory: Memory,
-        iteration: int,
         listeners: Listeners,
+        recording: Recording = nullcontext,
+        connect_s: float | None = None,
     ) -> None:
         """Run iterations without dead ranks from the next one on. Called by all live ranks, between two.
 
-        No snapshots are taken any more: the agreement on them takes all ranks.
+        The listeners are suspended. Their next setup recovers the state of all ranks, that of the dead ones
+        on their deputies, which take snapshots of it from then on.
 
         Args:
-            dead: global ranks.
-            memory: of this node.
-            iteration: the next one; the state of the dead ranks before it is in memory.
+            dead: global ranks; all that are dead, if some were before.
+            recording: a context for whatever makes groups.
+            connect_s: for live ranks to connect; None for as long as an operation may take.
 
         Raises:
             ConfigError: if peers cannot play roles in this job.
             PlanError: if nobody can play a role of these ranks.
-            RepairError: if a shard that this rank would hold is not in memory.
+            RepairError: if this rank cannot hold a shard.
         """
+        self.end(listeners)
         args, lost = get_args(), frozenset(dead)
         check_job(args)
         place = Place(layout_of_job(args), dist.get_rank())
@@ -73,31 +86,101 @@ class Degradation:
             num_pipelines=place.layout.num_groups,
             num_micro_batches=1,  # does not matter here
         )
-        chosen = {
+        self.chosen = chosen = {
             place.rank_of(role): place.rank_of((pipeline, role[1]))
             for role, pipeline in choose_deputies(pipelines, roles).items()
         }
-        listeners.suspend(iteration)
-        groups = LiveGroups(lost, chosen, f"without_{'_'.join(map(str, sorted(lost)))}")
+        groups = LiveGroups(lost, chosen, _name_of(lost), recording, connect_s)
         groups.install(self._patches)
-        for rank, deputy in sorted(chosen.items()):
-            if deputy == place.rank:
-                self.deputies.take(rank, built, memory, iteration)
+        self._executor = Executor(place, roles, built[0], self._batches, groups)
+        self._share_checkpoints(chosen, built, listeners, groups)
         if self.deputies.shards:
             self._patches.wrap(built[1], "step", partial(self._step, built[1]))
+        last = dist.get_world_size() - 1
+        if last in lost:  # Megatron's last rank prints log lines
+            self._patches.set(
+                training, "print_rank_last", _print if chosen[last] == place.rank else _leave_out
+            )
         if place.rank == min(groups.ranks):
             played = ", ".join(f"{rank} by {deputy}" for rank, deputy in sorted(chosen.items()))
-            say(
-                f"training continues with iteration {iteration + 1} without the dead ranks, whose roles are "
-                f"played ({played}); no snapshots are taken any more"
+            say(f"training continues without the dead ranks, whose roles are played ({played})")
+
+    def end(self, listeners: Listeners) -> None:
+        """Run the loop's own iterations again: all ranks live. Called by all of them, as `begin`.
+
+        Their groups have their members again. The next setup recovers the state, on ranks that are back too.
+        """
+        self._patches.__exit__()
+        if self._executor is not None:
+            self._executor.leave()
+        self._executor, self.chosen = None, {}
+        self.deputies.shards.clear()
+        if self._together is not None:
+            listeners.replace(self._together, self._together.own)
+            self._together = None
+        listeners.find(Checkpoints).sit(None)
+
+    def _share_checkpoints(
+        self, chosen: Mapping[int, int], built: Built, listeners: Listeners, groups: LiveGroups
+    ) -> None:
+        """Have the dead ranks for which this one speaks take part in checkpoints."""
+        assert self._executor is not None
+        checkpoints, args = listeners.find(Checkpoints), get_args()
+        limit_s = 60.0 * args.distributed_timeout_minutes
+        seats = Seats(
+            {rank: chosen.get(rank, rank) for rank in range(dist.get_world_size())},
+            dist.get_rank(),
+            groups.make_for_agreement,
+            limit_s,
+        )
+        checkpoints.sit(Seat(seats, seats.own))
+        dead = {}
+        for rank in sorted(each for each in seats.ranks if each != seats.own):
+            role = Place(layout_of_job(args), rank).role
+            change = partial(
+                facts_of_dead,
+                seat=Seat(seats, rank),
+                randomness=self._executor.randomness.of(role[0]),
             )
-        self._executor = Executor(place, roles, built[0], self._batches, groups)
+            log = EventLog(checkpoints.log.directory, rank)
+            dead[rank] = DeadRank(
+                checkpoints=checkpoints.of_dead_rank(change, log),
+                shard=self.deputies.take(rank, built),
+                log=log,
+                worker=ThreadWorker(f"rank-{rank}"),
+            )
+        self._together = Together(checkpoints, dead, seats, limit_s)
+        listeners.replace(checkpoints, self._together)
+
+    def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if get_args().use_distributed_optimizer:  # roles are refused without
+            RoleNorm(result[1], self.deputies).install()
+        return result
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._executor is not None:  # instead of forward_backward_func
             args = (*args[:6], self._executor, *args[7:])
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        self.deputies.follow(args[3])
+        return result
 
     def _step(self, optimizer: Any, original: Callable[..., Any]) -> Any:
         with self.deputies.stepping(optimizer):
             return original()
+
+
+def _print(message: str) -> None:
+    print(message, flush=True)
+
+
+def _leave_out(message: str) -> None:
+    """Leave a log line to the rank that plays the role of the last one."""
+
+
+def _name_of(lost: frozenset[int]) -> str:
+    """Return a name that this loss has on all live ranks, and no earlier one of the job."""
+    name = f"without_{'_'.join(map(str, sorted(lost)))}"
+    num_live = dist.get_world_size() - len(lost)
+    count = _get_default_store().add(f"moe_ft/{name}", 1) - 1
+    return f"{name}_{count // num_live}"

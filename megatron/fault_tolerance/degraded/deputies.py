@@ -1,34 +1,27 @@
 """Shards of the optimizer that dead ranks had, on the live ranks that are their deputies.
 
 A deputy builds Megatron's distributed optimizer again, over the same buffers, for the place of the dead rank.
-Masters and moments come from the memory tier. In each step it runs before the deputy's own optimizer, whose
-gather of weights then carries both.
+Masters and moments come from a recovery (moe_ft/loop/dead_ranks.py). In each step it runs before the deputy's
+own optimizer, whose gather of weights then carries both.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer import clip_grads
 from megatron.training import training
 
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.seats import Seat
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built
-from moe_ft.loop.training_loop import state_places
-from moe_ft.planning.recovery import Source, Tier
-from moe_ft.planning.sharding import assign_equal_slices
-from moe_ft.recovery.inventory import look_at_memory
-from moe_ft.recovery.put_back import put_back
-from moe_ft.recovery.readers import FetchedUnit, MemoryReader, read_unit
-from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import local_parameters
-from moe_ft.state.tensors import inner_optimizers, owned_parameters
-from moe_ft.units import Level
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.state.random_states import Randomness
+from moe_ft.state.tensors import inner_optimizers
 
 Function = Callable[..., Any]
 
@@ -74,21 +67,26 @@ class Deputies:
         self._build = build
         return result
 
-    def take(self, dead: int, built: Built, memory: "Memory", iteration: int) -> None:
-        """Become the deputy of a dead rank, with its state at an iteration. Not collective.
+    def take(self, dead: int, built: Built) -> Any:
+        """Become the deputy of a dead rank; return the optimizer of its shard, which has no state yet.
+
+        A recovery of that rank's checkpoints fills it. Not collective.
 
         Raises:
-            RepairError: if that state is not in this node's memory.
+            RepairError: if weights are frozen: all ranks keep those together.
         """
         model, optimizer, _ = built
+        if any(not each.requires_grad for chunk in model for each in chunk.parameters()):
+            raise RepairError(
+                f"nobody can stand in for rank {dead}: weights of this model are frozen"
+            )
         shard = self._build_for(dead, model)
-        memory.put_back(dead, (model, shard), iteration)
         for inner, own in _pairs(shard, optimizer):
-            _take_steps(inner, own)
             # One collective answers for both: others expect no second one.
             inner.has_grad_norm_group = own.has_grad_norm_group
             inner._defer_param_sync = True  # the own ones gather afterwards
         self.shards[dead] = shard
+        return shard
 
     def _build_for(self, dead: int, model: Sequence[Any]) -> Any:
         """Build the optimizer of a dead rank's shard; what points from weights to masters stays."""
@@ -97,7 +95,7 @@ class Deputies:
             for chunk in model:
                 for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                     group = buffer.data_parallel_group
-                    patches.set(buffer, "data_parallel_group", _Seat(group, dead))
+                    patches.set(buffer, "data_parallel_group", _Place(group, dead))
                 for parameter in chunk.parameters():
                     for name in ("main_param", "main_param_sharded"):
                         patches.set(parameter, name, getattr(parameter, name, None))
@@ -106,14 +104,7 @@ class Deputies:
     @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
         """Have a step of the outermost optimizer be that of all shards."""
-        more = []
-        for inner, own in (
-            pair for each in self.shards.values() for pair in _pairs(each, optimizer)
-        ):
-            groups = zip(inner.optimizer.param_groups, own.optimizer.param_groups, strict=True)
-            for group, of_own in groups:  # which the scheduler has set
-                group.update({key: value for key, value in of_own.items() if key != "params"})
-            more.append(inner)
+        more = [inner for each in self.shards.values() for inner in inner_optimizers(each)]
         chain = optimizer.chained_optimizers
         optimizer.chained_optimizers = [*more, *chain]
         try:
@@ -121,20 +112,53 @@ class Deputies:
         finally:
             optimizer.chained_optimizers = chain
 
+    def follow(self, optimizer: Any) -> None:
+        """Give all shards what the scheduler has set for the next step, and the norms of the last one."""
+        for shard in self.shards.values():
+            shard.grad_norms_by_group = getattr(optimizer, "grad_norms_by_group", None)
+            for inner, own in _pairs(shard, optimizer):
+                groups = zip(inner.optimizer.param_groups, own.optimizer.param_groups, strict=True)
+                for group, of_own in groups:
+                    group.update({key: each for key, each in of_own.items() if key != "params"})
+
+
+class RoleNorm:
+    """Norm of the gradients from those of all roles, which are added in the order of ranks.
+
+    So it is bitwise the same whoever plays a role. Megatron's own adds what each rank has in any order.
+    """
+
+    def __init__(self, optimizer: Any, deputies: Deputies) -> None:
+        self._optimizer, self._deputies = optimizer, deputies
+        self._chain = list(optimizer.chained_optimizers)  # of this rank's own shard
+
+    def install(self) -> None:
+        """Give the optimizer this norm, for the life of the process."""
+        self._optimizer.get_grad_norm = self._norm
+
+    @torch.no_grad()
+    def _norm(self) -> Any:
+        parts = {dist.get_rank(): self._chain}
+        parts |= {dead: inner_optimizers(each) for dead, each in self._deputies.shards.items()}
+        device = torch.cuda.current_device()
+        squares = torch.zeros(dist.get_world_size(), device=device)  # [rank] of its shard
+        for rank, chain in parts.items():
+            if grads := [each for inner in chain for each in inner.get_grads_for_grad_norm()]:
+                overflow = torch.zeros(1, dtype=torch.int, device=device)
+                found, _ = clip_grads.multi_tensor_applier(
+                    clip_grads.l2_norm_impl, overflow, [grads], False
+                )
+                squares[rank] = found**2
+        dist.all_reduce(squares, group=self._chain[0].get_grad_stats_parallel_group())
+        norm = squares.double().sum().sqrt().float()
+        return norm.item() if clip_grads.multi_tensor_scale_tensor_impl is None else norm.view(1)
+
 
 def _pairs(shard: Any, optimizer: Any) -> list[tuple[Any, Any]]:
     return list(zip(inner_optimizers(shard), inner_optimizers(optimizer), strict=True))
 
 
-def _take_steps(inner: Any, own: Any) -> None:
-    """Give the state of each parameter the number of steps that all parameters have taken."""
-    steps = [state["step"] for state in own.optimizer.state.values() if "step" in state]
-    for _, master, _ in owned_parameters(inner) if steps else ():
-        state = inner.optimizer.state[master]
-        state["step"] = steps[0].clone() if isinstance(steps[0], torch.Tensor) else steps[0]
-
-
-class _Seat:
+class _Place:
     """Stands for a group while an optimizer asks it for its rank: that of a dead member."""
 
     def __init__(self, group: Any, dead: int) -> None:
@@ -147,50 +171,13 @@ class _Seat:
         return getattr(self._group, name)
 
 
-class Memory:
-    """Memory of this node, as a deputy reads it: regions of its ranks, and replicas of others."""
-
-    def __init__(self, node_dir: Path, node: str, job_id: str) -> None:
-        self._node_dir, self._node, self._job_id = node_dir, node, job_id
-
-    def find(self, rank: int, iteration: int) -> Source | None:
-        """Return the source of a rank's state at an iteration; None if it is not here."""
-        inventory = look_at_memory(self._node_dir, self._node, self._job_id)
-        for version in inventory.versions:
-            if (version.rank, version.iteration, version.window) == (rank, iteration, 1):
-                return Source(tier=Tier.MEMORY, version=version)
-        return None
-
-    def put_back(self, rank: int, live: tuple[Sequence[Any], Any], iteration: int) -> None:
-        """Copy a rank's masters and moments into an optimizer of its shard.
-
-        Raises:
-            RepairError: if they are not here.
-        """
-        source = self.find(rank, iteration)
-        if source is None:
-            raise RepairError(
-                f"nobody can stand in for rank {rank}: its state at iteration {iteration} is not in the "
-                f"memory of node {self._node}, where its deputy is"
-            )
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        places = state_places(groups)
-        seats = {"dp": _Seat(groups.dp_cp, rank), "expt_dp": _Seat(groups.expt_dp, rank)}
-        places = replace(
-            places,
-            **{
-                name: replace(getattr(places, name), rank=seat.rank())
-                for name, seat in seats.items()
-            },
-        )
-        parameters = local_parameters(*live, places, assign_equal_slices)
-        catalog = UnitCatalog(parameters, leaves_out_frozen=False)
-        reader = MemoryReader(self._node_dir / source.version.path)
-        found = []
-        for unit in catalog.units:
-            if catalog.tensors(unit, Level.FULL):
-                entry, content = read_unit(reader, str(unit))
-                found.append(
-                    FetchedUnit(unit=unit, source=source, entry=entry, content=content, stays=False)
-                )
-        put_back(found, catalog, iteration, None)
+def facts_of_dead(facts: JobFacts, seat: Seat, randomness: Randomness) -> JobFacts:
+    """Return the facts of a dead rank from those of its deputy: its data-parallel places are others."""
+    groups = facts.groups
+    dp, expt_dp = (_Place(each, seat.rank).rank() for each in (groups.dp_cp, groups.expt_dp))
+    places = replace(
+        facts.places,
+        dp=replace(facts.places.dp, rank=dp),
+        expt_dp=replace(facts.places.expt_dp, rank=expt_dp),
+    )
+    return replace(facts, rank=seat.rank, places=places, seat=seat, randomness=randomness)

@@ -39,7 +39,11 @@ _STEP = {OpKind.FORWARD: 1, OpKind.BACKWARD: -1}
 
 
 class Executor:
-    """Runs the operations of one rank. Owned by the training thread."""
+    """Runs the operations of one rank. Owned by the training thread.
+
+    Attributes:
+        randomness: of its roles.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class Executor:
         self._groups = groups
         self._pipeline, self._stage = place.role
         self._is_last = self._stage == place.layout.num_stages - 1
-        self._randomness = RoleRandomness(self._pipeline)
+        self.randomness = RoleRandomness(self._pipeline)
         self._gradients = RoleGradients(chunk, self._pipeline)
 
     def __call__(
@@ -122,10 +126,13 @@ class Executor:
             config.timers("forward-backward").stop()
         return [added_up(entries) for _, entries in sorted(iteration.losses.items()) if entries]
 
+    def leave(self) -> None:
+        """Leave an iteration that was broken off in another role: gradients are those of the own one."""
+        self._gradients.play(self._pipeline)
+
     def _run(self, schedule: Schedule, iteration: "_Iteration") -> None:
         operations = schedule.operations[self._place.role]
         roles = sorted({each.cell.pipeline for each in operations})
-        self._randomness.begin(roles)
         self._gradients.begin(roles)
         for operation in operations:
             self._play(operation.cell.pipeline)
@@ -146,7 +153,7 @@ class Executor:
         self._gradients.add_up(roles)
 
     def _play(self, pipeline: int) -> None:
-        self._randomness.play(pipeline)
+        self.randomness.play(pipeline)
         self._gradients.play(pipeline)
 
     def _neighbour(self, schedule: Schedule, operation: Operation, way: int) -> Role | None:

@@ -7,7 +7,8 @@ rank, a gather takes it from there. A collective whose answer nobody knows raise
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     Backend,
     _get_default_store,
     _new_process_group_helper,
+    _set_pg_timeout,
     _world,
 )
 
@@ -30,6 +32,7 @@ from megatron.fault_tolerance.seams.replay import COLLECTIVES
 from moe_ft.errors import RepairError
 
 Function = Callable[..., Any]
+Recording = Callable[[], AbstractContextManager[Any]]
 # Megatron took these when it was imported.
 _CAPTURED = (
     (param_and_grad_buffer, "dist_reduce_scatter_func", "reduce_scatter_tensor"),
@@ -46,16 +49,27 @@ class LiveGroups:
         ranks: these, ascending.
     """
 
-    def __init__(self, dead: frozenset[int], deputies: Mapping[int, int], name: str) -> None:
+    def __init__(
+        self,
+        dead: frozenset[int],
+        deputies: Mapping[int, int],
+        name: str,
+        recording: Recording = nullcontext,
+        connect_s: float | None = None,
+    ) -> None:
         """Make the groups. Called by all live ranks.
 
         Args:
             dead: global ranks.
             deputies: by dead rank, the live one of its data-parallel group that has its shard.
             name: of this loss, one that no earlier one of the job has had.
+            recording: a context in which each group is made.
+            connect_s: for members to connect; None for as long as an operation may take.
         """
+        self._recording, self._connect_s = recording, connect_s
         self._dead, self._deputies, self._name = dead, deputies, name
         self._known: torch.Tensor | None = None
+        self._num_made = 0  # for agreements
         own, made = dist.get_rank(), dict[tuple[int, ...], Any]()
         self._live: dict[Any, Any] = {}
         found = [(sorted(ranks), group) for group, ranks in _world.pg_group_ranks.items()]
@@ -64,12 +78,19 @@ class LiveGroups:
         for ranks, group in sorted(broken, key=lambda each: (len(each[0]), each[0])):
             live = tuple(rank for rank in ranks if rank not in dead)
             if live not in made:
-                made[live] = self._make(live, group)
+                made[live] = self._make(live, _world.pg_map[group][0], self._name)
             self._live[group] = made[live]
         self.everyone = self._live[dist.group.WORLD]
         self.ranks = sorted(set(range(dist.get_world_size())) - dead)
 
-    def _make(self, ranks: tuple[int, ...], like: Any) -> Any:
+    def make_for_agreement(self, ranks: Sequence[int]) -> Any:
+        """Return a new group of gloo of some live ranks; None for others. Called by all live ranks."""
+        self._num_made += 1
+        if dist.get_rank() not in ranks:
+            return None
+        return self._make(tuple(ranks), "gloo", f"{self._name}_agreement_{self._num_made}")
+
+    def _make(self, ranks: tuple[int, ...], backend: str, name: str) -> Any:
         """Return a new group, made by its members alone; None for one rank.
 
         `dist.new_group` needs all ranks of the job, or as many groups in each of them.
@@ -77,15 +98,18 @@ class LiveGroups:
         own = dist.get_rank()
         if len(ranks) == 1:
             return None
-        group, _ = _new_process_group_helper(
-            len(ranks),
-            ranks.index(own),
-            list(ranks),
-            Backend(_world.pg_map[like][0]),
-            _get_default_store(),
-            f"{self._name}_{'_'.join(map(str, ranks))}",  # type: ignore[arg-type]
-            timeout=timedelta(seconds=timeout_of_groups_s(get_args())),
-        )
+        timeout_s = timeout_of_groups_s(get_args())
+        with self._recording():
+            group, _ = _new_process_group_helper(
+                len(ranks),
+                ranks.index(own),
+                list(ranks),
+                Backend(backend),
+                _get_default_store(),
+                f"{name}_{'_'.join(map(str, ranks))}",  # type: ignore[arg-type]
+                timeout=timedelta(seconds=self._connect_s or timeout_s),
+            )
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
         _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         return group
 
@@ -95,6 +119,7 @@ class LiveGroups:
             "all_reduce": self._all_reduce,
             "reduce_scatter_tensor": self._reduce_scatter,
             "all_gather_into_tensor": self._all_gather,
+            "all_gather_object": self._all_gather_object,
             "broadcast": self._broadcast,
             "barrier": self._barrier,
         }
@@ -122,14 +147,17 @@ class LiveGroups:
         if group not in self._live:
             return original(*args, **kwargs)
         if answer is None:
-            raise RepairError(
-                f"torch.distributed.{name} of ranks {dist.get_process_group_ranks(group)} has no answer "
-                f"without ranks {sorted(self._dead)}, which are dead. Start the job again, and report the "
-                "model's flags"
-            )
+            raise self._refusal(name, group)
         is_later = given.pop("async_op", False)
         answer(group, **given)
         return _Done() if is_later else None
+
+    def _refusal(self, name: str, group: Any) -> RepairError:
+        return RepairError(
+            f"torch.distributed.{name} of ranks {dist.get_process_group_ranks(group)} has no answer "
+            f"without ranks {sorted(self._dead)}, which are dead. Start the job again, and report the "
+            "model's flags"
+        )
 
     def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         is_mean = op == dist.ReduceOp.AVG
@@ -166,6 +194,20 @@ class LiveGroups:
             source = self._deputies.get(rank, rank)
             if live is not None and source in dist.get_process_group_ranks(live):
                 dist.broadcast(part, src=source, group=live)
+
+    def _all_gather_object(self, group: Any, object_list: list[Any], obj: Any) -> None:
+        """Have a dead rank's value be that of its deputy."""
+        ranks, live = dist.get_process_group_ranks(group), self._live[group]
+        values, owners = [obj], [dist.get_rank()]
+        if live is not None:
+            owners = dist.get_process_group_ranks(live)
+            values = [None] * len(owners)
+            dist.all_gather_object(values, obj, group=live)
+        found = dict(zip(owners, values, strict=True))
+        speakers = [self._deputies.get(rank, rank) for rank in ranks]
+        if not found.keys() >= set(speakers):
+            raise self._refusal("all_gather_object", group)
+        object_list[:] = [found[each] for each in speakers]
 
     def _broadcast(
         self,

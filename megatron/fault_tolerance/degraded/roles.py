@@ -15,10 +15,11 @@ import torch
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.format.records import RandomStates
 from moe_ft.planning.cells import samples_of
 from moe_ft.planning.lost_ranks import Layout
 from moe_ft.planning.schedules import Cell, Role
-from moe_ft.state.random_states import capture_rng, restore_rng
+from moe_ft.state.random_states import Randomness, capture_rng, decoded_rng, restore_rng
 
 
 def layout_of_job(args: argparse.Namespace) -> Layout:
@@ -32,6 +33,15 @@ def layout_of_job(args: argparse.Namespace) -> Layout:
         ep=args.expert_model_parallel_size if has_experts else 1,
         expert_tp=args.expert_tensor_parallel_size if has_experts else 1,
     )
+
+
+def stages_of_job() -> list[list[list[int]]]:
+    """Return ``[stage][group]`` the ranks that are lost together."""
+    layout = layout_of_job(get_args())
+    ranks, size = range(get_args().world_size), layout.group_size
+    groups = [list(ranks[first : first + size]) for first in ranks[::size]]
+    count = layout.num_groups
+    return [groups[first : first + count] for first in range(0, len(groups), count)]
 
 
 @dataclass(frozen=True)
@@ -103,21 +113,20 @@ class RoleRandomness:
         self._states: dict[int, dict[str, Any]] = {}
 
     def play(self, pipeline: int) -> None:
-        """Draw the numbers of a pipeline's role from now on.
-
-        Data-parallel ranks draw the same ones, so a role begins with those that this rank had when it began
-        to play it.
-        """
+        """Draw the numbers of a pipeline's role from now on."""
         if pipeline == self._active:
             return
         self._states[self._active] = capture_rng()
-        restore_rng(self._states.get(pipeline) or self._states[self._own])
+        restore_rng(self._states[pipeline])
         self._active = pipeline
 
-    def begin(self, roles: Sequence[int]) -> None:
-        """Give roles that are new what the own one has at the beginning of an iteration."""
-        for each in set(roles) - {self._own} - self._states.keys():
-            self._states[each] = capture_rng()
+    def of(self, pipeline: int) -> Randomness:
+        """Return the random numbers of a dead role between iterations, when it is not played."""
+
+        def apply(states: RandomStates) -> None:
+            self._states[pipeline] = decoded_rng(states)
+
+        return Randomness(lambda: self._states[pipeline], apply)
 
 
 class RoleGradients:

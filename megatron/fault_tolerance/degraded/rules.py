@@ -6,6 +6,7 @@ from typing import Any
 from megatron.fault_tolerance.degraded.roles import layout_of_job
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
+from moe_ft.strategies.registry import kinds
 
 _PROBLEM = "does not work with peers that play the role of a lost rank"
 _BROKEN = "a sum along its pipeline misses it"
@@ -25,6 +26,7 @@ def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy:
     )
 
 
+_WHOLE = tuple(each.name for each in kinds() if each.is_exact and not each.replays)
 _RULES = (
     _rule(
         "",
@@ -87,6 +89,19 @@ _RULES = (
         "its samples cannot be read by number",
         lambda args: args.dataloader_type != "single",
         remedy="Use --dataloader-type single",
+    ),
+    _rule(
+        "moe_ft_strategy",
+        "deputies need snapshots that hold the whole state of a rank",
+        lambda args: args.moe_ft_strategy not in _WHOLE,
+        remedy=f"Use --moe-ft-strategy {' or '.join(_WHOLE)}",
+    ),
+    _rule("moe_ft_upstream_log", "a deputy logs what it sends for two ranks as one"),
+    _rule("moe_ft_breakpoints", "the deputy of a rank leaves none for it"),
+    _rule(
+        "moe_ft_replicate",
+        "the gradients of a played role are not kept",
+        lambda args: args.moe_ft_replicate != "state",
     ),
     _rule("save", "a checkpoint of Megatron's takes all ranks", remedy="Use --moe-ft-persist-dir"),
     _rule(

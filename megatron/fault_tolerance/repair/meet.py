@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds, member_of
+from moe_ft.keeper.rounds import Member, Rounds, Stages, member_of
 from moe_ft.saying import say
 
 # For the slowest rank to leave its fence and iteration, and for the replacement to be built.
@@ -62,11 +62,20 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Met:
-    """A round in which all ranks have met."""
+    """A round in which all ranks have met.
+
+    Attributes:
+        members: by rank.
+        positions: of those that know where their loop is.
+        absent: ranks that have died and are not replaced: peers play their roles.
+        lost_s: time since 1970 when the last of them was heard that was lost.
+    """
 
     round: int
-    members: Sequence[Member]  # by rank
-    positions: Sequence[Position]  # of those that know where their loop is
+    members: Sequence[Member]
+    positions: Sequence[Position]
+    absent: frozenset[int] = frozenset()
+    lost_s: float = 0.0
 
     @property
     def survivors_position(self) -> Position:
@@ -80,8 +89,9 @@ class Met:
 
     @property
     def died_s(self) -> float:
-        """Time since 1970 when the first of them died."""
-        return min(each.died_s for each in self.members if each.died_s is not None)
+        """Time since 1970 when the first of them died; without any, when the last of those absent did."""
+        found = (each.died_s for each in self.members if each.died_s is not None)
+        return min(found, default=self.lost_s)
 
     @property
     def taken_over(self) -> Mapping[str, str]:
@@ -94,7 +104,12 @@ class Met:
         return {each.rank: each.hung_s for each in self.members if each.hung_s}
 
 
-def met(number: int, members: Sequence[Member]) -> Met:
+def met(
+    number: int,
+    members: Sequence[Member],
+    absent: frozenset[int] = frozenset(),
+    lost_s: float = 0.0,
+) -> Met:
     """Return a round in which these have met.
 
     Raises:
@@ -105,7 +120,13 @@ def met(number: int, members: Sequence[Member]) -> Met:
         raise RepairError("all ranks have died: nothing is left to repair")
     if len({each.is_evaluated for each in positions}) > 1:
         raise RepairError("some ranks were in an evaluation, and others were not")
-    return Met(round=number, members=members, positions=positions)
+    return Met(
+        round=number,
+        members=members,
+        positions=positions,
+        absent=absent,
+        lost_s=lost_s,
+    )
 
 
 def end_replaced(link: Link, rank: int, number: int) -> NoReturn:
@@ -153,7 +174,7 @@ class Membership:
                 if not self._rounds.is_declared(self.round + 1):
                     raise
                 self._join_next()  # the one before is broken
-        self._met = met(self.round, members)
+        self._met = self._met_with(members)
         self.position = self._met.survivors_position
         return self.position
 
@@ -167,9 +188,14 @@ class Membership:
             self.role = Role.JOINED
         else:
             self._join_next()
-            self._met = met(self.round, self._rounds.wait_for_all(self.round, _MEETING_S))
+            members = self._rounds.wait_for_all(self.round, _MEETING_S)
+            self._met = self._met_with(members)
         assert self._met is not None
         return self._met
+
+    def _met_with(self, members: Sequence[Member]) -> Met:
+        rounds, number = self._rounds, self.round
+        return met(number, members, rounds.absent(number), rounds.lost_s(number))
 
     def _join_next(self) -> None:
         link, facts = self._link, {} if self.position is None else self.position.facts()
@@ -190,10 +216,14 @@ class Membership:
         """
         self._rounds.wait_until_ready(self.round, _MEETING_S)
 
-    def become_replaceable(self) -> None:
-        """Have this rank replaced if it dies from now on: there is something to recover."""
+    def become_replaceable(self, stages: Stages = ()) -> None:
+        """Have this rank replaced if it dies from now on: there is something to recover.
+
+        Args:
+            stages: of the job, if peers may play roles.
+        """
         if not self._link.is_armed and self.rank == 0 and self.role is Role.SURVIVOR:
-            self._rounds.finish(0)
+            self._rounds.finish(0, stages)
         self._link.arm()
 
     def finish(self) -> None:

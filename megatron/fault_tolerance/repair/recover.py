@@ -92,14 +92,20 @@ def recover(
     built: Built,
     parts: LoopParts,
     positions: Sequence[Position],
+    *,
+    may_keep: bool = True,
 ) -> int:
     """Recover a state, renew the data, and return the iteration that runs next. Called by all ranks.
+
+    Args:
+        may_keep: whether the state after the broken iteration may be recovered.
 
     Raises:
         RepairError: if there is no state.
     """
     args = get_args()
-    listeners.loop.most_iteration = most_iteration(positions, args)
+    most = most_iteration(positions, args)
+    listeners.loop.most_iteration = most if may_keep else min(each.iteration for each in positions)
     try:
         listeners.after_setup(built, args.iteration)
     except (ConfigError, UnrecoverableError) as error:

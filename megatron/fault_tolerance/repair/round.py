@@ -3,7 +3,7 @@
     free       leave the iteration, and remove what it leaves
     build      instead, in a replacement: it has been set up alone (build.py)
     meet       meet all other ranks in the job's store (meet.py)                -> Met
-    swap       put new backends under the process groups (swap.py)
+    swap       put new backends under the process groups (swap.py); peers take the roles of absent ranks
     recover    set up the listeners again, which recovers a state (recover.py)  -> the next iteration
     catch_up   run iterations until the broken one is finished (catch_up.py)    -> its result
 
@@ -21,16 +21,18 @@ from typing import Any
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import get_args, get_timers
 
+from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up
 from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, Met, Role
 from megatron.fault_tolerance.repair.recover import Batches, recover
-from megatron.fault_tolerance.repair.swap import Groups, swap
+from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
+from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
@@ -54,6 +56,7 @@ class Repaired:
     groups: Groups
     batches: Batches  # of training
     evaluations: SkippedEvaluations
+    degradation: Degradation | None  # None if no role of a dead rank is ever played
 
 
 class Phases:
@@ -133,12 +136,17 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         phases.begin_with(met.died_s)
         rank.membership.wait_until_ready()
         phases.end("meet")
-        swap(rank.groups, rank.links, rank.store, met.round)
+        swap(rank.groups, rank.links, rank.store, met.round, met.absent)
+        _share_roles(rank, built, met)
         phases.end("swap")
         with (
             rank.watcher.inside()
         ):  # no abort reaches who makes a communicator with a rank that has died
-            first = recover(rank.listeners, rank.batches, built, step.parts, met.positions)
+            may_keep = not met.absent  # the result of an iteration lacks what a dead rank has kept
+            positions, parts = met.positions, step.parts
+            first = recover(
+                rank.listeners, rank.batches, built, parts, positions, may_keep=may_keep
+            )
         phases.end("recover")
     result = catch_up(
         step,
@@ -157,8 +165,23 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
     return result
 
 
+def _share_roles(rank: Repaired, built: Built, met: Met) -> None:
+    """Have peers play the roles of absent ranks from now on, or of none. Called by all live ranks."""
+    degradation = rank.degradation
+    if degradation is None:
+        if met.absent:
+            raise RepairError("ranks are absent, and no peer may play their roles")
+        return
+    if met.absent:
+        recording = rank.links.recording
+        degradation.begin(met.absent, built, rank.listeners, recording, CONNECT_S)
+    else:
+        degradation.end(rank.listeners)
+
+
 def _report(rank: Repaired, met: Met, iteration: int, recovered: int, phases: Phases) -> None:
-    own = rank.membership.rank
+    own, degradation = rank.membership.rank, rank.degradation
+    played = {} if degradation is None else dict(degradation.chosen)
     done = Repair(
         number=met.round,
         iteration=iteration,
@@ -168,13 +191,18 @@ def _report(rank: Repaired, met: Met, iteration: int, recovered: int, phases: Ph
         is_replacement=own in met.dead,
         taken_over=met.taken_over,
         phases_s=phases.seconds,
+        played=played,
     )
     rank.listeners.after_repair(done)
-    if own == 0:
+    if own != met.members[0].rank:
+        return
+    seconds = f"{sum(phases.seconds.values()):.1f} s"
+    # People count iterations from 1, as log lines do.
+    end = f"and iteration {iteration + 1} finished: no other rank was restarted"
+    if met.dead:
         names = ("rank " if len(met.dead) == 1 else "ranks ") + ", ".join(map(str, met.dead))
         names += "".join(f" of node {lost} on {by}" for lost, by in met.taken_over.items())
-        # People count iterations from 1, as log lines do.
-        say(
-            f"{names} replaced in {sum(phases.seconds.values()):.1f} s, and iteration {iteration + 1} "
-            "finished: no other rank was restarted"
-        )
+        say(f"{names} replaced in {seconds}, {end}")
+    if played:
+        roles = ", ".join(f"{dead} by {deputy}" for dead, deputy in sorted(played.items()))
+        say(f"roles of dead ranks are played ({roles}) after {seconds}, {end}")

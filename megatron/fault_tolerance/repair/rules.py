@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
@@ -70,6 +71,33 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
             f"--moe-ft-repair=auto does not work with {what}: {reason}. Leave one of them out."
         )
     return link
+
+
+def plays_roles(config: MoeFtConfig, args: argparse.Namespace, link: Link) -> bool:
+    """Return whether peers may play the role of a lost rank.
+
+    Raises:
+        ConfigError: if that is asked for, and this job or the way in which it was started does not allow it.
+    """
+    value = config.recovery.without_spare
+    if value == "off":
+        return False
+    asked = f"{flag_of('without_spare')}={value}"
+    if not link.is_watched:
+        raise ConfigError(
+            f"{asked} needs nodes that `python -m moe_ft keep --nodes` starts: torchrun ends all ranks when "
+            "a node is lost. Start keep on each node without torchrun (docs/spare_nodes.md), or leave the "
+            "flag out."
+        )
+    if not cpu_device.is_active():
+        raise ConfigError(
+            f"{asked} works over gloo on CPUs, and nothing of it has run over NCCL yet. Leave the flag out."
+        )
+    try:
+        check_job(args)
+    except ConfigError as error:
+        raise ConfigError(f"{asked} is refused: {error}") from error
+    return True
 
 
 def _is_used(args: argparse.Namespace, what: str) -> bool:

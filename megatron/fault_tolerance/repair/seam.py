@@ -19,6 +19,8 @@ from megatron.training import get_args, training
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.degraded.roles import stages_of_job
 from megatron.fault_tolerance.repair.build import Gathered, Joining, change_timeout
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
 from megatron.fault_tolerance.repair.evaluation import EvaluatingAgain, SkippedEvaluations
@@ -32,6 +34,7 @@ from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
     checked_link,
     line_on_lost_nodes,
+    plays_roles,
 )
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
@@ -111,6 +114,7 @@ class RepairSeam:
         links: Links,
         heart: Heart,
         rank: int,
+        degradation: Degradation | None = None,
     ) -> None:
         """Wrap nothing yet; the connections are those of the training thread and of the watcher."""
         rounds, watched = connections
@@ -127,6 +131,7 @@ class RepairSeam:
             groups=Groups(links.transports, recipes),
             batches=training_batches(),
             evaluations=SkippedEvaluations(),
+            degradation=degradation,
         )
         self._heart, self._recipes = heart, recipes
         self._deaths = Deaths(link, rounds, membership, watcher, links)
@@ -266,7 +271,8 @@ class RepairSeam:
 
     def _become_replaceable(self) -> None:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
-        self._rank.membership.become_replaceable()
+        degradation = self._rank.degradation
+        self._rank.membership.become_replaceable(() if degradation is None else stages_of_job())
         self._heart.start()
 
     def _repair_evaluation(self, noticed_s: float) -> None:
@@ -310,6 +316,7 @@ def installed(
     if args.rank == 0 and (line := line_on_lost_nodes(args, link)):
         say(line)
     check_torch()
+    plays = plays_roles(config, args, link)
     links = Links(link, _transports(args))
     heart = Heart(link, checked_heartbeat_s(config, args))
     if (limit_s := config.recovery.hang_limit_s) is not None:
@@ -323,14 +330,18 @@ def installed(
         Rounds(SignedStore(each, lambda: link.token), args.rank, args.world_size)
         for each in (store, watched)
     )
-    seam = RepairSeam(link, listeners, store, (rounds, of_watcher), links, heart, args.rank)
-    with (
-        listeners,
-        seam.below_hooks(),
-        hooks.installed(listeners, seam.after_setup),
-        seam.above_hooks(),
-    ):
-        yield {"store": store}
+    with Patches() as patches:
+        degradation = Degradation(patches) if plays else None
+        connections = (rounds, of_watcher)
+        rank = args.rank
+        seam = RepairSeam(link, listeners, store, connections, links, heart, rank, degradation)
+        with (
+            listeners,
+            seam.below_hooks(),
+            hooks.installed(listeners, seam.after_setup),
+            seam.above_hooks(),
+        ):
+            yield {"store": store}
 
 
 def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:

@@ -11,7 +11,7 @@ Python: ctypes calls it here. It has no arguments. A group has no backend then, 
 
 import ctypes
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ from moe_ft.errors import ConfigError
 FAKE = "fake"
 _RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
 _COUNT_OF_ROUND = 1_000_000
-_CONNECT_S = 30.0  # for all ranks to make the connections of a group
+CONNECT_S = 30.0  # for all ranks to make the connections of a group
 
 Function = Callable[..., Any]
 
@@ -128,6 +128,7 @@ class Groups:
     def __init__(self, transports: Sequence[Transport], recipes: Recipes) -> None:
         self._transports, self._recipes = transports, recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
+        self._left_out: set[Any] = set()  # groups without a backend in this round
         self._rank = 0
         self.num_made = 0  # in the whole job, the same on all ranks
 
@@ -163,7 +164,8 @@ class Groups:
     def set_timeout(self, timeout: timedelta) -> None:
         """Have operations give up after this time."""
         for _, group, _ in self._groups:
-            _set_pg_timeout(timeout, group)
+            if group not in self._left_out:
+                _set_pg_timeout(timeout, group)
 
     def drop_later(self) -> None:
         """Forget groups that were made later. Not collective: their connections have ended."""
@@ -172,28 +174,43 @@ class Groups:
             dist.destroy_process_group(group)
         _world.pg_coalesce_state.clear()
 
-    def renew(self, store: Any, number: int, timeout: timedelta) -> None:
-        """End the backends of all groups, and put new ones under them in a round. Called by all ranks."""
+    def renew(
+        self, store: Any, number: int, timeout: timedelta, absent: Set[int] = frozenset()
+    ) -> None:
+        """End the backends of all groups, and put new ones under them in a round. Called by all ranks.
+
+        Groups with absent ranks get none: degraded/live_groups.py answers what is called with them.
+        """
         for _, group, _ in self._groups:
             release(group)
+        ranks_of = _world.pg_group_ranks
+        broken = (g for _, g, _ in self._groups if not absent.isdisjoint(ranks_of[g]))
+        self._left_out = set(broken)
         prefix = PrefixStore(f"groups_{number}", store)
         makers = {each.name: each.maker() for each in self._transports}
         # In the same order on all ranks, or they wait for each other.
         for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            put(group, recipe, own, makers, timeout, self._rank)
-            _world.pg_map[group] = (recipe.backend, own)
+            if group not in self._left_out:
+                put(group, recipe, own, makers, timeout, self._rank)
+            _world.pg_map[group] = (recipe.backend, own)  # also without one: Megatron asks for it
         default, backend = _get_default_group(), self._recipes.of_default().backend
         _world.pg_map[default] = (backend, PrefixStore("later", prefix))
         _world.group_count = number * _COUNT_OF_ROUND
 
 
-def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
-    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks."""
+def swap(
+    groups: Groups, links: Links, store: Any, number: int, absent: Set[int] = frozenset()
+) -> None:
+    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks.
+
+    Args:
+        absent: ranks that have no process any more.
+    """
     links.begin()
     with links.recording():
         # A rank may die meanwhile, and nobody can end a wait for its address.
-        groups.renew(store, number, timedelta(seconds=_CONNECT_S))
+        groups.renew(store, number, timedelta(seconds=CONNECT_S), absent)
     groups.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.repairs.oracle import Oracle
 
 WORDS = ["train.py", "--moe-ft-repair", "auto"]
+PLAYS = ["--moe-ft-without-spare", "reroute"]
 LOST_AFTER_S = 10.0  # silence of a node
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
 _NOTICE_S = 1.0
@@ -74,6 +75,7 @@ class Job:
         self.iterations, self._nodes = schedule.iterations, schedule.nodes
         self.machine = Machine(world, self)
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
+        self.plays, self.words = schedule.plays, WORDS + PLAYS * schedule.plays
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart
         self._memory: dict[tuple[int, str], dict[int, int]] = {}
@@ -105,6 +107,10 @@ class Job:
             self._homes[rank] = node
         return self._memory.setdefault((rank, node), {0: 0})
 
+    def memory_of(self, rank: int) -> dict[int, int]:
+        """Return the states of a rank whose node is lost, as peers have them."""
+        return self._memory[rank, self._homes[rank]]
+
     def start(self) -> Start:
         """Start the worker of each rank, as torchrun does."""
         keeper = self.keeper if self.is_kept else None
@@ -125,7 +131,11 @@ class Job:
                 "TORCHELASTIC_RUN_ID": "job",
             }
             made = self.machine.make_process(
-                f"worker {rank}", node, self._agent_on(node), environ, lambda: worker.main(WORDS)
+                f"worker {rank}",
+                node,
+                self._agent_on(node),
+                environ,
+                lambda: worker.main(self.words),
             )
             made.at_death.append(lambda: self._note_end(started))
             started.workers.append(made)
@@ -155,7 +165,7 @@ class Job:
             launcher.local[MACHINE] = self.machine
             started.workers.append(
                 self.machine.make_process(
-                    f"agent {number}", node, launcher, environ, lambda: worker.main(WORDS)
+                    f"agent {number}", node, launcher, environ, lambda: worker.main(self.words)
                 )
             )
 

@@ -36,6 +36,7 @@ class Oracle:
         self._trains: dict[int, Process] = {}  # by rank
         self._since: dict[int, int] = {}  # round, by rank
         self._final: dict[int, int] = {}
+        self.absent: frozenset[int] = frozenset()
 
     def begin(self) -> None:
         self.excuses.clear()
@@ -72,7 +73,12 @@ class Oracle:
             self.violate(
                 f"rank {rank.rank} sees {seen} in round {number}, others {self._members[number]}"
             )
-        own = members[rank.rank]
+        if not rank.absent.isdisjoint(each.rank for each in members):
+            self.violate(f"ranks {sorted(rank.absent)} are absent from round {number}, and in it")
+        if self.absent - rank.absent:  # a node has come, at whatever time
+            self.limit_s = 0.0
+        self.absent = rank.absent
+        own = next(each for each in members if each.rank == rank.rank)
         is_other = self._trains[rank.rank] is not rank._process
         if is_other != (own.died_s is not None):
             self.violate(
@@ -122,7 +128,7 @@ class Oracle:
 
     def has_trained(self, rank: Rank) -> None:
         """Note that a rank has trained to the end: what dies now is not replaced."""
-        self._final[rank.rank] = rank.state
+        self._final |= rank.states
         if "a rank has trained to the end" not in self.excuses:
             self.excuses.append("a rank has trained to the end")
 
@@ -157,10 +163,12 @@ class Oracle:
         for process, end_s in until_s.items():
             if LINK not in process.local or job.world.kernel.now < end_s + _REPLACED_S:
                 continue
-            newest = job.process_of(int(process.environ["RANK"]))
-            if process.is_alive and newest not in (None, process):
+            rank = int(process.environ["RANK"])
+            newest = job.process_of(rank)
+            if process.is_alive and (rank in self.absent or newest not in (None, process)):
                 self.violate(
-                    f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank"
+                    f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank, or a "
+                    "peer its role"
                 )
 
     def after_a_while(self, job: Job) -> None:

@@ -6,7 +6,7 @@ their order. Its state is a chain of hashes, so that a value of a wrong iteratio
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ KEPT = 3  # iterations whose state is in memory
 HANGS, RAISES, COMPUTES_S, STORES_S, WRITES_S = "hangs", "raises", "computes", "stores", "writes"
 IS_EXPLAINED = "is explained"
 EVALUATION_INTERVAL, SAVE_INTERVAL = 2, 3
+NOTHING: Mapping[int, Any] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +47,7 @@ class Operation:
     """One collective operation, by the ranks that have come to it."""
 
     values: dict[int, Any] = field(default_factory=dict)
+    num_here: int = 0
     names: set[str] = field(default_factory=set)
 
 
@@ -54,10 +56,12 @@ class Group:
     """All ranks of a round of a start.
 
     Attributes:
+        size: number of ranks that are not absent.
         ends: ``[rank]`` the process and its links.
     """
 
     number: int
+    size: int
     ends: dict[int, tuple[Process, "Ends"]] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
 
@@ -103,23 +107,30 @@ class Ends:
 
     settle = leave = mark
 
-    def connect(self, number: int, timeout_s: float) -> None:
+    def connect(self, number: int, timeout_s: float, num_absent: int = 0) -> None:
         """Connect to all ranks of a round. Nobody learns meanwhile that one of them has died."""
         self._kernel.event("swap")
-        group = self._start.groups.setdefault(number, Group(number))
+        size = self._start.size - num_absent
+        group = self._start.groups.setdefault(number, Group(number, size))
         self._job.oracle.connects(group, self._rank, self._process)
         group.ends[self._rank] = self._process, self
         self._job.machine.changed()
         with self.waiting():
             is_whole = self._job.machine.wait_for(
-                lambda: len(group.ends) == self._start.size and not self._is_cut_off(), timeout_s
+                lambda: len(group.ends) == group.size and not self._is_cut_off(), timeout_s
             )
         if not is_whole:
             raise RuntimeError(f"timed out after {timeout_s:g} s waiting for ranks to connect")
         self._group, self._place = group, 0
 
-    def gather(self, name: str, value: Any, timeout_s: float) -> list[Any]:
-        """Return what all ranks bring to an operation that has a name. Called by all ranks."""
+    def gather(
+        self, name: str, value: Any, timeout_s: float, played: Mapping[int, Any] = NOTHING
+    ) -> list[Any]:
+        """Return what all ranks bring to an operation that has a name, in their order. Called by all ranks.
+
+        Args:
+            played: values of roles that this rank plays; without any those of absent ranks are missing.
+        """
         kernel, group = self._kernel, self._group
         kernel.event(name.partition(":")[0])
         assert group is not None
@@ -133,22 +144,23 @@ class Ends:
             raise RuntimeError("[gloo] Connection closed by peer")
         if self._is_cut_off():
             raise RuntimeError(f"Timed out waiting {timeout_s:g} s for send operation to complete")
-        operation.values[self._rank] = value
+        operation.values |= {self._rank: value, **played}
         operation.names.add(name)
-        size = self._start.size
-        if len(operation.values) == size:
+        operation.num_here += 1
+        size = group.size
+        if operation.num_here == size:
             self._job.oracle.completes(group, operation)
             self._job.machine.changed()
         with self.waiting():
             self._job.machine.wait_for(
                 lambda: (
-                    (len(operation.values) == size and not self._is_cut_off())
+                    (operation.num_here == size and not self._is_cut_off())
                     or self._is_broken(group)
                 ),
                 timeout_s,
             )
-        if len(operation.values) == size and not self._is_cut_off():
-            return [operation.values[rank] for rank in range(size)]
+        if operation.num_here == size and not self._is_cut_off():
+            return [value for _, value in sorted(operation.values.items())]
         if self._is_broken(group):
             raise RuntimeError("[gloo] Connection closed by peer")
         raise RuntimeError(f"Timed out waiting {timeout_s:g} s for recv operation to complete")
@@ -171,7 +183,10 @@ class Rank:
         self.rank, self._start = int(process.environ["RANK"]), self._job.starts[-1]
         self._memory = self._job.memory_on(self.rank, process.node)
         self.is_alone = self.link.is_replacement
-        self.state, self._timeout_s = 0, 2 * TIMEOUT_S
+        # By rank: the own one, and absent ones whose roles this one plays.
+        self.states: dict[int, int] = {self.rank: 0}
+        self.absent: frozenset[int] = frozenset()
+        self._timeout_s = 2 * TIMEOUT_S
 
     def run(self) -> None:
         """Train to the end, with all repairs; raises as a rank would."""
@@ -225,7 +240,7 @@ class Rank:
 
     def _connect(self, number: int, timeout_s: float) -> None:
         with self.links.recording():
-            self._ends.connect(number, timeout_s)
+            self._ends.connect(number, timeout_s, len(self.absent))
 
     def _pass(self, name: str) -> None:
         """Pass a moment at which this rank may hang, or raise an exception of its own."""
@@ -323,7 +338,8 @@ class Rank:
 
     def _become_replaceable(self) -> None:
         with self._ends.waiting():
-            self.membership.become_replaceable()
+            size = self._start.size
+            self.membership.become_replaceable([[[r] for r in range(size)]] * self._job.plays)
         self._heart.start()
 
     def _iterate(self, iteration: int) -> None:
@@ -331,13 +347,16 @@ class Rank:
         self._listeners.begin_iteration(iteration)
         self._pass("forward")
         self._kernel.sleep(ITERATION_S * self._kernel.random.random())
-        told = self._ends.gather(f"backward:{iteration}", [self.rank, self.state], self._timeout_s)
+        own, *played = ([each, state] for each, state in self.states.items())
+        name, by_role = f"backward:{iteration}", {each[0]: each for each in played}
+        told = self._ends.gather(name, own, self._timeout_s, by_role)
         self._listeners.enter(Phase.BEFORE_STEP)
         self._pass("in step")
-        self.state = next_state(self.state, told)
-        memory = self._memory
-        memory[iteration + 1] = self.state
-        memory.pop(iteration + 1 - KEPT, None)
+        self.states = {each: next_state(state, told) for each, state in self.states.items()}
+        for each, state in self.states.items():
+            memory = self._memory if each == self.rank else self._job.memory_of(each)
+            memory[iteration + 1] = state
+            memory.pop(iteration + 1 - KEPT, None)
         self.links.check()
         self._ends.gather(f"end:{iteration}", None, self._timeout_s)
         self._listeners.end_iteration({}, is_skipped=False, num_samples=1)
@@ -349,7 +368,8 @@ class Rank:
             self._listeners.suspend(iteration)
             self._pass("leave")
             with self._ends.waiting():
-                members = self.membership.meet().members
+                met = self.membership.meet()
+            members, self.absent = met.members, met.absent
             self.is_alone = False
             self._job.oracle.meets(self, members)
             self._pass("meet")
@@ -387,17 +407,21 @@ class Rank:
     def _recover(self, most: int) -> int:
         """Restore the newest state that all ranks have, of this iteration at most; return its iteration."""
         self._pass("recover")
-        memory = self._memory
-        told = self._ends.gather("recover:", sorted(memory), self._timeout_s)
+        memories = {self.rank: self._memory}
+        memories |= {each: self._job.memory_of(each) for each in product.played(self)}
+        own, *played = ([each, sorted(memory)] for each, memory in memories.items())
+        name, by_role = "recover:", {each[0]: each for each in played}
+        gathered = self._ends.gather(name, own, self._timeout_s, by_role)
+        told = [iterations for _, iterations in gathered]
         common = set.intersection(*map(set, told))
         found = max((each for each in common if each <= most), default=None)
         if found is None:
             if self.membership.round:
                 raise RepairError("a repair found no state to continue from")
-            found, memory[0] = 0, 0
+            found, self._memory[0] = 0, 0
         self._kernel.sleep(self._kernel.random.random())
         self._pass("restore")
-        self.state = memory[found]
+        self.states = {each: memory[found] for each, memory in memories.items()}
         return found
 
 

@@ -52,6 +52,7 @@ BEHIND = {
 _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
+_PLAYS = 0.6  # of the schedules with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
 _EACH_ROUND = 6
@@ -90,6 +91,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         evaluation_steps: of each evaluation, of which there are some, as there are checkpoints; 0 for none.
         spares: nodes that wait. With any, `keep` starts the nodes, and without them the launcher.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
+        plays: whether peers play the roles of ranks that no spare takes; all are in one stage.
         switching: probability with which another thread runs after an event.
     """
 
@@ -98,6 +100,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int = 1
     spares: int = 0
     keeps_apart: bool = False
+    plays: bool = False
     iterations: int = 6
     repairs: bool = True
     hang_limit: str = "auto"
@@ -108,9 +111,8 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         head = f"seed {self.seed}, switching {self.switching}: {self.ranks} ranks on {self.nodes} nodes"
         head += f" and {self.spares} spares" * bool(self.spares)
-        head += ", and one for the store" * self.keeps_apart + " without repairs" * (
-            not self.repairs
-        )
+        head += ", and one for the store" * self.keeps_apart
+        head += ", roles are played" * self.plays + " without repairs" * (not self.repairs)
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
         return "\n".join(
             [f"{head}, {self.iterations} iterations", *(f"  {f}" for f in self.faults)]
@@ -181,6 +183,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     if of_spares.random() < with_spares:
         nodes = of_spares.choice([each for each in (2, 3) if ranks % each == 0])
         spares, keeps_apart = of_spares.choice((1, 2, 3)), of_spares.random() < 0.5
+    plays = bool(spares) and random.Random(f"plays {seed}").random() < _PLAYS
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 1, 2))):
         kinds = MENDED if rng.random() >= _WITH_RESTARTS else {**RESTARTS, "kill": 3}
@@ -203,6 +206,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         nodes=nodes,
         spares=spares,
         keeps_apart=keeps_apart,
+        plays=plays,
         iterations=iterations,
         faults=tuple(faults),
         switching=rng.choice((0.02, 0.1, 0.3, 0.6)),

@@ -129,7 +129,7 @@ class Injection:
         """Note why the loss of a node, or a silence that may be taken for one, may end the start."""
         job, oracle = self._job, self._oracle
         oracle.num_losses += 1
-        if oracle.num_losses > job.num_spares:
+        if oracle.num_losses > job.num_spares and not job.plays:
             oracle.excuses.append("there may be no spare")
         if node == f"node{job.keeper}":
             oracle.excuses.append("the job's store is lost")

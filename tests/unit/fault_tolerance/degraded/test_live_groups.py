@@ -41,6 +41,12 @@ def test_gather_takes_the_dead_ranks_part_from_its_deputy(groups: LiveGroups) ->
     assert weights.tolist() == [1.0, 2.0, 7.0, 8.0]
 
 
+def test_object_of_a_dead_rank_is_that_of_its_deputy(groups: LiveGroups) -> None:
+    values: list[str] = ["", ""]
+    dist.all_gather_object(values, "mine")
+    assert values == ["mine", "mine"]
+
+
 def test_mean_is_that_of_the_healthy_job(groups: LiveGroups) -> None:
     value = torch.tensor([6.0])  # of two roles
     dist.all_reduce(value, op=dist.ReduceOp.AVG)
@@ -56,8 +62,8 @@ def test_number_of_tokens_is_counted_once(groups: LiveGroups) -> None:
 
 
 def test_collective_without_an_answer_is_refused_by_name(groups: LiveGroups) -> None:
-    with pytest.raises(RepairError, match=r"all_gather_object of ranks \[0, 1\] .* ranks \[1\]"):
-        dist.all_gather_object([None] * 2, "value")
+    with pytest.raises(RepairError, match=r"gather_object of ranks \[0, 1\] .* ranks \[1\]"):
+        dist.gather_object("value", [None] * 2)
     with pytest.raises(RepairError, match="rank 1, which broadcasts"):
         dist.broadcast(torch.ones(1), src=1)
 

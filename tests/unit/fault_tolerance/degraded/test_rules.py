@@ -9,7 +9,7 @@ from megatron.fault_tolerance.degraded.rules import check_job
 from moe_ft.errors import ConfigError
 from tests.unit.fault_tolerance.parsing import parse
 
-SUPPORTED = ("--pipeline-model-parallel-size", "2")
+SUPPORTED = ("--pipeline-model-parallel-size", "2", "--moe-ft-strategy", "dense")
 # Flags, what is set as Megatron sets it, and the message.
 BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((), {"use_distributed_optimizer": False}, "no --use-distributed-optimizer .* Add"),
@@ -51,6 +51,10 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         {},
         "--dataloader-type=cyclic .* Use --dataloader-type single",
     ),
+    (("--moe-ft-strategy", "sparse"), {}, "--moe-ft-strategy=sparse .* whole state of a rank"),
+    (("--moe-ft-upstream-log",), {}, "--moe-ft-upstream-log .* for two ranks"),
+    (("--moe-ft-breakpoints",), {}, "--moe-ft-breakpoints .* leaves none"),
+    (("--moe-ft-replicate", "gradients"), {}, "--moe-ft-replicate=gradients .* not kept"),
     (("--save", "there"), {}, "--save=there .* Use --moe-ft-persist-dir"),
     (("--eval-iters", "3"), {}, "--eval-iters=3 .* Give --eval-iters 0"),
     ((), {"data_parallel_size": 1}, "only one data-parallel rank: .* Give the job more"),

@@ -11,6 +11,7 @@ from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
     checked_link,
     line_on_lost_nodes,
+    plays_roles,
 )
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
@@ -123,6 +124,27 @@ def test_job_on_gpus_that_cannot_be_repaired_is_refused(
 def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
         checked_link(args(**changes), Link())
+
+
+@pytest.mark.parametrize(
+    ("is_watched", "on_cpu", "message"),
+    [
+        (False, True, "needs nodes that `python -m moe_ft keep --nodes` starts"),
+        (True, False, "has run over NCCL yet"),
+        (True, True, "is refused: no --use-distributed-optimizer does not work"),
+    ],
+    ids=["torchrun", "NCCL", "job"],
+)
+def test_roles_that_cannot_be_played_are_refused(
+    is_watched: bool, on_cpu: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_device, "is_active", lambda: on_cpu)
+    link, job = Link(), args(use_distributed_optimizer=False)
+    link.is_watched = is_watched
+    assert not plays_roles(MoeFtConfig(), job, link)
+    asked = MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute"))
+    with pytest.raises(ConfigError, match=f"--moe-ft-without-spare=reroute {message}"):
+        plays_roles(asked, job, link)
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:

@@ -119,6 +119,7 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
         broken_iteration=6,
         seconds=30.46,
         taken_over={"node1": "node9"},
+        played={"2": 0},
     )
     summary = summarize(tmp_path)
     assert summary.repairs == (
@@ -127,15 +128,17 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
             "replaced ranks": "1, 3",
             "that hung": "3",
             "nodes": "node9 for node1",
+            "played": "2 by 0",
             "in iteration": 7,
             "seconds": "30.5",
         },
     )
     lines = render(summary, tmp_path).splitlines()
     assert "starts                          3, 1 of them repairs in place" in lines
-    assert (
-        "start    replaced ranks    that hung    nodes            in iteration    seconds" in lines
+    head = (
+        "start    replaced ranks    that hung    nodes            played    in iteration    seconds"
     )
+    assert head in lines
 
 
 def test_rank_without_events_is_left_out(tmp_path: Path) -> None:

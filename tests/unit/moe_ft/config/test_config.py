@@ -44,6 +44,10 @@ FOLLOWED = MemoryConfig(replicate="gradients")
             "--moe-ft-state-digest-interval=-1 must be at least 0",
         ),
         (
+            MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute")),
+            "--moe-ft-without-spare=reroute needs --moe-ft-repair auto",
+        ),
+        (
             MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1",))),
             "--moe-ft-inject-fault kill:0@1 needs the event log",
         ),

@@ -23,7 +23,9 @@ SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
 class Job:
     """Nodes of one rank each, by default two, and their coordinator."""
 
-    def __init__(self, status: Path | None = None, num_nodes: int = 2) -> None:
+    def __init__(
+        self, status: Path | None = None, num_nodes: int = 2, *, can_play: bool = False
+    ) -> None:
         self.store = signed()
         self.coordinator = Coordinator(
             self.store,
@@ -34,7 +36,13 @@ class Job:
             can_repair=True,
             waits=False,
             status=status,
+            can_play=can_play,
         )
+
+    def lose(self, *names: str) -> None:
+        """Call nodes lost."""
+        nodes = [each for each in self.coordinator._nodes if each.name in names]
+        self.coordinator._lose(nodes, "silent")
 
     def come(self, name: str, number: int) -> NodeSeat:
         seat = NodeSeat(self.store, name, number)
@@ -167,6 +175,80 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
         advance(nodes._GATHER_S + 0.5)
         job.coordinator.step()
         assert not any(seat.is_lost() for seat in seats), "ranks that save are left alone"
+
+
+# Two pipelines of two stages, and two of one whose groups have two ranks.
+STAGES, GROUPS = [[[0], [1]], [[2], [3]]], [[[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_spares", "lost", "absent"),
+    [
+        (STAGES, 0, [["3"]], [[3]]),
+        (STAGES, 1, [["3"]], [[]]),
+        (STAGES, 0, [["3"], ["1"]], [[3], [1, 3]]),
+        (STAGES, 1, [["3", "2"]], [[2]]),
+        (STAGES, 1, [["3"], ["2"]], [[], [2]]),
+        (STAGES, 0, [["3"], ["2"]], [[3], None]),
+        (STAGES, 0, [["2", "3"]], [None]),
+        (STAGES, 0, [["0"]], [None]),
+        (GROUPS, 0, [["2"], ["3"]], [[2], [2, 3]]),
+        (GROUPS, 0, [["2"], ["1"]], [[2], None]),
+        ([], 0, [["3"]], [None]),
+    ],
+)
+def test_ranks_that_no_spare_takes_are_absent_while_each_stage_has_a_live_group(
+    stages: list[list[list[int]]],
+    num_spares: int,
+    lost: list[list[str]],
+    absent: list[list[int] | None],
+) -> None:
+    job = Job(num_nodes=4, can_play=True)
+    for number in range(4 + num_spares):
+        job.come(str(number), number)
+    rounds = Rounds(job.store, 0, 4)
+    rounds.finish(0, stages)
+    found: list[list[int] | None] = []
+    for number, names in enumerate(lost, 1):
+        job.lose(*names)
+        is_over = job.coordinator.over is not None
+        found.append(None if is_over else sorted(rounds.absent(number)))
+        if not is_over:
+            assert sorted(rounds.replaced(number)) == sorted(map(int, names))
+            rounds.finish(number)
+            job.coordinator.step()
+    assert found == absent
+
+
+def test_node_that_comes_takes_the_ranks_whose_roles_are_played_once_an_iteration_is_finished() -> (
+    None
+):
+    job = Job(num_nodes=4, can_play=True)
+    for number in range(4):
+        job.come(str(number), number)
+    rounds = Rounds(job.store, 0, 4)
+    rounds.finish(0, STAGES)
+    job.lose("1")
+    job.lose("3")
+    seat = job.come("3", 3)
+    assert ranks(seat) == []
+    rounds.finish(2)
+    job.coordinator.step()
+    (order,) = seat.new_orders()
+    assert (order.ranks, order.round, order.lost_node) == ((1,), 3, "1")
+    assert (rounds.replaced(3), rounds.absent(3)) == ((1,), {3})
+
+
+def test_job_is_over_when_all_nodes_have_ended_that_are_not_absent() -> None:
+    job = Job(num_nodes=4, can_play=True)
+    seats = [job.come(str(number), number) for number in range(4)]
+    Rounds(job.store, 0, 4).finish(0, STAGES)
+    job.lose("3")
+    for seat in seats[:3]:
+        assert job.coordinator.over is None
+        seat.beat(0)
+        job.coordinator.step()
+    assert job.coordinator.over == 0
 
 
 def test_ranks_get_the_exit_signal_and_sigterm_in_time_to_leave_breakpoints() -> None:

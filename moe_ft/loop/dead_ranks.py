@@ -1,0 +1,144 @@
+"""Checkpoints of dead ranks, next to those of the live rank that speaks for them (engine/seats.py).
+
+Each dead rank has checkpoints as if it were alive, with its own part of the state, its own snapshots and
+replicas, and its own event log. At each seam of the loop all of them act together, each on its thread.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Concatenate, override
+
+import torch
+
+from moe_ft.engine.background import ThreadWorker
+from moe_ft.engine.seats import Seats
+from moe_ft.events import EventLog
+from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.listeners import Built, LoopListener
+
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeadRank:
+    """A dead rank for which this process speaks.
+
+    Attributes:
+        shard: Megatron's optimizer of its part of the state.
+        log: its events, which this process opens.
+    """
+
+    checkpoints: Checkpoints
+    shard: Any
+    log: EventLog
+    worker: ThreadWorker
+
+
+def _together[**Given](
+    seam: Callable[Concatenate[LoopListener, Given], None],
+) -> Callable[Concatenate["Together", Given], None]:
+    """Return what calls a seam of the checkpoints of all ranks."""
+
+    def call(self: "Together", /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        self._call(lambda each: getattr(each, seam.__name__)(*args, **kwargs))
+
+    return call
+
+
+class Together(LoopListener):
+    """Checkpoints of this rank and of the dead ranks for which it speaks. Owned by the training thread.
+
+    Attributes:
+        own: checkpoints of this rank.
+    """
+
+    begin_training = _together(LoopListener.begin_training)
+    after_recovery = _together(LoopListener.after_recovery)
+    before_batch = _together(LoopListener.before_batch)
+    begin_iteration = _together(LoopListener.begin_iteration)
+    before_step = _together(LoopListener.before_step)
+    end_iteration = _together(LoopListener.end_iteration)
+    after_iteration = _together(LoopListener.after_iteration)
+    end_training = _together(LoopListener.end_training)
+    end = _together(LoopListener.end)
+
+    def __init__(
+        self,
+        own: Checkpoints,
+        dead: Mapping[int, DeadRank],
+        seats: Seats,
+        limit_s: float,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            limit_s: for dead ranks to finish a seam after this one has.
+        """
+        self.own, self._dead, self._seats = own, dead, seats
+        self._limit_s = limit_s
+        device = torch.cuda.current_device()
+        for each in dead.values():
+            each.worker.start()
+            each.worker.submit(partial(torch.cuda.set_device, device))
+
+    def _call(self, act: Callable[[Checkpoints], None]) -> None:
+        dead = {rank: partial(act, each.checkpoints) for rank, each in self._dead.items()}
+        self._act(partial(act, self.own), dead)
+
+    def _act(self, own: Callable[[], None], dead: Mapping[int, Callable[[], None]]) -> None:
+        """Act on all ranks at the same time.
+
+        Raises:
+            Exception: what one of them raises; the others do not wait for it.
+        """
+        futures = [
+            self._dead[rank].worker.submit(partial(self._guarded, act))
+            for rank, act in dead.items()
+        ]
+        self._guarded(own)
+        for each in futures:
+            each.result(self._limit_s)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._seats.leave(error)
+            raise
+
+    @override
+    def after_setup(self, built: Built) -> None:
+        model, _, scheduler = built
+        for each in self._dead.values():
+            if self.own.log.is_open:
+                each.log.start()
+                each.log.incarnation = self.own.log.incarnation
+        self._act(
+            partial(self.own.after_setup, built),
+            {
+                rank: partial(each.checkpoints.after_setup, (model, each.shard, scheduler))
+                for rank, each in self._dead.items()
+            },
+        )
+
+    @override
+    def failed(self, error: Exception) -> None:
+        self.own.failed(error)
+
+    @override
+    def suspend(self, iteration: int) -> None:
+        """End checkpointing of this start, and the dead ranks' part for good."""
+        self._call(lambda each: each.suspend(iteration))
+        self._end()
+
+    @override
+    def close(self) -> None:
+        self._call(lambda each: each.close())
+        self._end()
+
+    def _end(self) -> None:
+        dead, self._dead = self._dead, {}
+        for each in dead.values():
+            each.worker.close(_CLOSE_S)
+            each.log.close()

@@ -1,0 +1,117 @@
+"""Jobs of tests whose ranks die between two iterations, and whose peers play their roles."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training import get_args, training
+
+import pretrain_gpt_moe
+from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.repair.catch_up import Step
+from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.engine.memory.job_directory import node_directory
+from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.recovery.inventory import look_at_memory
+from tests.waiting import wait_for
+
+LOST_AT = 2  # the first iteration without a rank
+LOST = "MOE_FT_TEST_LOST_RANKS"
+NODES = ("node0", "node1", "node0", "node1")
+# Clipping would add up another norm: sums of fp32 in another order.
+COMMON = {"attention_dropout": 0.1, "clip_grad": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A job that is about to run an iteration, on one rank."""
+
+    degradation: Degradation
+    iteration: int
+    built: Built
+    listeners: Listeners
+    step: Step
+
+
+AfterSetup = Callable[[Listeners, Built, int], None]
+
+
+def run(
+    flags: list[str],
+    before: Callable[[Running], None],
+    after_setup: AfterSetup = Listeners.after_setup,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Running:
+    """Train; call something before each iteration. Return what ran last.
+
+    Args:
+        after_setup: called with what was built.
+        around: made when Megatron's arguments are set, around the seams of the listeners.
+    """
+    found: list[Running] = []
+    known: list[Listeners] = []
+
+    @contextmanager
+    def install(original: Any, listeners: Listeners, *_: Any) -> Iterator[None]:
+        known.append(listeners)
+        with around(), original(listeners, lambda *args: after_setup(listeners, *args)):
+            yield
+
+    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
+        (listeners,) = known
+        running = Running(
+            degradation=degradation,
+            iteration=kwargs["iteration"],
+            built=args[2:5],
+            listeners=listeners,
+            step=Step(original, args, kwargs, listeners.loop),
+        )
+        found[:] = [running]
+        before(running)
+        return original(*args, **kwargs)
+
+    with Patches() as patches:
+        degradation = Degradation(patches)
+        patches.wrap(training, "train_step", step)
+        patches.wrap(hooks, "installed", install)
+        pretrain_gpt_moe.main(flags)
+        return found[0]
+
+
+def lost_ranks() -> list[int]:
+    """Return the ranks that the test loses."""
+    return list(json.loads(os.environ[LOST]))
+
+
+def wait_for_snapshots(iteration: int) -> None:
+    """Wait until all ranks have a snapshot of an iteration on a node with a rank that is not lost."""
+    args, ranks = get_args(), range(int(os.environ["WORLD_SIZE"]))
+    nodes = {NODES[rank] for rank in ranks if rank not in lost_ranks()}
+
+    def are_there() -> bool:
+        found = set[int]()
+        for node in nodes:
+            node_dir = node_directory(args.moe_ft_memory_dir, args.moe_ft_job_id, node)
+            versions = look_at_memory(node_dir, node, args.moe_ft_job_id).versions
+            found |= {each.rank for each in versions if each.iteration == iteration}
+        return found == set(ranks)
+
+    wait_for(are_there, f"snapshots of iteration {iteration}", 60.0)
+
+
+def lose(running: Running) -> None:
+    """Lose ranks, and go on without them from their last snapshot."""
+    iteration, listeners = running.iteration, running.listeners
+    wait_for_snapshots(iteration)
+    if int(os.environ["RANK"]) in lost_ranks():
+        os._exit(0)
+    listeners.suspend(iteration)
+    running.degradation.begin(lost_ranks(), running.built, listeners)
+    listeners.loop.most_iteration = iteration
+    listeners.after_setup(running.built, iteration)
+    assert listeners.loop.iteration == iteration
+    listeners.begin_iteration(iteration)

@@ -1,0 +1,98 @@
+"""A process that speaks for dead ranks agrees on the seats of all of them, or on none."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import pytest
+
+from moe_ft.engine.seats import Seat, SeatedAgreement, SeatedStageSum, Seats
+
+LIMIT_S = 20.0
+
+
+def no_group(ranks: Any) -> NoReturn:
+    raise AssertionError("one process needs no group")
+
+
+@pytest.fixture
+def seats() -> Seats:
+    """Be rank 1 of three, of which the others are dead."""
+    return Seats({0: 1, 1: 1, 2: 1}, 1, no_group, LIMIT_S)
+
+
+def on_all[Answer](seats: Seats, act: Callable[[SeatedAgreement], Answer]) -> list[Answer]:
+    """Return what each rank's agreement answers, ascending."""
+
+    def run(rank: int) -> Answer:
+        agreement = SeatedAgreement(LIMIT_S, Seat(seats, rank))
+        agreement.start()
+        return act(agreement)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, seats.ranks))
+
+
+def test_speaker_of_the_first_rank_leads() -> None:
+    seats = Seats({0: 2, 1: 1, 2: 2, 3: 3}, 2, no_group, LIMIT_S)
+    assert seats.live == (2, 1, 3)
+    assert seats.ranks == (0, 2)
+
+
+def test_all_ranks_agree_and_none_is_missing(seats: Seats) -> None:
+    ranks = iter(range(3))
+
+    def act(agreement: SeatedAgreement) -> tuple[Any, ...]:
+        own = agreement._seat.rank
+        agreement.begin([own + 1, 9 - own])
+        assert agreement.is_under_way
+        agreement.once(lambda: next(ranks) and None)
+        agreement.barrier()
+        return (
+            agreement.result(),
+            agreement.gather(own),
+            agreement.broadcast(own),
+            agreement.collect(own),
+            agreement.hand_out([5, 6, 7] if own == 0 else None),
+        )
+
+    everyone = ([1, 7], [0, 1, 2], 0)
+    assert on_all(seats, act) == [
+        (*everyone, [0, 1, 2], 5),
+        (*everyone, None, 6),
+        (*everyone, None, 7),
+    ]
+    assert next(ranks) == 1, "what is done once is done once"
+
+
+def test_ranks_of_a_stage_are_those_of_its_processes(seats: Seats) -> None:
+    def run(rank: int) -> list[int]:
+        stage = SeatedStageSum(LIMIT_S, Seat(seats, rank))
+        stage.start([0, 0, 0], rank)
+        return stage.gather(rank)
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(run, range(3))) == [[0, 1, 2]] * 3
+
+
+def test_seat_that_leaves_ends_the_wait_of_the_others(seats: Seats) -> None:
+    def act(agreement: SeatedAgreement) -> list[Any]:
+        if agreement._seat.rank == 2:
+            agreement.leave()
+            return []
+        with pytest.raises(RuntimeError, match=r"speaks for ranks \[0, 1, 2\]"):
+            agreement.gather(0)
+        return []
+
+    on_all(seats, act)
+
+
+def test_error_of_the_answer_is_raised_on_all_seats(seats: Seats) -> None:
+    def fail(given: dict[int, Any]) -> NoReturn:
+        raise ValueError(str(given))
+
+    def act(agreement: SeatedAgreement) -> None:
+        with pytest.raises(ValueError, match="{0: 0, 1: 1, 2: 2}"):
+            agreement._seat.exchange(agreement._seat.rank, fail)
+
+    on_all(seats, act)

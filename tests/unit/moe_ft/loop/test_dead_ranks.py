@@ -1,0 +1,88 @@
+"""Checkpoints of a rank and of the dead ranks for which it speaks act together at each seam."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ft.engine.background import ThreadWorker
+from moe_ft.engine.seats import Seat, Seats
+from moe_ft.events import EventLog, event_path, read_events
+from moe_ft.loop.dead_ranks import DeadRank, Together
+
+LIMIT_S = 20.0
+
+
+class Acting:
+    """Checkpoints of one rank; at each seam it meets the others."""
+
+    def __init__(self, seat: Seat, log: EventLog) -> None:
+        self._seat, self.log = seat, log
+        self.met: list[Any] = []
+        self.fails = False
+
+    def after_setup(self, built: Any) -> None:
+        self.log.write("recovery", 3)
+        self.met.append(built[1])
+
+    def before_step(self) -> None:
+        if self.fails:
+            raise OSError("no room")
+        self.met.append(self._seat.exchange(self._seat.rank, lambda given: [*given]))
+
+    def suspend(self, iteration: int) -> None:
+        self.met.append(iteration)
+
+    def close(self) -> None:
+        self.met.append("closed")
+
+
+@pytest.fixture
+def both(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Together, list[Acting]]]:
+    """Be rank 0, which speaks for rank 1."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    seats = Seats({0: 0, 1: 0}, 0, lambda ranks: None, LIMIT_S)
+    acting = [Acting(Seat(seats, rank), EventLog(tmp_path, rank)) for rank in range(2)]
+    acting[0].log.start()
+    own: Any = acting[0]
+    dead: Any = acting[1]
+    shard = SimpleNamespace(name="shard")
+    worker = ThreadWorker("rank-1")
+    found = DeadRank(checkpoints=dead, shard=shard, log=dead.log, worker=worker)
+    together = Together(own, {1: found}, seats, LIMIT_S)
+    yield together, acting
+    together._end()
+    acting[0].log.close()
+    assert "moe_ft-rank-1" not in {each.name for each in threading.enumerate()}
+
+
+def test_all_ranks_are_at_one_seam_at_the_same_time(
+    both: tuple[Together, list[Acting]], tmp_path: Any
+) -> None:
+    together, (own, dead) = both
+    together.after_setup(("model", "optimizer", "scheduler"))
+    together.before_step()
+    together.suspend(5)
+    together.close()  # of this rank alone: the dead one has ended
+    assert own.met == ["optimizer", [0, 1], 5, "closed"]
+    assert dead.met[1:] == [[0, 1], 5]
+    assert dead.met[0].name == "shard"
+    (line,) = read_events(event_path(tmp_path, 1))
+    assert (line["rank"], line["event"]) == (1, "recovery")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_of_a_rank_ends_the_wait_of_the_other(
+    both: tuple[Together, list[Acting]], failing: int
+) -> None:
+    together, acting = both
+    acting[failing].fails = True
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        together.before_step()
+    if failing:  # the own rank has waited for it
+        assert "speaks for ranks [0, 1]" in str(raised.value)
+        assert isinstance(raised.value.__cause__, OSError)
