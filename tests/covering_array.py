@@ -45,10 +45,11 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "partial-4": (
         *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4"),
     ),
-    # Room for every expert: exact.
-    "selective-all": (
+    # Room for every expert, and peers follow all of them by gradients: exact.
+    "selective-followed": (
         *("--moe-ft-strategy", "selective", "--moe-ft-local-budget", "1GB"),
-        *("--moe-ft-remote-budget", "1GB"),
+        *("--moe-ft-remote-budget", "1GB", "--moe-ft-replicate", "gradients"),
+        *("--moe-ft-interval", "1"),
     ),
 }
 ORDERS: dict[str, tuple[str, ...]] = {
@@ -186,7 +187,7 @@ def mode_of(strategy: str) -> str:
 
     Where every expert has room, two strategies have the same in memory.
     """
-    if strategy == "selective-all":
+    if strategy == "selective-followed":
         return "partial"
     is_single = strategy in ("sparse-1", "sparse-auto")  # a fast machine has automatic windows of 1
     return "single" if is_single else family_of(strategy)
@@ -241,6 +242,8 @@ RULES: tuple[Rule, ...] = (
         and run["order"] not in _orders_of(run["strategy"])
     ),
     lambda run: run["packing"] == "split" and run["precision"] in ("fp16", "fp32"),
+    # Gradients lead to state that is not packed.
+    lambda run: run["packing"] == "split" and run["strategy"] == "selective-followed",
     lambda run: run["model"] == "no-experts" and _rotates(run["strategy"]),
     # There are only two heads of keys.
     lambda run: run["model"] == "grouped-query" and run["layout"] == "tp4",
@@ -288,7 +291,7 @@ def _rotates(strategy: str | None) -> bool:
 
 
 def _orders_of(strategy: str) -> tuple[str, ...]:
-    if strategy.startswith("dense") or strategy in ("sparse-1", "partial-4", "selective-all"):
+    if strategy.startswith("dense") or strategy in ("sparse-1", "partial-4", "selective-followed"):
         return ("fixed",)
     if strategy.startswith("partial"):
         return ("sequential", "load-aware")

@@ -1,7 +1,9 @@
 """Small jobs with partial checkpoints, and a recount of what their recoveries lose."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
@@ -92,6 +94,47 @@ def check_losses(
         assert recovery["total_lost_tokens"] == sum(counted.total for counted in counts), told
         after = recovery["restored_iteration"]
     assert after, f"{where}: nothing was recovered"
+
+
+def check_debts(log: Path, ranks: Sequence[int]) -> dict[int, int]:
+    """Fail unless the ranks of a stage owe what its layers have lost in recoveries, less what they made up.
+
+    Returns:
+        What was owed before each iteration, in the last attempt at it.
+    """
+    layers = events(log, ranks[0], "router_load")[0]["tokens"]
+    owed: dict[int, int] = {}
+    # From to: parts are rounded up, so an expert may get some tokens more than it is owed.
+    known: dict[int, tuple[int, int]] = {}
+    for parts in zip(*(_between_recoveries(log, rank) for rank in ranks), strict=True):
+        recovery = parts[0][0]
+        if recovery["event"] == "recovery":
+            first = recovery["iteration"] + 1
+            lost = sum(sum(recovery["lost_per_expert"][layer]) for layer in layers)
+            low, high = known.get(first, (0, 0))
+            known[first] = low + lost, high + lost
+            owed = {at: count for at, count in owed.items() if at < first}
+        lines = [line for part in parts for line in part if line["event"] == "capacity_boost"]
+        for at in sorted({line["iteration"] for line in lines}):
+            of_ranks = [line for line in lines if line["iteration"] == at]
+            assert len({line["owed_tokens"] for line in of_ranks}) == 1, of_ranks
+            owed[at], made_up = (
+                of_ranks[0]["owed_tokens"],
+                sum(x["made_up_tokens"] for x in of_ranks),
+            )
+            assert known[at][0] <= owed[at] <= known[at][1], (at, owed, known)
+            known[at + 1] = owed[at] - made_up, owed[at] - (made_up > 0)
+    return owed
+
+
+def _between_recoveries(log: Path, rank: int) -> list[list[dict[str, Any]]]:
+    """Return the events of a rank from its start to the first recovery, and from each recovery on."""
+    parts: list[list[dict[str, Any]]] = [[]]
+    for line in events(log, rank):
+        if line["event"] == "recovery":
+            parts.append([])
+        parts[-1].append(line)
+    return parts
 
 
 def versions_left(memory: Path) -> dict[Expert, set[int]]:

@@ -75,7 +75,8 @@ class PrecisionConfig(Part):
     )
     allow_lossy: bool = setting(
         False,
-        "let a strategy that recovers exactly keep state in a format that does not; it is exact no more",
+        "let a strategy that recovers exactly keep state in a format that does not, or have peers repeat the "
+        "steps of fused Adam, which rounds otherwise; it is exact no more",
     )
     staging_bytes: str | None = setting(
         None,

@@ -49,6 +49,7 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             of the index; empty for the index's own file.
         routed_tokens: number of tokens that an expert has received so far.
         gaps: ranges of an expert's tokens whose updates recoveries have dropped.
+        num_repeated: optimizer steps that a peer has made with other rounding since it got state.
     """
 
     offset: Count
@@ -61,6 +62,7 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = ""
     routed_tokens: Count = 0
     gaps: Gaps = ()
+    num_repeated: Count = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -164,13 +166,15 @@ def tensor_bytes(tensor: TensorEntry) -> int:
 
 
 def lossy_packings(units: Iterable[UnitEntry]) -> dict[str, str]:
-    """Return the packings that lose bits, by the key of their tensors ("param", "exp_avg", ...).
+    """Return how tensors are kept that have not their own bits, by their key ("param", "exp_avg", ...).
 
-    If units have different packings for one key, all are named.
+    If units have different packings for one key, all are named, and also that a peer has repeated steps.
     """
     found: dict[str, set[str]] = {}
     for unit in units:
         for tensor in unit.tensors:
             if Packing(tensor.packing).is_lossy and not tensor.is_absent:
                 found.setdefault(tensor.key, set()).add(tensor.packing)
+            if unit.num_repeated and not tensor.is_absent:
+                found.setdefault(tensor.key, set()).add("what a peer computed")
     return {key: " or ".join(sorted(names)) for key, names in sorted(found.items())}

@@ -53,12 +53,16 @@ class Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         base_iteration: of the state that the step begins with.
         slices: in the order of the gradients that follow.
         units: names of the units in slots that it makes, besides the region.
+        is_lossy: whether the owner's optimizer rounds otherwise than the one that repeats it.
+        checksum: of the gradients, if it is lossy: the owner's checksums of state then prove nothing.
     """
 
     base_iteration: Count
     steps: tuple[AdamStep, ...] = ()
     slices: tuple[GradientSlice, ...] = ()
     units: tuple[str, ...] = ()
+    is_lossy: bool = False
+    checksum: str = ""
 
     @property
     def num_bytes(self) -> int:

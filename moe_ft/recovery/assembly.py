@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
 from moe_ft.engine.snapshots.windows import UnitLayouts
+from moe_ft.errors import ConfigError
 from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning import boundary_log
 from moe_ft.planning.boundary_log import PipelineTraffic
@@ -15,6 +17,7 @@ from moe_ft.planning.host_memory import num_slots
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
+from moe_ft.state.gradients import bytes_per_gradient, is_lossy
 from moe_ft.state.parameters import AssignSlices
 from moe_ft.strategies.interface import RankFacts, Strategy, WindowPlan
 from moe_ft.strategies.registry import chosen
@@ -47,6 +50,7 @@ def build_strategy(
     rank: int = 0,
 ) -> Strategy:
     """Return the strategy of a rank. Called by all ranks of a stage; see `RankFacts` for the arguments."""
+    trained = [each for each in catalog.parameters if each.optimizer is not None]
     facts = RankFacts(
         rank=rank,
         catalog=catalog,
@@ -55,8 +59,16 @@ def build_strategy(
         grouped_layers=grouped_layers(catalog.parameters),
         replicated_bytes=replicated_bytes(catalog),
         gather=gather,
+        gradient_bytes=max(map(bytes_per_gradient, trained), default=2),
     )
-    return chosen(config).build(config, facts)
+    strategy = chosen(config).build(config, facts)
+    if strategy.followable and any(map(is_lossy, trained)):  # slots are found by checksums
+        raise ConfigError(
+            f"{flag_of('replicate')}=gradients that is not exact cannot be used with "
+            f"{flag_of('strategy')}={config.strategy.strategy}, whose peers follow some of the experts. "
+            f"Use another strategy, or {flag_of('replicate')} state."
+        )
+    return strategy
 
 
 def replicated_bytes(catalog: UnitCatalog) -> int:

@@ -46,7 +46,7 @@ from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.global_places import find_places, model_places, with_places
-from moe_ft.state.gradients import check_repeatable
+from moe_ft.state.gradients import check_repeatable, is_lossy
 from moe_ft.state.parameters import LocalParameter, local_parameters
 from moe_ft.state.record import RecordTaker
 from moe_ft.state.tensors import inner_optimizers
@@ -260,7 +260,9 @@ def _read_live_state(
     places = find_places(model, facts.groups.dp_cp)
     parameters = with_places(parameters, places)
     if config.memory.sends_gradients:
-        check_repeatable(parameters)
+        check_repeatable(parameters, allows_lossy=config.precision.allow_lossy)
+        if facts.rank == 0 and any(map(is_lossy, parameters)):
+            say("warning: peers round optimizer steps otherwise: a recovery from them is not exact")
     catalog = UnitCatalog(
         parameters,
         leaves_out_frozen=chosen(config).leaves_out_frozen,

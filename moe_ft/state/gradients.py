@@ -1,7 +1,8 @@
 """Final gradients of a rank's slices, with the numbers of the optimizer step that uses them.
 
 They are those from which torch's Adam on a CPU makes the next state, so whoever has the state before can
-repeat the step, bit for bit (engine/updates/adam.py). Which optimizers that holds for is here too.
+repeat the step, bit for bit (engine/updates/adam.py). Which optimizers that holds for is here too, and which
+ones round otherwise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,28 +17,31 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import dtype_name, own_slice
 
 _FLAG = f"{flag_of('replicate')}=gradients"
-_OTHER_FORMULAS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+_OTHER_FORMULAS = ("amsgrad", "maximize", "differentiable")
+_OTHER_ROUNDING = ("fused", "capturable")
+_FUSED = {("transformer_engine", "FusedAdam"), ("apex", "FusedAdam")}
 _CLIP_EPS = 1.0e-6  # as Megatron's clip_grad_by_total_norm_fp32 adds it
 
 
-def check_repeatable(parameters: Sequence[LocalParameter]) -> None:
-    """Raise ConfigError unless the steps of a rank's optimizers can be repeated bit for bit elsewhere."""
+def check_repeatable(parameters: Sequence[LocalParameter], *, allows_lossy: bool = False) -> None:
+    """Raise ConfigError unless the steps of a rank's optimizers can be repeated elsewhere.
+
+    Args:
+        allows_lossy: whether other bits may come out, as of fused Adam on a GPU.
+    """
     remedy = f"Use {flag_of('replicate')} state"
     for local in parameters:
         inner = local.optimizer
         if inner is None:
             continue
-        if local.parameter.is_cuda:
-            raise ConfigError(
-                f"{_FLAG} is not supported on a GPU: peers repeat the step on their CPU, and fused Adam "
-                f"rounds otherwise. {remedy}."
-            )
         if getattr(inner.config, "use_precision_aware_optimizer", False):
             raise ConfigError(
                 f"{_FLAG} cannot be used with --use-precision-aware-optimizer: peers repeat the step of "
                 f"torch's Adam on fp32 state. Leave one of them out, or: {remedy}."
             )
-        if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not (
+            _is_of_libraries(inner.optimizer)
+        ):
             raise ConfigError(
                 f"{_FLAG} needs torch's Adam, and parameter {local.name} has "
                 f"{type(inner.optimizer).__name__} ({inner.config.optimizer}): its steps are not known to be "
@@ -47,13 +51,44 @@ def check_repeatable(parameters: Sequence[LocalParameter]) -> None:
             if others := [name for name in _OTHER_FORMULAS if group.get(name)]:
                 raise ConfigError(
                     f"{_FLAG} needs torch's plain Adam, and this one has {', '.join(others)}: it computes "
-                    f"other bits. {remedy}."
+                    f"something else. {remedy}."
                 )
+        if is_lossy(local):
+            _check_lossy(local, remedy, allows_lossy=allows_lossy)
         if is_raw(local) and getattr(local.parameter, "grad_norm_group", None):
             raise ConfigError(
                 f"{_FLAG} with gradients that are reduced in 16 bits cannot follow parameter {local.name}, "
                 f"which is clipped by a norm of its own. {remedy}, or reduce in fp32."
             )
+
+
+def _check_lossy(local: LocalParameter, remedy: str, *, allows_lossy: bool) -> None:
+    if not allows_lossy:
+        raise ConfigError(
+            f"{_FLAG} is not exact with fused Adam or on a GPU (parameter {local.name}): peers repeat the "
+            f"step on their CPU, which rounds otherwise. {remedy}, or add --moe-ft-allow-lossy."
+        )
+    if not local.is_sharded:  # another rank would recover it from another peer
+        raise ConfigError(
+            f"{_FLAG} that is not exact needs --use-distributed-optimizer: ranks that have the same state "
+            f"(parameter {local.name}) could recover other bits each. Add it, or: {remedy}."
+        )
+
+
+def is_lossy(local: LocalParameter) -> bool:
+    """Return whether the optimizer of a parameter rounds otherwise than torch's Adam on a CPU."""
+    inner = local.optimizer
+    if inner is None:
+        return False
+    groups = inner.optimizer.param_groups
+    is_fused = any(group.get(name) for group in groups for name in _OTHER_ROUNDING)
+    return local.parameter.is_cuda or is_fused or _is_of_libraries(inner.optimizer)
+
+
+def _is_of_libraries(optimizer: Any) -> bool:
+    """Return whether an optimizer is fused Adam of Transformer Engine or Apex."""
+    kind = type(optimizer)
+    return (kind.__module__.partition(".")[0], kind.__name__) in _FUSED
 
 
 def is_raw(local: LocalParameter) -> bool:
@@ -62,9 +97,14 @@ def is_raw(local: LocalParameter) -> bool:
     return reduced is not None and reduced.dtype in (torch.bfloat16, torch.float16)
 
 
+def bytes_per_gradient(local: LocalParameter) -> int:
+    """Return the bytes of each number of a parameter's gradient, as it is sent."""
+    return 2 if is_raw(local) else 4
+
+
 def gradient_bytes(local: LocalParameter) -> int:
     """Return the bytes of the gradient of a parameter's slice, as it is sent."""
-    return (local.end - local.start) * (2 if is_raw(local) else 4)
+    return (local.end - local.start) * bytes_per_gradient(local)
 
 
 def inverse_scales(parameters: Sequence[LocalParameter]) -> dict[int, float]:
@@ -99,7 +139,9 @@ def gradients(
     """
     groups: dict[int, Mapping[str, Any]] = {}
     for inner in {id(each.optimizer): each.optimizer for each in parameters}.values():
-        for group in inner.optimizer.param_groups:
+        mode = bool(getattr(inner.optimizer, "adam_w_mode", False))  # of fused ones
+        for given in inner.optimizer.param_groups:
+            group = {"decoupled_weight_decay": mode, **given}
             groups.update(dict.fromkeys(map(id, group["params"]), group))
     steps: dict[tuple[int, float, torch.dtype], AdamStep] = {}  # one for thousands of parameters
     for local in parameters:
@@ -107,7 +149,9 @@ def gradients(
         if master is None or master.grad is None:
             continue
         group = groups[id(master)]
-        number = float(inner.optimizer.state.get(master, {})["step"]) + 1
+        state = inner.optimizer.state.get(master) or {}
+        # Fused ones count in the group.
+        number = float(state["step"] if "step" in state or not state else group["step"]) + 1
         is_reduced_raw = is_raw(local)
         if is_reduced_raw:
             reduced: torch.Tensor = getattr(local.parameter, "main_grad")  # noqa: B009 - of Megatron

@@ -311,6 +311,7 @@ class RankFacts:
         grouped_layers: layers whose experts on this rank are one module and can be frozen only together.
         replicated_bytes: state outside experts that all data-parallel ranks hold, undivided.
         gather: exchanges values among the ranks of the stage, all of which must call it.
+        gradient_bytes: of a gradient, as peers get it that follow.
     """
 
     rank: int
@@ -320,6 +321,7 @@ class RankFacts:
     grouped_layers: frozenset[str]
     replicated_bytes: int
     gather: Callable[[Any], list[Any]]
+    gradient_bytes: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)

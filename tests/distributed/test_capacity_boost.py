@@ -9,10 +9,12 @@ import pytest
 import pretrain_gpt_moe
 from moe_ft.planning import lost_tokens
 from tests.harness import run_with_restarts
-from tests.jobs import CheckpointJob, fault_flags
+from tests.jobs import PP_EP, CheckpointJob, RepairedJob, fault_flags
+from tests.partial_runs import check_debts, check_losses
 
 LENGTH = 6  # iterations of a boost, instead of 500
 LAYERS = [f"layer.{number}" for number in range(4)]
+CAPPED = {"moe_expert_capacity_factor": 1.0, "moe_aux_loss_coeff": False}
 MICRO_BATCHES, CAPACITY = 4, 32  # of a rank in an iteration; tokens of an expert in each
 FLAGS = (
     *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", "--moe-ft-breakpoints"),
@@ -59,13 +61,10 @@ def largest(job: CheckpointJob, iteration: int) -> int:
 @pytest.fixture
 def killed(job: CheckpointJob) -> Path:
     """A copy of the memory that a job has left whose rank was killed."""
-    capacity = {"moe_expert_capacity_factor": 1.0, "moe_aux_loss_coeff": False}
-    job.set_model(2, {"ep": 2}, train_iters=18, **capacity)
+    job.set_model(2, {"ep": 2}, train_iters=18, **CAPPED)
     job.train = partial(train, LENGTH)
     job.run(*FLAGS, "--moe-ft-inject-fault", "kill:1@8:backward")
-    copy = job.folder / "memory_left"
-    shutil.copytree(job.memory_dir, copy)
-    return copy
+    return Path(shutil.copytree(job.memory_dir, job.folder / "memory_left"))
 
 
 def continue_with(job: CheckpointJob, left: Path, name: str, *faults: str, boost: bool) -> None:
@@ -76,7 +75,7 @@ def continue_with(job: CheckpointJob, left: Path, name: str, *faults: str, boost
     flags = FLAGS if boost else FLAGS[:-2]
     run_with_restarts(
         job.flags(*flags, *fault_flags(faults)),
-        2,
+        job.num_ranks,
         log_dir=job.folder / f"log_{name}",
         max_restarts=len(faults),
         train=job.train,
@@ -123,3 +122,58 @@ def test_lost_tokens_are_made_up_through_a_second_failure_until_it_is_over(
     assert second["lost_tokens"] == 0
     assert owed(job) == debts
     assert job.digests() == digests
+
+
+@pytest.mark.rest
+def test_stages_make_up_what_their_own_layers_lose_and_route_as_without_a_boost_afterwards(
+    job: CheckpointJob,
+) -> None:
+    job.set_model(4, PP_EP, train_iters=20, **CAPPED)
+    job.train = partial(train, LENGTH)
+    left = job.folder / "memory_left"
+
+    def between(start: int) -> None:
+        if start:
+            shutil.copytree(job.memory_dir, left)
+
+    # All ranks go back to their snapshots, so that every stage loses tokens twice.
+    flags = [each for each in FLAGS if each != "--moe-ft-breakpoints"]
+    run_with_restarts(
+        job.flags(*flags, *fault_flags(("kill:1@8:backward", "kill:2@11:backward"))),
+        4,
+        log_dir=job.folder / "log",
+        max_restarts=2,
+        between=between,
+        train=job.train,
+    )[-1].check()
+    check_losses(job.events_dir, num_ranks=4, num_experts=4, ep_size=2)
+    over = job.events("recovery")[-1]["target_iteration"] + LENGTH
+    for stage in ((0, 1), (2, 3)):
+        owed_there = check_debts(job.events_dir, stage)
+        assert [*owed_there][-LENGTH:] == [*range(over - LENGTH + 1, over + 1)]
+    digests = job.digests()
+
+    # Who continues without a boost after its end does the same as the routers that had it.
+    shutil.rmtree(job.memory_dir)
+    shutil.copytree(left, job.memory_dir)
+    job.events_dir = job.folder / "ended"
+    job.run(*FLAGS, *fault_flags((f"terminate:0@{over}:backward",)))
+    job.events_dir = job.folder / "unboosted"
+    job.run(*FLAGS[:-2]).check()
+    (recovery,) = job.events("recovery")
+    assert recovery["target_iteration"] in (over, over + 1)
+    assert recovery["lost_tokens"] == 0
+    assert job.events("capacity_boost") == []
+    assert job.digests() == digests
+
+
+@pytest.mark.rest
+def test_tokens_that_a_repair_loses_are_those_of_the_routing_log_and_are_made_up(
+    repaired: RepairedJob,
+) -> None:
+    strategy = ("partial", "--moe-ft-router-log", "--moe-ft-k-snapshot", "1", *FLAGS[-2:])
+    repaired.run("kill:3@4:backward", "kill:0@6:backward", strategy=strategy, changes=CAPPED)
+    repaired.check([3, 0], [4, 6], [{3, 4}, {5, 6}], is_exact=False)
+    check_losses(repaired.events_dir, num_ranks=4, num_experts=4, ep_size=2)
+    for stage in ((0, 1), (2, 3)):
+        assert check_debts(repaired.events_dir, stage)[repaired.num_iterations] > 0

@@ -8,11 +8,9 @@ import pytest
 
 from tests.demo_model import DEEPSEEK, NO_EXPERTS, RERUNS
 from tests.jobs import DENSE, PP_EP, SPARSE, RepairedJob
-from tests.partial_runs import check_losses
 
 SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
 VIRTUAL: Mapping[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
-PARTIAL = ("partial", "--moe-ft-router-log", "--moe-ft-k-snapshot", "1")
 OVERLAP: Mapping[str, Any] = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
@@ -199,10 +197,3 @@ def test_ranks_of_two_nodes_are_replaced_where_they_were(repaired: RepairedJob) 
     repaired.check([0, 3], [4, 6], [{3, 4}, {5, 6}])
     text = (repaired.folder / "log").read_text()
     assert text.count("ranks are forked from process") == 2, "one a node, which also replaces them"
-
-
-@pytest.mark.rest
-def test_tokens_that_a_repair_loses_are_those_of_the_routing_log(repaired: RepairedJob) -> None:
-    repaired.run("kill:3@4:backward", "kill:0@6:backward", strategy=PARTIAL)
-    repaired.check([3, 0], [4, 6], [{3, 4}, {5, 6}], is_exact=False)
-    check_losses(repaired.folder / "events", num_ranks=4, ep_size=2, num_experts=4)

@@ -43,6 +43,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         streams: as --moe-ft-streams takes it.
         dead: ``[start]`` the rank that is dead in it, for which the one before it in its stage speaks; -1
             for none, as in all further starts.
+        boost: as --moe-ft-capacity-boost takes it.
     """
 
     nodes: int = 2
@@ -64,6 +65,7 @@ class Setup(Shape, frozen=True, kw_only=True):
     later: tuple[Shape, ...] = ()
     fan_out: int = FAN_OUT
     streams: int = 1
+    boost: float = 0.0
     dead: tuple[int, ...] = ()
 
     def speakers_in(self, start: int) -> Mapping[int, int]:
@@ -127,7 +129,11 @@ class Setup(Shape, frozen=True, kw_only=True):
                 persist_dense_interval=self.dense_interval,
                 keep=self.keep,
             ),
-            recovery=RecoveryConfig(recovery=self.recovery, layout="any" if self.later else "same"),
+            recovery=RecoveryConfig(
+                recovery=self.recovery,
+                layout="any" if self.later else "same",
+                capacity_boost=self.boost,
+            ),
         )
 
     def training(self, root: Path) -> Training:

@@ -41,6 +41,7 @@ from moe_ft.recovery.claim import take_over_lock
 from moe_ft.recovery.inspect import pruning
 from moe_ft.recovery.restore import Conversion
 from moe_ft.store.extents import Extent, Reason, SizeClass, Store
+from moe_ft.strategies.rotating import RotatingExperts
 from tests.simulation.active import Patches
 
 Mutation = Callable[[Patches], None]
@@ -206,6 +207,42 @@ def own_vote_counts(patches: Patches) -> None:
         return own, tokens
 
     patches.set(Decisions, "_read", read)
+
+
+@mutation
+def debts_left_out_of_the_record(patches: Patches) -> None:
+    """A snapshot does not say what experts are owed: a second failure forgets it."""
+    original = RotatingExperts._progress
+
+    def progress(self: RotatingExperts, *numbers: Any) -> Any:
+        found = original(self, *numbers)
+        return msgspec.structs.replace(found, owed={}, boost_left=0)
+
+    patches.set(RotatingExperts, "_progress", progress)
+
+
+@mutation
+def breakpoint_owes_what_it_has_paid(patches: Patches) -> None:
+    """A breakpoint keeps the debts from before the iteration that it is of."""
+    original = RotatingExperts.plan_breakpoint
+
+    def plan_breakpoint(self: RotatingExperts) -> Any:
+        plan, debts = original(self), self.debts
+
+        def unpaid(tokens: Any) -> Any:
+            found = plan(tokens)
+
+            def progress() -> Any:
+                if not debts or not debts.num_left:
+                    return found.progress()
+                owed, left = self._ledger.by_layer(debts.tokens), debts.num_left
+                return msgspec.structs.replace(found.progress(), owed=owed, boost_left=left)
+
+            return dataclasses.replace(found, progress=progress)
+
+        return unpaid
+
+    patches.set(RotatingExperts, "plan_breakpoint", plan_breakpoint)
 
 
 @mutation

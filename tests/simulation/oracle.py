@@ -22,6 +22,7 @@ from tests.simulation.left import (
     states_of_several_iterations,
 )
 from tests.simulation.lossy import Expert, Recount
+from tests.simulation.owing import Owing
 from tests.simulation.rank import Life
 from tests.simulation.shape import Shape
 from tests.simulation.whole import Truth
@@ -107,7 +108,7 @@ class Oracle:
     left: Left | None = None
 
     def __post_init__(self) -> None:
-        self.recount = Recount()
+        self.recount, self.owing = Recount(), Owing()
         training, later = self.job.training, self.job.setup.later
         self._truth = Truth(training.iterations, training.first, keeps_wholes=bool(later))
         self._floor = 0  # when the start that runs began
@@ -203,9 +204,7 @@ class Oracle:
             alive = [repr(each) for each in start.processes if each.is_alive]
             self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")
             return
-        if not self.is_exact and self._has_whole_experts:
-            for what in self.recount.check(start.shape, start.lives, self._newest_experts):
-                self._fail(start, what)
+        self._check_losses(start)
         self._check_peers(start)
         self._check_states(start)
         for life in start.lives:
@@ -225,6 +224,15 @@ class Oracle:
                 self._fail(start, f"storage has {what}, and whole states alone should go there")
         if start.has_ended_well:
             self._check_end(start)
+
+    def _check_losses(self, start: Start) -> None:
+        """Check what a lossy recovery says that it lost, and what is made up of it."""
+        if not self.is_exact and self._has_whole_experts:
+            for what in self.recount.check(start.shape, start.lives, self._newest_experts):
+                self._fail(start, what)
+        if self.job.setup.boost:
+            for what in self.owing.check(start.shape, start.lives):
+                self._fail(start, what)
 
     def _check_peers(self, start: Start) -> None:
         """Check that peers have the versions of experts that their ranks count as there, or newer ones."""

@@ -123,6 +123,26 @@ _NEAR: dict[str, AnySchedule] = {
             Fault(kind="kill-all", start=1, event=3, moment="before step"),
         ),
     ),
+    **dict.fromkeys(  # the second failure comes while experts are owed tokens
+        ("debts-left-out-of-the-record", "breakpoint-owes-what-it-has-paid"),
+        Schedule(
+            seed=1,
+            setup=Setup(
+                layers=2,
+                nodes=1,
+                replication="0",
+                strategy="partial",
+                options={"k_snapshot": "1", "k_persist": 1, "selection": "sequential"},
+                iterations=10,
+                breakpoints=True,
+                boost=0.1,
+            ),
+            faults=(
+                Fault(kind="kill-all", start=0, event=10, moment="before step"),
+                Fault(kind="terminate", start=1, event=3, moment="before step"),
+            ),
+        ),
+    ),
     "gaps-of-another-layout-left": Schedule(  # both have regions of one size
         seed=1,
         setup=Setup(

@@ -28,6 +28,7 @@ from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.training_loop import LoopParts
+from moe_ft.planning.lost_tokens import Debts
 from moe_ft.recovery import meet, new_record
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.state import record as records
@@ -36,7 +37,7 @@ from moe_ft.state.random_states import encode_rng
 from moe_ft.strategies import registry
 from tests.simulation.active import Patches, World
 from tests.simulation.model import SAMPLES_PER_ITERATION, Export
-from tests.simulation.training import RouterLoad, SimulatedLoop, Training
+from tests.simulation.training import CapacityBoost, RouterLoad, SimulatedLoop, Training
 from tests.simulation.whole import draws_of
 
 WRITER = "writer"  # local state of a process
@@ -53,6 +54,8 @@ class Life:
         replayed: iterations that were replayed.
         digests: of the state after each iteration, the recovered state included.
         tokens: ``[layer, expert]`` of this rank by the iteration that they led to, unless it was skipped.
+        debts: what its stage owes before the iteration that follows one; None without a boost.
+        made_up: ``[expert]`` tokens of this rank above capacities, as `tokens`, by layer name.
         states: of the rank, by iteration; for a lossy strategy alone, as `rests`.
         rests: checksums of everything but its experts, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
@@ -73,6 +76,8 @@ class Life:
     replayed: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
+    debts: dict[int, Debts | None] = field(default_factory=dict)
+    made_up: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     states: dict[int, Export] = field(default_factory=dict)
     rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
@@ -160,6 +165,7 @@ class Rank:
         config, loop = self._training.config, self._loop
         routers = Routers(config, log)
         routers._load = RouterLoad(loop.model)  # type: ignore[assignment]
+        routers._boost = self._boost = CapacityBoost(loop.model)  # type: ignore[assignment]
         faults = PhaseEvents(self._world, log)
         self._checkpoints = ObservedCheckpoints(config, loop, state, log, faults, routers, writer)
         self._checkpoints.life = self._life
@@ -205,6 +211,7 @@ class Rank:
             self._note_recovery(outcome)
         for iteration in range(outcome.iteration, end):
             self._listeners.begin_iteration(iteration)
+            self._life.debts[iteration] = self._checkpoints.running.engine.debts
             if iteration == outcome.iteration:
                 self._note_recovery(outcome)
             self._iterate()
@@ -239,6 +246,8 @@ class Rank:
         if grad_norm is not None:
             state.grad_norm = grad_norm
             model.set_gradients(signal, grad_norm)
+            made_up = self._boost.made_up()
+            self._life.made_up[iteration] = {name: each.tolist() for name, each in made_up.items()}
             model.ready = partial(model.step, signal, grad_norm)
             model.in_step = (self._pause_in_step, partial(self._leave_step, iteration))
             model.optimizer.step_with_ready_grads()

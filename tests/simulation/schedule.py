@@ -218,6 +218,7 @@ def draw(
     if is_selective:
         faults = _draw_deaths(setup, budgets)
     setup = variations.add_followed_experts(setup, random.Random(f"followed experts {seed}"))
+    setup = variations.add_boost(setup, random.Random(f"boost {seed}"))
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
 
 

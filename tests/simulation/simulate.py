@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from moe_ft.engine.links import streams
-from moe_ft.planning import levels
+from moe_ft.planning import levels, lost_tokens
 from tests.simulation import (
     collectives,
     file_locks,
@@ -27,6 +27,7 @@ from tests.simulation.injection import Injection
 from tests.simulation.job import Job, Start, make_world
 from tests.simulation.kernel import HangError, Kernel
 from tests.simulation.oracle import Oracle, describe
+from tests.simulation.owing import BOOST_ITERATIONS
 from tests.simulation.repairs import machine, product, store
 from tests.simulation.schedule import Schedule
 
@@ -99,6 +100,7 @@ def simulate(schedule: Schedule, folder: Path) -> Verdict:
     patches = Patches()
     patches.set(levels, "FAN_OUT", schedule.setup.fan_out)
     patches.set(streams, "PIECE_BYTES", _PIECE_BYTES)
+    patches.set(lost_tokens, "BOOST_ITERATIONS", BOOST_ITERATIONS)
     world.network.resets_some = schedule.setup.streams > 1
     gc.disable()  # destructors at any time would make two runs of a seed different
     try:

@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, override
 
+import torch
 import xxhash
 
 from moe_ft.config.config import MoeFtConfig
@@ -250,3 +251,33 @@ class RouterLoad:
         return {f"layer.{first + number}": each for number, each in enumerate(model.tokens)}
 
     probabilities = counts
+
+
+class CapacityBoost:
+    """Tokens above the capacity of experts, in the place of routers that process them."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._owed: Mapping[str, Sequence[int]] = {}
+
+    def start(self, chunks: Any) -> None:
+        """The model has no routers."""
+
+    def begin(self) -> None:
+        """Nothing is counted but the tokens of the model."""
+
+    def use(self, owed: Mapping[str, Sequence[int]]) -> None:
+        """Take what experts get from now on where they have so many tokens."""
+        self._owed = dict(owed)
+
+    def close(self) -> None:
+        """Take no tokens above the capacity any more."""
+        self._owed = {}
+
+    def made_up(self) -> dict[str, Any]:
+        """Return ``[expert]`` tokens above the capacity of this iteration by layer name."""
+        counts = RouterLoad(self._model).counts()
+        return {
+            layer: torch.minimum(counts[layer] // 2, torch.tensor(owed))
+            for layer, owed in self._owed.items()
+        }

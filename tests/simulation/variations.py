@@ -188,6 +188,14 @@ def add_followed_experts(setup: Setup, rng: random.Random) -> Setup:
     return with_followers(setup, is_made_possible=False)
 
 
+def add_boost(setup: Setup, rng: random.Random) -> Setup:
+    """Return a setup in which half of the jobs that lose tokens make them up above capacities."""
+    if setup.strategy not in ("partial", "selective") or setup.later or rng.random() < 0.5:
+        return setup
+    changed: Setup = msgspec.structs.replace(setup, boost=0.1)
+    return changed
+
+
 def with_many_ranks(setup: Setup, rng: random.Random) -> Setup:
     """Return a job of more ranks than a group of the agreement has, as it is without changes."""
     dp = rng.choice((9, 10, 12))

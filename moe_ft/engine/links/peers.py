@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+import msgspec
+
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import (
@@ -124,6 +126,8 @@ class PeerConnection:
         update: Update | None,
     ) -> str:
         connection, index = self._connected(), replica.index
+        if update is not None and update.is_lossy and replica.lent is not None:
+            update = msgspec.structs.replace(update, checksum=checksum(replica.lent.gradients))
         content, step = encode(index), b"" if update is None else encode_update(update)
         data = memoryview(replica.region.mapping)[replica.start_byte : replica.end_byte]
         num_made_bytes = len(data)  # there, which takes its time however little is sent

@@ -99,7 +99,7 @@ class ReplicaKeeper:
                 connection.receive_body([body_bytes], body_bytes, deadline)
                 return Reply(error=str(error), wants_state=bool(update))
             if repeat is not None:
-                repeat(lambda gradients: connection.receive_into(gradients, deadline))
+                index = repeat(lambda gradients: connection.receive_into(gradients, deadline))
             contents = {"": memoryview(region.mapping)}
             if memory.pool is not None and sent:
                 contents[memory.pool.name] = memoryview(memory.pool.mapping)

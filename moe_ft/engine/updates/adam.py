@@ -3,19 +3,22 @@
 The step goes from one region to another, and from one slot of the pool to another, because the version before
 must stay until all ranks have the next one. The operations are those of torch's Adam on a CPU in their
 order, so the bits are the owner's too. What proves it are the checksums of the owner's index, which the
-caller compares (engine/links/server.py).
+caller compares (engine/links/server.py). If the owner's optimizer rounds otherwise, as fused ones do, what
+is made gets checksums of its own.
 
 Source: MoEtion, Algorithm 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
+import msgspec
 import torch
+import xxhash
 
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.encoding import check_found, checksum
 from moe_ft.format.entries import TensorEntry, UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.packings import Packing
@@ -43,7 +46,7 @@ class Repetition:
 
     def __init__(self, update: Update, base: Index, index: Index) -> None:
         """Take what describes the state before the step, and the state after it."""
-        self._update = update
+        self._update, self._received = update, xxhash.xxh3_64()
         self._raw = torch.empty(4 * BLOCK, dtype=torch.uint8)
         self._gradient, self._denominator = torch.empty(BLOCK), torch.empty(BLOCK)
         _check_layouts(base, index, update)
@@ -88,6 +91,8 @@ class Repetition:
                     for memory in (source, target)
                 )
                 repeat_step(before, gradient, after, step, self._denominator[:num])
+        if self._update.is_lossy:
+            check_found("gradients", self._received.hexdigest(), self._update.checksum)
         # The header, gaps, and what no step changes: all of it counts in checksums.
         for part, content in target.items():
             at, end = 0, self._ends[part]
@@ -100,6 +105,8 @@ class Repetition:
         dtype, gradient = _DTYPES[step.dtype], self._gradient[:num]
         raw = self._raw[: num * dtype.itemsize]
         receive(memoryview(raw.numpy()))
+        if self._update.is_lossy:
+            self._received.update(raw.numpy())
         gradient.copy_(raw.view(dtype))
         for factor in step.factors:
             gradient.mul_(factor)
@@ -112,8 +119,10 @@ def begin_repetition(
     memory: ReplicaStore,
     target: Region,
     index: Index,
-) -> Callable[[Receive], None]:
+) -> Callable[[Receive], Index]:
     """Return what makes the state of an index in a region and slots, of what memory holds and receives.
+
+    It returns the index of what it has made. That is the same one, unless the step is lossy.
 
     Args:
         num_bytes: that are to be received.
@@ -131,7 +140,23 @@ def begin_repetition(
     source = {REGION: region.view, **_slots(memory, base, update.units)}
     new = [name for name in update.units if memory.is_filled(index.units[name])]
     made = {REGION: target.view, **_slots(memory, index, new)}
-    return partial(repetition.run, source, made)
+
+    def make(receive: Receive) -> Index:
+        repetition.run(source, made, receive)
+        return _with_own_checksums(base, index, target.view) if update.is_lossy else index
+
+    return make
+
+
+def _with_own_checksums(base: Index, index: Index, region: memoryview) -> Index:
+    """Return an index that says of the units in a region what they have become, and after how many steps."""
+    units = dict(index.units)
+    for name, unit in index.units.items():
+        found = checksum(region[unit.offset : unit.offset + unit.num_bytes])
+        if not unit.file and found != unit.checksum:
+            count = base.units[name].num_repeated + 1
+            units[name] = msgspec.structs.replace(unit, checksum=found, num_repeated=count)
+    return msgspec.structs.replace(index, units=units)
 
 
 def _slots(memory: ReplicaStore, index: Index, names: Iterable[str]) -> dict[str, memoryview]:

@@ -17,6 +17,7 @@ from moe_ft.state.gradients import (
     gradients,
     has_moments,
     inverse_scales,
+    is_lossy,
     is_raw,
 )
 from moe_ft.state.parameters import LocalParameter
@@ -46,6 +47,7 @@ class GradientCapture:
         """
         own = [each for each in parameters if each.optimizer is not None and each.start < each.end]
         self._parameters = sorted(own, key=is_raw)  # fp32 first, so that everything is aligned
+        self._is_lossy = any(map(is_lossy, own))
         self._rotating = frozenset(rotating)
         self._followed: Collection[UnitId] | None = None
         self._chosen: list[LocalParameter] = []  # that are followed
@@ -97,7 +99,7 @@ class GradientCapture:
             self._reason = _FIRST
             return
         made = tuple(step for _, step in steps.values())
-        update = Update(iteration - 1, made, tuple(slices), self._names)
+        update = Update(iteration - 1, made, tuple(slices), self._names, self._is_lossy)
         self._captured = update, buffer
 
     def lend(self, iteration: int) -> LentUpdate:
@@ -113,4 +115,5 @@ class GradientCapture:
             return LentUpdate(update=None, reason="its step was not made in this start")
         if not has_moments(self._chosen):
             return LentUpdate(update=None, reason=_FIRST)
-        return LentUpdate(update=Update(iteration - 1, units=self._names))
+        skipped = Update(iteration - 1, units=self._names, is_lossy=self._is_lossy)
+        return LentUpdate(update=skipped)

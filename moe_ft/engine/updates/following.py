@@ -15,6 +15,7 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.updates import Update
 
 _MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for ever
+MOST_LOSSY_STEPS = 100  # that a peer repeats with other rounding before it gets state again
 
 Put = Callable[[Update | None], str]
 
@@ -104,6 +105,7 @@ class Followers:
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
         self._num_refused: dict[int, int] = {}  # in a row, by rank
+        self._num_lossy: dict[int, int] = {}  # since state was sent, by rank
 
     def send(
         self,
@@ -135,6 +137,7 @@ class Followers:
             gradient_bytes, why = update.num_bytes, put(update)
             if not why:
                 self._num_refused[rank] = 0
+                self._num_lossy[rank] = self._num_lossy.get(rank, 0) + update.is_lossy
                 return Sent(
                     state_bytes=sum(slots.values())
                     - sum(slots.get(each, 0) for each in update.units),
@@ -143,6 +146,7 @@ class Followers:
                 )
             self._note_refusal(rank, update, why)
         put(None)
+        self._num_lossy[rank] = 0
         return Sent(state_bytes=state_bytes, gradient_bytes=gradient_bytes, fallback=why)
 
     @property
@@ -161,6 +165,8 @@ class Followers:
             return "it has refused every update"
         if {*known} != {base}:
             return f"it is not known to have iteration {base}"
+        if self._num_lossy.get(rank, 0) >= MOST_LOSSY_STEPS:
+            return f"it has repeated {MOST_LOSSY_STEPS} steps that round otherwise"
         if keep_iteration != base:
             return f"it need not keep iteration {base}"
         return ""

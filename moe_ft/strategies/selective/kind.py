@@ -102,7 +102,8 @@ class Selective(StrategyKind):
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
         )
         sizes = {(unit.layer_name, unit.expert): catalog.num_bytes(unit) for unit in own}
-        everyone = facts.gather((facts.rank, sum(map(catalog.num_bytes, always)), sizes))
+        own_bytes = sum(map(catalog.num_bytes, always))
+        everyone = facts.gather((facts.rank, own_bytes, sizes, facts.gradient_bytes))
         loads = _loads(everyone, layers, experts.num_experts)
         least, follows = loads.least_budget, config.memory.sends_gradients
         for flag, text, budget, needed in (
@@ -123,7 +124,7 @@ class Selective(StrategyKind):
         run = PlannedRun.of(config, experts)
         return SelectiveStrategy(
             *(always, own, layers, layout, options, run, loads),
-            [rank for rank, _, _ in everyone].index(facts.rank),
+            [rank for rank, *_ in everyone].index(facts.rank),
             frozen,
             has_peers=config.memory.num_replicas != 0,
             are_followed=follows,
@@ -131,17 +132,21 @@ class Selective(StrategyKind):
 
 
 def _loads(
-    everyone: Sequence[tuple[int, int, Mapping[Expert, int]]],
+    everyone: Sequence[tuple[int, int, Mapping[Expert, int], int]],
     layers: Sequence[str],
     num_experts: int,
 ) -> RankLoads:
-    """Return the bytes that the ranks of a stage save: of each always, and of its experts."""
+    """Return the bytes that the ranks of a stage save: of each always, and of its experts.
+
+    A gradient counts with the most bytes that one has on any rank: all ranks must choose the same.
+    """
     first = {layer: index * num_experts for index, layer in enumerate(layers)}
     costs = np.zeros((len(everyone), len(layers) * num_experts), np.int64)
-    for row, (_, _, sizes) in enumerate(everyone):
+    for row, (_, _, sizes, _) in enumerate(everyone):
         for (layer, expert), num_bytes in sizes.items():
             costs[row, first[layer] + expert] = num_bytes
-    return RankLoads([always for _, always, _ in everyone], costs)
+    gradient_bytes = max(each for *_, each in everyone)
+    return RankLoads([always for _, always, *_ in everyone], costs, gradient_bytes)
 
 
 SELECTIVE = Selective(

@@ -19,7 +19,7 @@ from moe_ft.planning.lost_tokens import NEVER
 from moe_ft.strategies.rotating import Selection, Versions
 from moe_ft.strategies.selective.config import PAPER
 
-STATE_PER_GRADIENT = 3  # bytes of Adam's state per byte of an fp32 gradient
+STATE_BYTES = 12  # of Adam's state of one parameter
 STAYS = 1.32  # an expert is followed until its rate is so many times below what it takes: 15 % in its period
 OLD_SHARE = 4  # experts beyond the age limit take one in so many places
 Order = npt.NDArray[np.int64]  # numbers of experts: layer times experts per layer, plus expert
@@ -58,11 +58,15 @@ class RankLoads:
     Attributes:
         costs: ``[rank, number of the expert]`` bytes that a save takes there.
         has_units: ``[number of the expert]`` whether any rank saves something of it: it is trained.
+        per_gradient: bytes of state for each byte of gradients.
     """
 
-    def __init__(self, always: Sequence[int], costs: npt.NDArray[np.int64]) -> None:
-        """Take ``[rank]`` bytes that every snapshot holds, and those of experts."""
+    def __init__(
+        self, always: Sequence[int], costs: npt.NDArray[np.int64], gradient_bytes: int = 4
+    ) -> None:
+        """Take ``[rank]`` bytes that every snapshot holds, those of experts, and those of a gradient."""
         self._always, self.costs = np.asarray(always, np.int64), costs
+        self.per_gradient = STATE_BYTES // gradient_bytes
         self.has_units = costs.any(axis=0)
         self._holders = [np.flatnonzero(costs[:, each]) for each in range(costs.shape[1])]
         positive = np.where(costs > 0, costs, np.iinfo(np.int64).max)
@@ -77,12 +81,12 @@ class RankLoads:
     @property
     def least_sent(self) -> int:
         """The same where gradients are sent in the place of what every snapshot holds."""
-        return int((-(-self._always // STATE_PER_GRADIENT) + self._most).max(initial=0))
+        return int((-(-self._always // self.per_gradient) + self._most).max(initial=0))
 
     def as_gradients(self) -> "RankLoads":
-        """Return the same with gradients in the place of all state: 4 bytes of 12, or less."""
+        """Return the same with gradients in the place of all state."""
         return RankLoads(
-            [*-(-self._always // STATE_PER_GRADIENT)], -(-self.costs // STATE_PER_GRADIENT)
+            [*-(-self._always // self.per_gradient)], -(-self.costs // self.per_gradient)
         )
 
     def rooms(self, budget_bytes: int | None) -> npt.NDArray[np.int64]:
@@ -236,7 +240,8 @@ def by_rate(
 
     They are so many of those with the most tokens per byte that the fewest tokens are at risk on average:
     none of theirs, and (sum of sqrt(rate x bytes))^2 / 2 bytes of the others, which have the best periods
-    with what is left. It pays where an expert would be sent every 5.4 iterations or more often.
+    with what is left. It pays where an expert would be sent every 5.4 iterations or more often, or 11.5 if
+    gradients have 2 bytes: with r bytes of state for each of them, r + sqrt(r^2 - r).
 
     Args:
         rates: ``[number of the expert]`` tokens per iteration, in any unit.
@@ -253,7 +258,7 @@ def by_rate(
         rate = np.where(held[own], STAYS, 1.0) * rates[own]
         order = np.lexsort((own, -rate / np.maximum(1, state)))
         # Sums in the order of the experts: all ranks get the same numbers.
-        each = -(-state // STATE_PER_GRADIENT), np.sqrt(rate * state), rate
+        each = -(-state // loads.per_gradient), np.sqrt(rate * state), rate
         spent, roots, routed = (np.cumsum([0.0, *values[order]]) for values in each)
         left = np.maximum(0, rooms[ranks]).sum(dtype=np.float64) - spent
         num_left = len(own) - np.arange(len(left))

@@ -47,22 +47,24 @@ class Owner:
         factor: int = 1,
         peer: RankInfo | None = None,
         rotating: str = "",
+        **options: Any,
     ) -> None:
         """Begin with parameters of `SIZES` numbers times a factor, and another peer than one of its own.
 
         Args:
             rotating: the name of a unit that lies in slots.
+            options: of the optimizer, which may round otherwise than its peer.
         """
         self.generator = torch.Generator().manual_seed(3)
         self.dtype, self.iteration = dtype, 0
         self.complete: int | None = None
         masters = {name: self._random(size * factor) for name, size in SIZES.items()}
-        optimizer = torch.optim.AdamW([*masters.values()], lr=1e-2, weight_decay=0.1)
+        optimizer = torch.optim.AdamW([*masters.values()], lr=1e-2, weight_decay=0.1, **options)
         scaler = SimpleNamespace(inv_scale=torch.tensor([2.0**-10]))
         config = SimpleNamespace(optimizer="adam", clip_grad=CLIP)
         self.inner = SimpleNamespace(optimizer=optimizer, config=config, grad_scaler=scaler)
         self.parameters = [self._parameter(name, each) for name, each in masters.items()]
-        check_repeatable(self.parameters)
+        check_repeatable(self.parameters, allows_lossy=True)
         in_slots = [each for each in self.parameters if each.name == rotating]
         in_region = [each for each in self.parameters if each.name != rotating]
         self.rotating = frozenset(each.unit for each in in_slots)
@@ -110,7 +112,7 @@ class Owner:
             end=len(master),
             optimizer=self.inner,
             master=master,
-            is_sharded=False,
+            is_sharded=True,
             is_expert=False,
         )
 

@@ -139,11 +139,14 @@ class Peer:
 
     def committed(self) -> dict[int, bytes]:
         """Return the data of every replica that has an index, by iteration, as a recovery would read it."""
-        found = {}
-        for path in self.regions[0].directory.glob("region_*.json"):
-            index = decode(path.read_bytes(), Index, str(path))
-            found[index.iteration] = (path.parent / index.file).read_bytes()
-        return found
+        folder = self.regions[0].directory
+        return {at: (folder / each.file).read_bytes() for at, each in self.indexes().items()}
+
+    def indexes(self) -> dict[int, Index]:
+        """Return the index of every replica, by iteration."""
+        paths = self.regions[0].directory.glob("region_*.json")
+        found = (decode(path.read_bytes(), Index, str(path)) for path in paths)
+        return {index.iteration: index for index in found}
 
     def close(self) -> None:
         """Close all connections and stop listening."""

@@ -9,7 +9,7 @@ import torch
 
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
-from moe_ft.state.gradients import check_repeatable, gradients
+from moe_ft.state.gradients import check_repeatable, gradients, is_lossy
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, UnitKind
 
@@ -67,7 +67,7 @@ def with_its_own_norm(parameters: list[LocalParameter]) -> list[LocalParameter]:
     [
         (
             on_a_gpu(owned(torch.optim.AdamW(masters()))),
-            "is not supported on a GPU: .*replicate state",
+            "is not exact .* on a GPU .*: .*replicate state, or add --moe-ft-allow-lossy",
         ),
         (
             owned(torch.optim.SGD(masters()), optimizer="sgd"),
@@ -80,11 +80,11 @@ def with_its_own_norm(parameters: list[LocalParameter]) -> list[LocalParameter]:
         ),
         (
             owned(torch.optim.AdamW(masters(), amsgrad=True, maximize=True)),
-            "needs torch's plain Adam, and this one has amsgrad, maximize: it computes other bits",
+            "needs torch's plain Adam, and this one has amsgrad, maximize: it computes something else",
         ),
         (
             owned(torch.optim.AdamW(masters(), fused=True)),
-            "needs torch's plain Adam, and this one has fused: ",
+            "is not exact with fused Adam .* add --moe-ft-allow-lossy",
         ),
         (
             with_its_own_norm(owned(torch.optim.AdamW(masters()), dtype=torch.bfloat16)),
@@ -97,6 +97,32 @@ def test_optimizer_whose_step_cannot_be_repeated_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-replicate=gradients {message}"):
         check_repeatable(parameters)
+
+
+class FusedAdam(torch.optim.SGD):
+    """Stands for those of libraries: they count steps in the group, and have a mode instead of a flag."""
+
+    adam_w_mode = 1
+    __module__ = "apex.optimizers.fused_adam"
+
+
+def test_fused_adam_is_followed_where_that_is_allowed_and_no_other_rank_has_the_same_state() -> (
+    None
+):
+    master = torch.zeros(4)
+    optimizer = FusedAdam([master])
+    parameters = owned(optimizer)[:1]
+    assert is_lossy(parameters[0])
+    with pytest.raises(
+        ConfigError, match="not exact needs --use-distributed-optimizer: .*embedding"
+    ):
+        check_repeatable(parameters, allows_lossy=True)
+    check_repeatable([replace(parameters[0], is_sharded=True)], allows_lossy=True)
+    optimizer.param_groups[0] |= {"betas": (0.9, 0.99), "eps": 1e-8, "step": 6}
+    optimizer.state[master] = {"exp_avg": master, "exp_avg_sq": master}
+    master.grad = torch.ones(4)
+    ((_, _, step),) = gradients(parameters, {}, 1.0)
+    assert (step.number, step.is_decoupled) == (7, True)
 
 
 def test_gradients_of_a_first_step_are_not_given_and_no_state_is_made() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ft.engine.links import peers
 from moe_ft.engine.updates import adam
+from moe_ft.format.encoding import checksum
+from moe_ft.format.entries import lossy_packings
 from tests.unit.moe_ft.followed import SIZES, Owner
 
 EXPERT = "layer.0.expert.1"
@@ -38,6 +41,43 @@ def test_every_replica_that_follows_by_gradients_is_the_state_of_the_rank(owner:
         owner.check_replica()
         expected = (num_bytes if iteration % 7 else 0) if iteration > 1 else 0
         assert (sent["gradient_bytes"], sent["state_bytes"] == 0) == (expected, iteration > 1)
+
+
+def test_replica_of_fused_adam_has_checksums_of_its_own_and_gets_state_after_a_hundred_steps(
+    tmp_path: Path,
+) -> None:
+    with closing(Owner(tmp_path, fused=True)) as owner:
+        for iteration in range(1, 104):
+            owner.train(steps=iteration % 7 != 0)
+            owner.save()
+            sent = owner.sent()
+            is_whole = iteration in (1, 102)
+            assert (sent["state_bytes"] > 0) == is_whole
+            if iteration == 102:
+                assert sent["fallbacks"]["7"] == "it has repeated 100 steps that round otherwise"
+            kept = owner.peer.indexes()[iteration]
+            units, content = kept.units, owner.peer.committed()[iteration]
+            # One whose bits come out as the rank's begins again.
+            assert max(each.num_repeated for each in units.values()) <= (iteration - 1) % 101
+            for unit in units.values():
+                assert checksum(content[unit.offset :][: unit.num_bytes]) == unit.checksum
+            if iteration == 101:
+                assert {*lossy_packings(units.values())} == {"param", "exp_avg", "exp_avg_sq"}
+                with pytest.raises(AssertionError):
+                    owner.check_replica()  # the bits of the rank
+
+
+def test_gradients_of_fused_adam_that_arrive_as_others_make_no_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Owner(tmp_path, fused=True)) as owner:
+        follow(owner)
+        monkeypatch.setattr(peers, "checksum", lambda content: "0" * 16)
+        owner.train()
+        owner.save()
+        (lost,) = [each for each in owner.reports.drain() if each.event == "degraded"]
+        assert "gradients" in lost.fields["reason"]
+        assert owner.iteration not in owner.peer.committed()
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)

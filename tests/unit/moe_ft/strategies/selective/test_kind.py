@@ -36,17 +36,22 @@ def test_budget_without_room_for_an_expert_is_refused_with_the_least_that_is_pos
     build(SELECTIVE, SelectiveConfig(**enough))
 
 
-def test_budget_for_peers_that_follow_needs_room_for_the_gradients_outside_experts() -> None:
+@pytest.mark.parametrize("gradient_bytes", [4, 2])
+def test_budget_for_peers_that_follow_needs_room_for_the_gradients_outside_experts(
+    gradient_bytes: int,
+) -> None:
     followed = replace(config_of(SELECTIVE), memory=MemoryConfig(replicate="gradients"))
-    for budget, is_refused in (("4199", True), ("4200", False)):  # a third of 9000, and 1200
+    facts = replace(facts_of(), gradient_bytes=gradient_bytes)
+    least = 9000 * gradient_bytes // 12 + 1200
+    for budget, is_refused in ((f"{least - 1}", True), (f"{least}", False)):
         options = {"selective": SelectiveConfig(remote_budget=budget)}
         config = replace(followed, options=options)
         if not is_refused:
-            assert SELECTIVE.build(config, facts_of()).followable
+            assert SELECTIVE.build(config, facts).followable
             continue
-        message = f"--moe-ft-remote-budget={budget} must be at least 4200 bytes .* gradients of"
+        message = f"--moe-ft-remote-budget={budget} must be at least {least} bytes .* gradients of"
         with pytest.raises(ConfigError, match=message):
-            SELECTIVE.build(config, facts_of())
+            SELECTIVE.build(config, facts)
 
 
 @pytest.mark.parametrize(
