@@ -34,10 +34,8 @@ demo: .venv/installed
 	@$(BIN)/python examples/demo.py
 
 test: .venv/installed
-	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
-	$(PYTEST) tests/simulation
-	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
-	$(PYTEST) tests/slurm
+	$(PYTEST) tests/simulation tests/unit tests/device --numprocesses 2 --quiet
+	$(PYTEST) tests/slurm tests/distributed tests/gpu --numprocesses 2 --dist worksteal
 
 test-all: .venv/installed
 	$(PYTEST) tests/unit tests/device tests/simulation tests/distributed tests/slurm -m "rest or chaos"

@@ -332,9 +332,9 @@ _NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2"}  # too slow on two cores for `make te
 
 
 def is_important(pair: Pair) -> bool:
-    """Return whether `make test` shows the pair: each value, and each mode with each fault and precision.
+    """Return whether `make test` shows the pair: each value, and each mode with all that changes its bytes.
 
-    Not with each phase of an iteration: what a mode has in memory then is the same in all of them.
+    Each mode meets each kind of fault in each phase in the simulation.
     """
     values = dict(pair)
     if not _NOT_IN_SHARE.isdisjoint(values.values()):
@@ -342,12 +342,8 @@ def is_important(pair: Pair) -> bool:
     if len(values) == 1:
         return True
     mode = values.get("mode")
-    factors = {"kind", "phase", "tier", "precision", "packing", "optimizer"}
-    return (
-        mode not in (None, "single")
-        and not factors.isdisjoint(values)
-        and values.get("phase") not in ITERATION_PHASES
-    )
+    factors = {"tier", "precision", "packing", "optimizer"}
+    return mode not in (None, "single") and not factors.isdisjoint(values)
 
 
 # One run per line: its target of make, then its values in the order of FACTORS.

@@ -31,16 +31,16 @@ _FOLDER = "tests/distributed/"
 def _run_with(**values: str) -> str:
     """Return the first run of the covering array in `make test` that has these values."""
     wanted = {"left": "windows", **values}  # where the checks are strict
-    found = next(run for run in runs() if wanted.items() <= run.items())
+    found = next(run for run in runs("test") if wanted.items() <= run.items())
     name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
     return f"test_covering_array.py::{name}[{case_of(found)}]"
 
 
-_TESTS = {
-    "dense": _run_with(strategy="dense-2", layout="ep2", optimizer="distributed"),
-    "buffers": _run_with(model="expert-bias", layout="cp2-ep2", strategy="dense-1"),
-    "scaled": _run_with(precision="fp16", layout="ep2", strategy="sparse-3"),
-    "partial": _run_with(strategy="partial-4", layout="ep2"),
+TESTS = {
+    "dense": _run_with(strategy="dense-1", optimizer="distributed"),
+    "buffers": _run_with(strategy="dense-2", model="expert-bias"),
+    "scaled": _run_with(strategy="sparse-2", precision="fp16"),
+    "partial": _run_with(strategy="partial-4", precision="bf16"),
     "slots": "test_slots.py::test_run_whose_tables_change_is_recovered_bitwise[whole state]",
     "sparse": "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it",
 }
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     wanted = options.breakages or list(BREAKAGES)
     if unknown := set(wanted) - set(BREAKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; name some of {', '.join(BREAKAGES)}")
-    chosen = {name: [_TESTS[test] for test in NOTICED_BY[name]] for name in wanted}
+    chosen = {name: [TESTS[test] for test in NOTICED_BY[name]] for name in wanted}
     every = sorted({test for tests in chosen.values() for test in tests})
     failed, _ = run_tests(every, None)
     if failed:

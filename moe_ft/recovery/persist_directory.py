@@ -232,7 +232,8 @@ def acquire(
     """
     for _ in range(_LOCK_ATTEMPTS):
         seen = lock.look()
-        if seen is not None and not seen.is_over(origin):
+        # Its own is there if storage took it, but could not be read then.
+        if seen is not None and not lock.is_own(seen) and not seen.is_over(origin):
             say(
                 f"{LOCK_NAME} in {storage.url} belongs to {seen.holder}: watching for {LOCK_STALE_S:.0f} s "
                 "whether that job is alive"

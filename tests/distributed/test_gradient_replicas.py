@@ -72,7 +72,7 @@ SHORT = (("bf16, slots", 24), ("fp16, plain, slots", 24))
 LENGTHS = [*SHORT, *((name, 250) for name in JOBS)]
 
 
-@pytest.mark.parametrize("length", share_of(LENGTHS, *SHORT), ids=str)
+@pytest.mark.parametrize("length", share_of(LENGTHS, SHORT[1]), ids=str)
 def test_replica_made_of_gradients_is_the_state_of_its_owner_bit_for_bit(
     job: CheckpointJob, length: tuple[str, int]
 ) -> None:
@@ -105,7 +105,8 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("strategy", share_of([*TURNS], "selective"))
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", TURNS)
 def test_peers_follow_in_what_every_snapshot_holds_and_get_experts_that_take_turns_as_state(
     job: CheckpointJob, strategy: str
 ) -> None:
@@ -126,22 +127,6 @@ def test_peers_follow_in_what_every_snapshot_holds_and_get_experts_that_take_tur
     assert "peer" in job.events("recovery", 1)[-1]["sources"]
 
 
-def test_state_of_a_lost_node_comes_back_from_a_replica_that_was_made_of_gradients(
-    job: CheckpointJob,
-) -> None:
-    set_model(job, {}, 12)
-    expected = job.reference()
-    job.run(*FOLLOWED, "--exit-interval", "8", nodes=TWO_NODES).check()
-    last = check_sent(job, 1)[-1]
-    assert (last["iteration"], last["state_bytes"], last["gradient_bytes"] > 0) == (8, 0, True)
-    shutil.rmtree(job.memory_dir / "test" / "node1")
-    job.resume(*FOLLOWED, nodes=TWO_NODES)
-    (recovery,) = job.events("recovery", 1)
-    assert recovery["restored_iteration"] == 8
-    assert {tier for tier, count in recovery["sources"].items() if count} == {"peer"}
-    assert job.digests() == expected
-
-
 PHASES = ("backward", "before-step", "in-step", "after-step", "snapshot", "replicate")
 
 
@@ -155,6 +140,8 @@ def test_node_that_dies_comes_back_from_its_peers_and_ends_in_the_state_of_an_un
     (found,) = job.recoveries
     assert found is not None
     assert (found.restored_iteration in (7, 8), found.tiers[1]) == (True, "peer")
+    sent = {line["iteration"]: line for line in check_sent(job, 1)}[found.restored_iteration]
+    assert (sent["state_bytes"], sent["gradient_bytes"] > 0) == (0, True)
     for rank in range(NUM_RANKS):
         assert any(line["gradient_bytes"] for line in check_sent(job, rank))
         later = [line for line in job.events("replicate", rank) if line["incarnation"]]
@@ -162,6 +149,7 @@ def test_node_that_dies_comes_back_from_its_peers_and_ends_in_the_state_of_an_un
     assert job.digests() == expected
 
 
+@pytest.mark.rest
 def test_lost_message_costs_a_whole_state_and_then_gradients_follow_again(
     job: CheckpointJob,
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_killed_job_continues_in_another_layout_bit_for_bit(
     assert losses == pytest.approx({each: whole[each] for each in losses}, rel=1e-4)
 
 
+@pytest.mark.rest
 def test_a_job_killed_right_after_a_change_of_layout_recovers_the_old_state_again_and_grows_back(
     tmp_path: Path, memory_dir: Path
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_job_killed_right_after_a_change_of_layout_recovers_the_old_state_agai
     check_same(expected, job.live(EP4))
 
 
+@pytest.mark.rest
 def test_half_of_the_ranks_continue_after_a_node_and_its_memory_are_lost(
     tmp_path: Path, memory_dir: Path
 ) -> None:

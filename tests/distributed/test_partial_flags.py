@@ -58,6 +58,7 @@ def test_report_shows_each_recovery_with_its_losses(
     assert "loss of 5 before" in text
 
 
+@pytest.mark.rest
 def test_master_weights_that_are_always_saved_do_not_rotate(job: CheckpointJob) -> None:
     job.run_with_faults(
         "kill:1@5:backward",

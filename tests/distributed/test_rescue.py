@@ -2,12 +2,14 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
 from moe_ft.cli import main
 from tests.jobs import TWO_NODES, CheckpointJob
 from tests.references import Digests
+from tests.shares import share_of
 
 INCOMPLETE, REFUSED = 1, 2
 STRATEGIES = {
@@ -17,18 +19,18 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("is_on_two", [False, True], ids=["one machine", "two machines"])
-@pytest.mark.parametrize(
-    "strategy", ["dense", *(pytest.param(each, marks=pytest.mark.rest) for each in STRATEGIES)]
-)
+PLACES = ("one machine", "two machines")
+CASES = [*product(STRATEGIES, PLACES)]
+
+
+@pytest.mark.parametrize("case", share_of(CASES, ("dense", PLACES[1])), ids=str)
 def test_run_continues_exactly_from_what_was_rescued(
-    strategy: str,
-    is_on_two: bool,
+    case: tuple[str, str],
     job: CheckpointJob,
     expected: Digests,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = STRATEGIES[strategy]
+    flags, is_on_two = STRATEGIES[case[0]], case[1] == PLACES[1]
     job.run(*flags, "--moe-ft-inject-fault", "kill:1@4:backward", nodes=TWO_NODES)
     memory = job.memory_dir / "test"
     own = next(memory.glob("*/rank_00001")).parent

@@ -203,7 +203,8 @@ LOSSY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", share_of(LOSSY, next(iter(LOSSY))))
+@pytest.mark.rest
+@pytest.mark.parametrize("case", LOSSY)
 def test_lossy_recovery_loses_the_tokens_of_the_routing_log(case: str, job: CheckpointJob) -> None:
     options = dict(LOSSY[case])
     faults = options.pop("faults", ("kill:1@5:backward", "kill:2@9:backward"))

@@ -49,21 +49,24 @@ class Floors:
         protected: as long as one node loses its memory, and none before.
         storage: whatever happens to the nodes.
         recovered: by the last start, as long as nothing is lost: nobody knows where it is.
+        shape: layout of the last start that had state, as long as nothing is lost: another one may lack
+            versions of experts, which this one has.
     """
 
     memory: int = 0
     protected: int = 0
     storage: int = 0
     recovered: int = 0
+    shape: Shape | None = None
 
     def lose_node(self) -> None:
-        self.memory, self.protected, self.recovered = self.protected, 0, 0
+        self.memory, self.protected, self.recovered, self.shape = self.protected, 0, 0, None
 
     def lose_memory(self) -> None:
-        self.memory = self.protected = self.recovered = 0
+        self.memory, self.protected, self.recovered, self.shape = 0, 0, 0, None
 
     def lose_storage(self) -> None:
-        self.storage = self.recovered = 0
+        self.storage, self.recovered, self.shape = 0, 0, None
 
     @property
     def highest(self) -> int:
@@ -173,11 +176,11 @@ class Oracle:
         """True if all of an expert is of one iteration: else its bits say nothing about what was lost."""
         return not self.job.setup.options.get("master_always_full", False)
 
-    @property
-    def _keeps_what_it_has(self) -> bool:
-        """True if every state that was acknowledged can be used: another layout may not have enough of it."""
-        is_excused = self.is_damaged or self.has_strangers or bool(self.job.setup.later)
-        return self.is_exact and not is_excused
+    def _keeps_what_it_has(self, shape: Shape) -> bool:
+        """Return whether a state that was acknowledged can be used in a layout."""
+        if self.is_damaged or self.has_strangers:
+            return False
+        return self.floors.shape == shape or (self.is_exact and not self.job.setup.later)
 
     def _fail(self, start: Start, what: str) -> None:
         self.violations.append(f"start {start.number}: {what}")
@@ -324,7 +327,7 @@ class Oracle:
             self._fail(start, f"{what}; but iteration {self.left.newest} is intact")
         elif not self.left.has_any:
             self._fail(start, f"{what}; but there is nothing to refuse")
-        elif self._floor and self._keeps_what_it_has and not self.is_garbled:
+        elif self._floor and self._keeps_what_it_has(start.shape) and not self.is_garbled:
             self._fail(start, f"{what}; but iteration {self._floor} was acknowledged")
         else:
             self.is_refused = True
@@ -371,6 +374,8 @@ class Oracle:
         recovered = {life.outcome.iteration for life in lives if life.outcome is not None}
         complete = set[int]().union(*(life.complete for life in lives))
         floors.recovered = max(recovered, default=0)
+        if floors.recovered or max(complete, default=0):
+            floors.shape = start.shape
         floors.memory = max(floors.memory, *complete, self.promised)
         self.promised = 0
         # A peer that has the last snapshot of a window has all of it.

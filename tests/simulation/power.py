@@ -106,6 +106,17 @@ _NEAR: dict[str, AnySchedule] = {
         ),
         switching=0.3,
     ),
+    # A window that peers have and one rank lacks, and the next one under way when an owner is lost.
+    "sender-not-heard": Schedule(
+        seed=248,
+        setup=Setup(dp=2, ep=1, nodes=2, strategy="sparse", options={"window": "3"}),
+        faults=(
+            Fault(kind="partition", start=0, event=516, target=2, amount=0.8881361531291087),
+            Fault(kind="kill-all", start=0, event=604),
+            Fault(kind="lose-node", start=1, target=2),
+        ),
+        switching=0.1,
+    ),
     # In the second start each rank has the same experts; it dies soon after its first snapshot.
     "pools-filled-again": Schedule(
         seed=1,

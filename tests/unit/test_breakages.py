@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from tests.breakages import BREAKAGES
+from tests import power
+from tests.breakages import BREAKAGES, NOTICED_BY
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
@@ -18,3 +19,7 @@ def test_breakage_finds_what_it_breaks(name: str) -> None:
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert status == 0
+
+
+def test_tests_that_notice_breakages_are_known() -> None:
+    assert {*power.TESTS} == {name for names in NOTICED_BY.values() for name in names}

@@ -121,9 +121,12 @@ class StorageLock:
                 self._file.create(content)
             else:
                 self._file.replace(seen.content, content)
-        now = self.look()
-        self.is_taken = now is not None and now.lock is not None and now.lock.owner == self.owner
+        self.is_taken = self.is_own(self.look())
         return self.is_taken
+
+    def is_own(self, seen: SeenLock | None) -> bool:
+        """Return whether this start has written what was seen."""
+        return seen is not None and seen.lock is not None and seen.lock.owner == self.owner
 
     def check(self) -> None:
         """Raise LockLostError unless this start still has the lock; then it never will again."""
@@ -199,7 +202,7 @@ class StorageLock:
         self.close()
         for _ in range(_RELEASE_ATTEMPTS):  # a last renewal may come in between
             seen = self.look()
-            if seen is None or seen.lock is None or seen.lock.owner != self.owner:
+            if seen is None or not self.is_own(seen):
                 return
             if self._file.remove(seen.content):
                 return

@@ -209,7 +209,7 @@ def test_unknown_strategy_is_refused() -> None:
     assert "STRATEGY=all must be none, dense, sparse or partial" in raised.value.stderr
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", share_of(STRATEGIES, "sparse"))
 def test_plan_of_a_model_file_is_printed(strategy: str) -> None:
     done = subprocess.run(
         [FOLDER / "plan.sh", "deepseek_moe_16b"],

@@ -77,8 +77,9 @@ def test_store_gets_the_same_files_as_a_folder(to: str, request_: Request, tmp_p
     }
 
 
-@pytest.mark.parametrize("to", MARKERS)
-@pytest.mark.parametrize("number", [0, 2, -1])
+@pytest.mark.parametrize(
+    ("to", "number"), [("safetensors", 0), ("safetensors", 2), ("torch_dist", -1)]
+)
 def test_interrupted_conversion_is_no_checkpoint_and_continues(
     to: str, number: int, request_: Request, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from tests.waiting import wait_for
 
 _context = multiprocessing.get_context("fork")
 TIMEOUT_S = 600.0
-SHORT = timedelta(seconds=2)
+LONG = timedelta(seconds=60)
 
 
 @contextmanager
@@ -65,14 +65,26 @@ def blocked(act: Callable[[threading.Event], object]) -> Iterator[int]:
         thread.join(60.0)
 
 
+def store_that_gets(key: str, ends: threading.Event) -> dist.HashStore:
+    """Return a store that has a key when the event is set."""
+    store = dist.HashStore()
+
+    def put() -> None:
+        ends.wait()
+        store.set(key, "")
+
+    threading.Thread(target=put, daemon=True).start()
+    return store
+
+
 def in_a_barrier(ends: threading.Event) -> None:
-    with suppress(RuntimeError):
-        dist.distributed_c10d._store_based_barrier(0, dist.HashStore(), GroupName("g"), 2, SHORT)
+    torchs = dist.distributed_c10d
+    key = f"{torchs.STORE_BASED_BARRIER_PREFIX}:g:last_worker"
+    torchs._store_based_barrier(0, store_that_gets(key, ends), GroupName("g"), 2, LONG)
 
 
 def for_what_it_has_begun(ends: threading.Event) -> None:
-    with suppress(RuntimeError):
-        dist.HashStore().wait(["never"], timedelta(seconds=SHORT.total_seconds()))
+    store_that_gets("it", ends).wait(["it"], timedelta(seconds=LONG.total_seconds()))
 
 
 def computing(ends: threading.Event) -> None:
@@ -87,7 +99,7 @@ def for_another_thread(ends: threading.Event) -> None:
 def after_a_wait(ends: threading.Event) -> None:
     store = dist.HashStore()
     store.set("it", "is there")
-    store.wait(["it"], SHORT)
+    store.wait(["it"], LONG)
     while not ends.is_set():
         pow(3, 100000)
 

@@ -205,7 +205,7 @@ def test_directory_that_can_never_be_used_is_in_trouble_of_its_flag(
 
 
 def test_lock_is_taken_when_storage_answers_and_nothing_may_be_written_before(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(persist_directory, "_RETRY_S", 0.01)
     storage, said = Storage(opener.url), queue.Queue[str]()
@@ -227,6 +227,7 @@ def test_lock_is_taken_when_storage_answers_and_nothing_may_be_written_before(
         lock.check()
     fails.clear()
     assert "can be used again: checkpoints go there from now on" in said.get(timeout=60)
+    assert "watching" not in capsys.readouterr().err  # the lock that it wrote and could not read
     lock.check()
     lock.release()
     assert os.listdir(opener.url) == []
