@@ -94,7 +94,7 @@ def forget() -> None:
     gc.collect()
 
 
-def run_wrapped(calls: Calls, num_ranks: int, interval_s: float) -> None:
+def run_wrapped(calls: Calls, num_ranks: int, interval_s: float, silence_s: float) -> None:
     """Run the training function in the wrapper, until it has ended everywhere."""
     inprocess = importlib.import_module("nvidia_resiliency_ext.inprocess")
     abort_module = importlib.import_module("nvidia_resiliency_ext.inprocess.abort")
@@ -130,7 +130,7 @@ def run_wrapped(calls: Calls, num_ranks: int, interval_s: float) -> None:
         # Imports on few cores hold threads up for long.
         soft_timeout=timedelta(minutes=3),
         hard_timeout=timedelta(minutes=4),
-        heartbeat_timeout=timedelta(minutes=2),
+        heartbeat_timeout=timedelta(seconds=silence_s),
         barrier_timeout=timedelta(minutes=5),
         completion_timeout=timedelta(minutes=5),
     )
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--nvrx", required=True, metavar="DIR")
     parser.add_argument("--num-ranks", type=int, required=True)
     parser.add_argument("--interval-s", type=float, required=True)
+    parser.add_argument("--silence-s", type=float, required=True)
     parser.add_argument("--notes", type=Path, required=True, metavar="DIR")
     parser.add_argument("--ports", type=int, nargs="+", required=True)
     parser.add_argument("flags", nargs="*")
@@ -152,7 +153,7 @@ def main() -> None:
     sys.argv[0] = pretrain_gpt_moe.__file__  # as if Python had started it
     logging.basicConfig()  # without a handler the wrapper says nothing
     calls = Calls(options.flags, options.ports, options.notes)
-    run_wrapped(calls, options.num_ranks, options.interval_s)
+    run_wrapped(calls, options.num_ranks, options.interval_s, options.silence_s)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Seconds from the loss of a node until training continues: a spare node that takes over, and a restart.
 
-    python -m benchmarks.spare_nodes [--kinds NAME ...] [--repeats N] [--lost-after SECONDS] [--quick]
-        [--output FILE.md]
+    python -m benchmarks.spare_nodes [--kinds NAME ...] [--repeats N] [--lost-after SECONDS] [--nvrx DIR]
+        [--quick] [--output FILE.md]
 
 Two nodes with two ranks each train the demo model of the tests, and a third one waits. Each has a network
 namespace of its own. Needs root, and `ip` (iproute2). Kinds:
@@ -11,14 +11,20 @@ power     The link of a node is cut, and all its processes are killed: no connec
 killed    All its processes are killed, and their connections end: 2 s of silence are enough then.
 rank      One rank of a node is killed, and its own node replaces it: what a repair takes without a verdict.
 restart   As `power`, without a spare that waits: the job ends, and `keep` is started on both nodes again. The
-          time is that of a launcher that does so at once, and it begins when the node is lost.
+          time is that of a launcher that does so at once.
+nvrx      As `power`, in the in-process wrapper of nvidia-resiliency-ext (benchmarks/inprocess.py), from the
+          folder --nvrx, with its own intervals. The ranks of the third node are in reserve. A rank is lost
+          after --lost-after here too, instead of its own 30 s.
 
-After each loss the node comes back as a spare. Seconds count from the loss to the end of the iteration that
-was broken off, on the slowest rank. Phases are of the event "repair": notice and free on the slowest
-survivor, the others on the slowest replacement; notice is also all that there is before the verdict.
+After each loss the node comes back as a spare; `restart` and `nvrx` are jobs with one loss each. Seconds
+count from the loss to the end of the next iteration on the slowest rank: with a repair, of the one that was
+broken off. Phases are of the event "repair": free on the slowest survivor, the others on the slowest
+replacement. Notice is the silence before the verdict, as `keep` logs it; of `rank`, the time until the
+slowest survivor knows. Survivors leave their iteration (free) while the replacements are built.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +36,7 @@ from typing import Any
 
 from benchmarks.conditions import conditions
 from benchmarks.event_logs import check_not_degraded
+from benchmarks.inprocess import WrappedNodes, find_problem
 from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.recovery_moments import REPAIR_PHASES
 from benchmarks.sparse_jobs import JobFolder, job_folder, write_data
@@ -41,13 +48,14 @@ from tests.namespaces import Namespaces, why_none
 from tests.processes import kill_all
 from tests.waiting import wait_for
 
-KINDS = ("power", "killed", "rank", "restart")
+KINDS = ("rank", "killed", "power", "restart", "nvrx")
 _NODES = ("node0", "node1", "node2")
 _RANKS_PER_NODE, _NUM_RANKS = 2, 4
 _WARM_ITERATIONS = 8  # before the first loss, and between two
 _DEADLINE_S = 300.0
 _ENDLESS = 100_000  # iterations: the job ends with its last loss
 _OF_SURVIVORS = ("notice", "free")
+_SILENT = re.compile(r"is lost: silent for ([\d.]+) s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +63,7 @@ class Loss:
     """Seconds from one loss.
 
     Attributes:
-        phases_s: by name, of `REPAIR_PHASES`; empty for a restart.
+        phases_s: by name, of `REPAIR_PHASES`; empty without a repair.
     """
 
     seconds: float
@@ -65,9 +73,10 @@ class Loss:
 class Watched:
     """A job whose nodes are lost, and what its ranks have logged."""
 
-    def __init__(self, place: JobFolder, nodes: KeptNodes, networks: Namespaces) -> None:
-        """Start the nodes that train, and wait until they do."""
-        self._place, self._nodes, self._networks = place, nodes, networks
+    def __init__(
+        self, place: JobFolder, networks: Namespaces, nodes: KeptNodes | WrappedNodes
+    ) -> None:
+        self._place, self._networks, self._nodes = place, networks, nodes
         self._active, self._spare = "node1", "node2"
 
     def events(self, kind: str, rank: int) -> list[dict[str, Any]]:
@@ -97,25 +106,27 @@ class Watched:
         self._nodes.kill(self._active)
         return lost_s
 
-    def take_over(self, *, is_cut: bool) -> Loss:
+    def take_over(self, nodes: KeptNodes, *, is_cut: bool) -> Loss:
         """Lose a node, and have it come back as a spare when another one has taken over."""
         number = len(self.events("repair", 0))
-        lost_s = self.lose(is_cut=is_cut)
-        loss = self._repaired(number, lost_s, [2, 3])
+        loss = self._repaired(number, self.lose(is_cut=is_cut), [2, 3])
+        silent_s = float(_SILENT.findall(nodes.log("node0"))[-1])
+        # Of a replacement, `build` begins when its node was heard last.
+        loss.phases_s.update(notice=silent_s, build=loss.phases_s["build"] - silent_s)
         self._networks.restore(self._active)
         said = f"node {self._active} is a spare"
-        before = self._nodes.log("node0").count(said)
-        self._nodes.start(self._active, first=1)
-        wait_for(lambda: self._nodes.log("node0").count(said) > before, said, _DEADLINE_S)
+        before = nodes.log("node0").count(said)
+        nodes.start(self._active, first=1)
+        wait_for(lambda: nodes.log("node0").count(said) > before, said, _DEADLINE_S)
         self._active, self._spare = self._spare, self._active
         return loss
 
-    def replace_rank(self) -> Loss:
+    def replace_rank(self, nodes: KeptNodes) -> Loss:
         """Kill a rank of the node that does not keep the store."""
         number = len(self.events("repair", 0))
         pid = self.events("start", 3)[-1]["pid"]
         killed_s = time.time()
-        kill_all([each for each in self._nodes.processes(self._active) if each.pid == pid])
+        kill_all([each for each in nodes.processes(self._active) if each.pid == pid])
         return self._repaired(number, killed_s, [3])
 
     def _repaired(self, number: int, lost_s: float, dead: Sequence[int]) -> Loss:
@@ -141,30 +152,35 @@ class Watched:
 
 
 def run(
-    kind: str, repeats: int, lost_after_s: int, data: Sequence[str], folder: Path
+    kind: str, repeats: int, lost_after_s: int, data: Sequence[str], folder: Path, nvrx: Path
 ) -> list[Loss]:
-    """Run a job of a kind, and return what each loss has taken.
+    """Run jobs of a kind, and return what each loss has taken.
 
     Raises:
         AssertionError: if a loss is not answered as it should be.
     """
     found: list[Loss] = []
-    for _ in range(repeats if kind == "restart" else 1):
+    is_one_job = kind in ("rank", "killed", "power")
+    for _ in range(1 if is_one_job else repeats):
         with job_folder(folder) as place, Namespaces(*_NODES) as networks:
-            with KeptNodes(
-                place.log,
-                ["pretrain_gpt_moe.py", *_flags(data, place)],
-                num_nodes=2,
-                ranks_per_node=_RANKS_PER_NODE,
-                lost_after_s=lost_after_s,
-                networks=networks,
-                imports=True,
-            ) as nodes:
-                watched = Watched(place, nodes, networks)
-                if kind == "restart":
-                    found.append(_restart(watched, nodes))
-                else:
-                    found += _repair(kind, repeats, watched, nodes)
+            flags = _flags(data, place)
+            if kind == "nvrx":
+                found.append(_wrapped(place, networks, flags, lost_after_s, nvrx))
+            else:
+                with KeptNodes(
+                    place.log,
+                    ["pretrain_gpt_moe.py", *flags, "--moe-ft-repair", "auto"],
+                    num_nodes=2,
+                    ranks_per_node=_RANKS_PER_NODE,
+                    lost_after_s=lost_after_s,
+                    networks=networks,
+                    imports=True,
+                ) as nodes:
+                    watched = Watched(place, networks, nodes)
+                    if is_one_job:
+                        found += _repair(kind, repeats, watched, nodes)
+                    else:
+                        found.append(_restart(watched, nodes))
             check_not_degraded([events(place.events, rank) for rank in range(_NUM_RANKS)])
     return found
 
@@ -175,7 +191,9 @@ def _repair(kind: str, repeats: int, watched: Watched, nodes: KeptNodes) -> Iter
     for _ in range(repeats):
         watched.wait_for_iterations(since_s, _WARM_ITERATIONS)
         yield (
-            watched.replace_rank() if kind == "rank" else watched.take_over(is_cut=kind == "power")
+            watched.replace_rank(nodes)
+            if kind == "rank"
+            else watched.take_over(nodes, is_cut=kind == "power")
         )
         since_s = time.time()
 
@@ -187,6 +205,29 @@ def _restart(watched: Watched, nodes: KeptNodes) -> Loss:
     lost_s = watched.lose(is_cut=True)
     assert nodes.wait() == {"node0": 1}, nodes.log("node0")[-3000:]
     nodes.start("node0", "node2", restart=1)
+    return _until_trained(watched, lost_s)
+
+
+def _wrapped(
+    place: JobFolder, networks: Namespaces, flags: Sequence[str], lost_after_s: int, nvrx: Path
+) -> Loss:
+    """Lose a node whose ranks have others in reserve."""
+    with WrappedNodes(
+        flags,
+        networks,
+        _NODES,
+        ranks_per_node=_RANKS_PER_NODE,
+        lost_after_s=lost_after_s,
+        nvrx=nvrx,
+        log_path=place.log / "output",
+    ) as nodes:
+        watched = Watched(place, networks, nodes)
+        watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
+        return _until_trained(watched, watched.lose(is_cut=True))
+
+
+def _until_trained(watched: Watched, lost_s: float) -> Loss:
+    # What ended just before the loss may be logged after it.
     return Loss(seconds=watched.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
 
 
@@ -196,7 +237,7 @@ def _flags(data: Sequence[str], place: JobFolder) -> list[str]:
         *layout_flags({"pp": 2, "ep": 2}),
         *data,
         *event_flags(place.events),
-        *("--moe-ft-repair", "auto", "--moe-ft-strategy", "dense"),
+        *("--moe-ft-strategy", "dense"),
         *("--moe-ft-memory-dir", str(place.memory), "--moe-ft-job-id", "benchmark"),
     ]
 
@@ -217,17 +258,23 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=5, help="losses of a kind")
     parser.add_argument("--lost-after", type=int, default=10, metavar="SECONDS")
+    parser.add_argument("--nvrx", type=Path, default=Path("runs/nvrx"), metavar="DIR")
     options = parse_options(parser, None, kinds=["killed"], repeats=1)
     parts = [conditions(f"Median (range) of {options.repeats}; --lost-after {options.lost_after}.")]
     if reason := why_none():
         show([*parts, markdown_table([(f"not run: {reason}",)], ("kind",))], options.output)
         return
+    if "nvrx" in options.kinds and (problem := find_problem(options.nvrx)):
+        options.kinds.remove("nvrx")
+        parts.append(f"nvrx: not run: {problem}")
     found = {}
     with tempfile.TemporaryDirectory(prefix="spare_nodes_") as name:
         data = write_data(Path(name))
         for kind in options.kinds:
             print(kind, file=sys.stderr, flush=True)
-            found[kind] = run(kind, options.repeats, options.lost_after, data, Path(name))
+            found[kind] = run(
+                kind, options.repeats, options.lost_after, data, Path(name), options.nvrx
+            )
     headers = ("kind", "to the next iteration, s", *(f"{name}, s" for name in REPAIR_PHASES))
     parts += ["Seconds from the loss", markdown_table(rows(found), headers)]
     show(parts, options.output)

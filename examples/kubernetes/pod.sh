@@ -15,9 +15,10 @@ DATA_PREFIX=${DATA_PREFIX:?set DATA_PREFIX to the prefix of an indexed dataset (
 RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory that all pods share}
 RUN_NAME=${RUN_NAME:?set RUN_NAME: pods of one name continue the state of each other}
 PERSIST_DIR=${PERSIST_DIR:-$RUN_DIR/states}      # checkpoints on storage: a directory or an fsspec URL
-RENDEZVOUS=${RENDEZVOUS:?set RENDEZVOUS to host:port of the first pod}
+RENDEZVOUS=${RENDEZVOUS:?set RENDEZVOUS to host:port of the pod of the store, or of the first one}
 REPAIR=${REPAIR:-off}                            # auto: docs/repair.md; on GPUs it has to be tried first
-NUMBER=${JOB_COMPLETION_INDEX:-0}                # of this pod; those from NODES on are spares
+NUMBER=${NUMBER:-${JOB_COMPLETION_INDEX:-0}}     # of this pod; those from NODES on are spares
+STORE=${STORE:-0}                                # number of the pod of the job's store, under REPAIR=auto
 MAX_RESTARTS=${MAX_RESTARTS:-100}                # of the ranks after failures, until the container ends
 JOIN_SECONDS=${JOIN_SECONDS:-3600}               # that pods under torchrun wait for a pod that is moved
 SAVE_SECONDS=${SAVE_SECONDS:-540}                # for the newest state to reach storage; the grace period less 60
@@ -79,7 +80,7 @@ wait_for_launcher() {
 run_node() {
     trap '' USR1  # ranks that start must not die of it
     TORCHELASTIC_RUN_ID=$RUN_NAME python -m moe_ft keep --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" \
-        --meet "$RENDEZVOUS" --number "$NUMBER" --grace "$((SAVE_SECONDS + 30))" --status "$RUN_DIR/status" \
+        --meet "$RENDEZVOUS" --number "$NUMBER" --store "$STORE" --grace "$((SAVE_SECONDS + 30))" --status "$RUN_DIR/status" \
         -- "${PROGRAM[@]}" "${FLAGS[@]}" &
     wait_for_launcher TERM
 }

@@ -359,7 +359,7 @@ def serve_store(
 ) -> NoReturn:
     """Keep the job's store, and decide about nodes, until this process is killed.
 
-    On a node without ranks it ends with the exit code of the job.
+    On a node without ranks it ends with the exit code of the job, and SIGTERM has all ranks save and end.
     """
 
     def coordinate(store: SignedStore) -> NoReturn:
@@ -375,6 +375,8 @@ def serve_store(
             status=Path(status) if status else None,
             can_play=flag_value(words, "--moe-ft-without-spare") == "reroute",
         )
+        if not _has_ranks(environment):
+            signal.signal(signal.SIGTERM, lambda *_: coordinator.tell())
         while coordinator.over is None or _has_ranks(environment):
             coordinator.step()
             time.sleep(PERIOD_S)

@@ -165,7 +165,12 @@ class Coordinator:
         # When the first node was told to end of those that nothing has been decided about.
         self._leave_s: float | None = None
         self._ends = False  # all ranks have been told to save and end
+        self._is_told = False  # that the store is to end
         self.over: int | None = None  # exit code of the job
+
+    def tell(self) -> None:
+        """Learn that the store is to end; may be called by a handler of a signal."""
+        self._is_told = True
 
     def step(self) -> None:
         """Look once, and decide."""
@@ -220,18 +225,27 @@ class Coordinator:
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
         missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._names})
-        is_early = time.monotonic() - self._arrived_s < _MISSING_S
-        if not missing or is_early or len(missing) > self._num_free():
-            return
         spares = [each for each in self._nodes if each.slot is None]
         numbers = [each.number for each in spares]
+        is_early = time.monotonic() - self._arrived_s < _MISSING_S
+        if is_early and self._is_elsewhere():
+            missing = [slot for slot in missing if slot in numbers]
+        elif not missing or is_early or len(missing) > self._num_free():
+            return
         for slot in sorted(missing, key=lambda slot: slot not in numbers):
             spare = next((each for each in spares if each.number == slot), spares[0])
             spares.remove(spare)
-            say(f"node {spare.name} gets the ranks of node {slot}, which is not there")
+            why = "" if spare.number == slot else ", which is not there"
+            say(f"node {spare.name} gets the ranks of node {slot}{why}")
             spare.slot, self._names[slot] = slot, spare.name
             self._order(spare, Order(ranks=self._ranks_of(slot)))
-        self._write_status()
+        if missing:
+            self._write_status()
+
+    def _is_elsewhere(self) -> bool:
+        """Return whether enough nodes have come, and none of the last start: a new job on other hosts."""
+        is_known = any(each.name in self._before for each in self._nodes)
+        return not is_known and len(self._nodes) >= self._num_nodes
 
     def _ranks_of(self, *slots: int) -> tuple[int, ...]:
         size = self._ranks_per_node
@@ -267,6 +281,9 @@ class Coordinator:
         """Replace nodes that are told to end, or have all ranks save and end."""
         if self._ends:  # a repair would kill ranks that save
             return
+        if self._is_told:
+            self._end_all("the node of the job's store is told to end")
+            return
         if (count := self._store.length(_LEAVING)) > self._num_leaving and self._leave_s is None:
             self._leave_s = time.monotonic()
         if self._leave_s is None or time.monotonic() - self._leave_s < _GATHER_S:
@@ -280,11 +297,14 @@ class Coordinator:
         if slots and not why and len(slots) + len(self._open) > staying:
             why = "there are too few spares that stay; start more of them"
         if why:
-            say(f"{_are(going)} told to end, without a replacement: {why}. All ranks are to end")
-            self._ends = True
-            self._store.set(_SAVE, True)
+            self._end_all(f"{_are(going)} told to end, without a replacement: {why}")
         elif going:
             self._lose(going, "told to end")
+
+    def _end_all(self, why: str) -> None:
+        say(f"{why}. All ranks are to end")
+        self._ends = True
+        self._store.set(_SAVE, True)
 
     def _lose(self, lost: Sequence[_Node], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""

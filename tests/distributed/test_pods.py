@@ -24,11 +24,15 @@ from tests.waiting import wait_for
 
 POD = ROOT / "examples" / "kubernetes" / "pod.sh"
 NUM_ITERATIONS = 120
+STORE = 1000  # number of its pod, which has no ranks
 REMOVED = 75  # exit code of a pod whose training has not finished
 
 
 class Pods(KeptNodes):
-    """Pods of one JobSet: two with a rank each, and spares. The zygote of each is a fork of the tests'."""
+    """Pods of one JobSet: two with a rank each, spares, and that of the store.
+
+    The zygote of each is a fork of the tests'.
+    """
 
     def __init__(self, place: Place, **variables: str) -> None:
         """Start nothing yet; variables are those of pod.sh."""
@@ -42,6 +46,7 @@ class Pods(KeptNodes):
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "REPAIR": "auto",
             "NODES": str(NUM_RANKS),
+            "STORE": str(STORE),
             "MODEL": MODEL,
             "RUN_NAME": "pods",
             "RUN_DIR": str(self.run_dir),
@@ -55,6 +60,11 @@ class Pods(KeptNodes):
 
     @override
     def command(self, number: int) -> tuple[list[str], dict[str, str]]:
+        if number == STORE:
+            return ["env", f"NUMBER={STORE}", str(POD)], {
+                **self._variables,
+                "JOB_COMPLETION_INDEX": "0",
+            }
         return [str(POD)], {**self._variables, "JOB_COMPLETION_INDEX": str(number)}
 
     @override
@@ -91,42 +101,45 @@ class Pods(KeptNodes):
 
 
 @pytest.mark.rest
-def test_spare_takes_over_from_a_pod_that_is_killed_which_comes_back_and_takes_over_from_one_drained(
+def test_spare_takes_over_from_the_first_pod_which_comes_back_and_takes_over_from_one_drained(
     place: Place,
 ) -> None:
     with Pods(place) as pods:
+        pods.start("store", first=STORE)
         pods.start("host0", "host1", "host2")
         pods.wait_for_iteration(4)
-        pods.kill("host1")
-        wait_for(lambda: pods.taken_over(0), "the repair")
-        pods.start("host3", first=1)  # the same pod on another node
-        wait_for(lambda: "node host3 is a spare" in pods.log("host0"), "the pod")
+        pods.kill("host0")
+        wait_for(lambda: pods.taken_over(1), "the repair")
+        pods.start("host3")  # the same pod on another node
+        wait_for(lambda: "node host3 is a spare" in pods.log("store"), "the pod")
         pods.tell_to_end("host2")
         ends = pods.wait()
-    assert ends == {"host0": 0, "host2": REMOVED, "host3": 0}, pods.log("host0")[-3000:]
+    assert ends == {"host1": 0, "host2": REMOVED, "host3": 0, "store": 0}, pods.log("store")[-3000:]
     for rank in range(NUM_RANKS):
-        assert pods.taken_over(rank) == [{"host1": "host2"}, {"host2": "host3"}]
-    assert len({line["pid"] for line in pods.events("start", 0)}) == 1, "rank 0 keeps its process"
-    assert pods.status.read_text().split() == ["0", "host0", "host3"]
+        assert pods.taken_over(rank) == [{"host0": "host2"}, {"host2": "host3"}]
+    assert len({line["pid"] for line in pods.events("start", 1)}) == 1, "rank 1 keeps its process"
+    assert pods.status.read_text().split() == ["0", "host3", "host1"]
     pods.check_digests(place)
 
 
 @pytest.mark.rest
-def test_pods_that_are_all_told_to_end_save_and_continue_from_storage_with_nothing_lost(
+def test_all_save_when_the_pod_of_the_store_is_told_to_end_and_continue_on_other_hosts(
     place: Place,
 ) -> None:
     with Pods(place) as pods:
+        pods.start("store", first=STORE)
         pods.start("host0", "host1", "host2")
         pods.wait_for_iteration(4)
-        pods.tell_to_end("host0", "host1", "host2")
-        assert pods.wait() == dict.fromkeys(("host0", "host1", "host2"), REMOVED)
-        assert "told to end, without a replacement: " in pods.log("host0")
+        pods.tell_to_end("store")
+        assert pods.wait() == dict.fromkeys(("host0", "host1", "host2", "store"), REMOVED)
+        assert "the node of the job's store is told to end. All ranks are to" in pods.log("store")
     (stored,) = pods.storage.glob("iter_*/manifest.json")
     for path in place.memory_dir.iterdir():
         subprocess.run(["rm", "-r", path], check=True)
     with Pods(place) as pods:
+        pods.start("store", first=STORE)
         pods.start("host4", "host5")
-        assert set(pods.wait().values()) == {0}, pods.log("host4")[-3000:]
+        assert set(pods.wait().values()) == {0}, pods.log("store")[-3000:]
     for rank in range(NUM_RANKS):
         (recovery,) = pods.events("recovery", rank)
         assert set(recovery["sources"]) == {"storage"}

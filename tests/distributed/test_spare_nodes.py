@@ -35,6 +35,16 @@ def check_taken_over(
     assert job.digests() == job.reference()
 
 
+def check_takes_over_again(job: RepairedJob, nodes: KeptNodes) -> None:
+    """Lose node2, which has replaced node1, when node1 has come as a spare; check that it takes over."""
+    wait_for(lambda: "node node1 is a spare" in nodes.log("node0"), "the spare")
+    lose(job, nodes, "node2")
+    assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
+    # The state in node1's memory was older than that of its peers.
+    rounds = [{"node1": "node2"}, {"node2": "node1"}]
+    check_taken_over(job, rounds, {"node1": [2, 3], "node2": [2, 3]})
+
+
 def test_spare_takes_over_a_lost_node_in_place_and_the_bits_are_the_same(
     repaired: RepairedJob,
 ) -> None:
@@ -59,13 +69,8 @@ def test_node_that_was_silent_ends_its_ranks_becomes_a_spare_and_takes_over_from
         nodes.stop("node1")
         wait_for(lambda: repaired.events("repair"), "the repair")
         nodes.wake("node1")
-        wait_for(lambda: "node node1 is a spare" in nodes.log("node0"), "the spare")
+        check_takes_over_again(repaired, nodes)
         assert "node node1 was silent and is replaced" in nodes.log("node1")
-        lose(repaired, nodes, "node2")
-        assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
-    # The state in node1's memory was older than that of its peers.
-    rounds = [{"node1": "node2"}, {"node2": "node1"}]
-    check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
 
 
 @pytest.mark.rest
@@ -88,11 +93,7 @@ def test_node_that_is_cut_off_ends_its_ranks_and_takes_over_when_it_is_back(
         wait_for(lambda: "node node1 is cut off" in nodes.log("node1"), "node1 to notice")
         assert not any(map(psutil.pid_exists, ranks))
         networks.restore("node1")
-        wait_for(lambda: "node node1 is a spare" in nodes.log("node0"), "the spare")
-        lose(repaired, nodes, "node2")
-        assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
-    rounds = [{"node1": "node2"}, {"node2": "node1"}]
-    check_taken_over(repaired, rounds, {"node1": [2, 3], "node2": [2, 3]})
+        check_takes_over_again(repaired, nodes)
 
 
 @pytest.mark.rest

@@ -108,16 +108,24 @@ def test_sizes_are_those_of_the_plan() -> None:
 
 def test_numbers_that_say_the_same_are_equal() -> None:
     document, given = manifest(), variables()
-    (job,) = document["spec"]["replicatedJobs"]
+    job, store = document["spec"]["replicatedJobs"]
     name, own = document["metadata"]["name"], job["template"]["spec"]
     spares = own["parallelism"] - int(given["NODES"])
     assert own["completions"] == own["parallelism"] and spares == 1
     assert int(given["NODES"]) == read_model(Path(given["MODEL"]).stem).num_nodes
-    assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
-    assert int(given["SAVE_SECONDS"]) + 60 <= pod()["terminationGracePeriodSeconds"]
+    assert own["successPolicy"] == {"rules": [{"succeededCount": int(given["NODES"])}]}
+    assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{store['name']}-0-0.{name}"
+    keeper = store["template"]["spec"]["template"]["spec"]
+    assert keeper["containers"][0]["command"][1] == f"NUMBER={given['STORE']}"
+    assert int(given["STORE"]) >= own["parallelism"], "it has no ranks"
+    for each in (pod(), keeper):
+        assert int(given["SAVE_SECONDS"]) + 60 <= each["terminationGracePeriodSeconds"]
     budget = documents()[1]["spec"]
     assert budget["minAvailable"] == int(given["NODES"])
-    assert budget["selector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
+    labels = {"jobset-name": name, "replicatedjob-name": job["name"]}
+    assert budget["selector"]["matchLabels"] == {
+        f"jobset.sigs.k8s.io/{label}": value for label, value in labels.items()
+    }
 
 
 RANK = """

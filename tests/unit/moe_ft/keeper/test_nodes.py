@@ -80,11 +80,12 @@ def test_node_that_took_over_keeps_its_ranks_in_the_next_start(tmp_path: Path) -
     [
         ("hhh", "hhh", [[0], [1], [2]], [[], [], []]),
         ("ab", "ba", [[0], [1]], [[], []]),
-        ("abc", "xzy", [[0], [], []], [[], [1], [2]]),
+        ("abc", "xzy", [[0], [1], [2]], [[], [], []]),
+        ("abc", "azy", [[0], [], []], [[], [1], [2]]),
         ("abc", "acb", [[0], [2], [1]], [[], [], []]),
         ("abcd", "axdy", [[0], [], [3], []], [[], [1], [], [2]]),
     ],
-    ids=["one host", "swapped", "others", "moved", "some others"],
+    ids=["one host", "swapped", "all others", "others", "moved", "some others"],
 )
 def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
     before: str,
@@ -110,7 +111,7 @@ def test_spare_gets_the_ranks_of_its_number_first(
     status = tmp_path / "status"
     status.write_text("1\na\nb\nc\n")
     job = Job(status, 3)
-    seats = {number: job.come(f"host{number}", number) for number in (3, 2, 0, 1)}
+    seats = {number: job.come("xyza"[number], number) for number in (3, 2, 0, 1)}
     advance(nodes._MISSING_S + 1)
     job.coordinator.step()
     assert {number: ranks(seat) for number, seat in seats.items()} == {
@@ -249,6 +250,15 @@ def test_job_is_over_when_all_nodes_have_ended_that_are_not_absent() -> None:
         seat.beat(0)
         job.coordinator.step()
     assert job.coordinator.over == 0
+
+
+def test_all_ranks_save_when_the_store_is_told_to_end() -> None:
+    job = Job()
+    seats = [job.come(f"host{number}", number) for number in range(3)]
+    job.coordinator.tell()
+    assert not any(seat.is_to_save() for seat in seats)
+    job.coordinator.step()
+    assert all(seat.is_to_save() for seat in seats)
 
 
 def test_ranks_get_the_exit_signal_and_sigterm_in_time_to_leave_breakpoints() -> None:
