@@ -27,14 +27,14 @@ from moe_ft.planning.slot_tables import (
     balanced,
     closest,
     contiguous,
+    imbalance,
     replicas_of,
+    skewed,
     stock,
 )
-from moe_ft.planning.token_shares import divide
 
 _SKEWS = (1, 2, 4, 8)
 _MOST_DEAD = 5
-_TOKENS = 1_000_000
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2, 4, 12  # of a parameter
 
 
@@ -83,22 +83,6 @@ PLACEMENTS: dict[str, Place] = {
     "SYMI": lambda load, shape: contiguous(load, shape.num_ranks, shape.slots),
     "EPLB": eplb,
 }
-
-
-def imbalance(table: Table, load: Sequence[int]) -> float:
-    """Return the tokens of the busiest rank over the mean, as they are dispatched."""
-    tokens = divide(np.array(load), replicas_of(table, len(load))).sum(axis=0)
-    return float(tokens.max() / tokens.mean())
-
-
-def skewed(num_experts: int, ratio: int, *, is_one_hot: bool) -> list[int]:
-    """Return loads whose largest is so many times the smallest: one hot expert, or a geometric row."""
-    if is_one_hot:
-        parts = np.array([ratio, *[1] * (num_experts - 1)], dtype=float)
-    else:
-        parts = float(ratio) ** np.linspace(1, 0, num_experts)
-    loads: list[int] = np.rint(parts / parts.sum() * _TOKENS).astype(int).tolist()
-    return loads
 
 
 def skew_table(num_experts: int, num_ranks: int) -> str:

@@ -124,6 +124,21 @@ class Elastic(Line, frozen=True, kw_only=True, tag_field="event", tag="elastic")
     waiting: tuple[int, ...] = ()
 
 
+class SlotChange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """New table of a layer with slots: ``[rank]`` tokens of its last iteration, as they were and with it."""
+
+    tokens_before: tuple[Count, ...]
+    tokens_after: tuple[Count, ...]
+    moved_replicas: Count
+
+
+class SlotTables(Line, frozen=True, kw_only=True, tag_field="event", tag="slot_table"):
+    """New tables of slots, by layer; bytes that the rank has sent for slots since the ones before."""
+
+    layers: dict[str, SlotChange]
+    sent_bytes: Count
+
+
 class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     """Repair in place, which ends at `time`."""
 
@@ -185,6 +200,7 @@ _Known = (
     | Persist
     | Recovery
     | Elastic
+    | SlotTables
     | Repair
     | Fault
     | Hang

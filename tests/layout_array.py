@@ -22,6 +22,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-ep2": Layout(ranks=4, sizes={"tp": 2, "ep": 2, "etp": 1}, changes=_SEQUENCE),
     "virtual-pp2": Layout(ranks=2, sizes={"pp": 2}, changes=_VIRTUAL),
     "dp3": Layout(ranks=3),
+    "slots3": Layout(ranks=3, changes={"moe_ft_expert_slots": 2, "moe_ft_rebalance_interval": 1}),
 }
 _PLAIN = {"use_distributed_optimizer": False}
 # Of the start before and the one after.
@@ -123,7 +124,11 @@ class LayoutCase:
 
 def is_possible(values: Values) -> bool:
     """Return whether values of a run do not exclude each other."""
-    return values.get("before", "") != values.get("after")
+    # Megatron builds the layers of multi-token prediction without slots.
+    has_slots = "slots3" in (values.get("before"), values.get("after"))
+    return values.get("before", "") != values.get("after") and not (
+        has_slots and values.get("model") == "deepseek"
+    )
 
 
 def cost(values: Values) -> float:

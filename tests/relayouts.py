@@ -22,6 +22,7 @@ from moe_ft.format.packings import Packing
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.state.packed_values import unpack
+from moe_ft.state.parameters import home_part
 from moe_ft.state.slices import DTYPES, describe, live_tensor
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import Level
@@ -164,7 +165,10 @@ def _rows(met: Met) -> list[Row]:
         places = local.entry.places or ()
         shape = tuple(local.entry.shape)
         flat = local.parameter.detach().view(-1).clone()
-        rows.append(("weight", places, shape, 0, len(flat), flat))
+        first, end = 0, len(flat)
+        if home_part(local.parameter) is not None:
+            first, end = local.start, local.end
+        rows.append(("weight", places, shape, first, end, flat[: end - first]))
         own = local if local.is_sharded else local.whole
         for entry in describe(own, Level.FULL):
             tensor = live_tensor(own, entry.key)

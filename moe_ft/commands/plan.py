@@ -28,7 +28,7 @@ from moe_ft.failure_domains import SLURM, read_domains
 from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
 from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
-from moe_ft.planning.report import boundary_line, table
+from moe_ft.planning.report import boundary_line, slot_lines, table
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
@@ -161,6 +161,7 @@ def run(options: argparse.Namespace) -> int:
         survival,
         *spare_lines(job),
         *live_replica_lines(job),
+        *slot_lines(job),
         *rerouting_lines(job),
         *log,
         *planned.values.text(),

@@ -28,7 +28,7 @@ class RunSummary:
         repairs: rows of another one; each has a recovery of the same start.
         hangs: by section of the loop; None if not all ranks were read.
         shares: of the time from the first iteration to the last.
-        snapshots: rows on what one rank has sent, and on tokens that are not everywhere.
+        snapshots: rows on what one rank has sent, on tokens that are not everywhere, and on slots.
         left_out: a line on each part of the log that could not be read.
     """
 
@@ -71,7 +71,7 @@ def summarize_run(run: Run) -> RunSummary:
         repairs=tuple(course.repair_rows()),
         hangs=run.hangs,
         shares=run.shares,
-        snapshots=tuple(course.snapshot_rows()),
+        snapshots=(*course.snapshot_rows(), *run.total.slots.rows()),
         left_out=run.left_out,
     )
 

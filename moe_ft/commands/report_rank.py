@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import Sampling
+from moe_ft.config.fields import size_text
 from moe_ft.event_lines import (
     Degraded,
     End,
@@ -30,6 +31,7 @@ from moe_ft.event_lines import (
     Replicate,
     RouterLoad,
     Skipped,
+    SlotTables,
     Snapshot,
     Start,
     Stopped,
@@ -123,6 +125,61 @@ class Traffic:
 
 
 @dataclass(kw_only=True, slots=True)
+class SlotSums:
+    """New tables of slots.
+
+    Attributes:
+        layers: that have got one.
+        most, mean: tokens of the busiest rank, and of a rank, before each and with it.
+        sent_bytes: of gradients and weights, by the rank that has sent most.
+    """
+
+    layers: set[str] = field(default_factory=set)
+    num: int = 0
+    num_moved: int = 0
+    most: tuple[int, int] = (0, 0)
+    mean: float = 0.0
+    sent_bytes: int = 0
+
+    def take(self, event: SlotTables) -> None:
+        """Add the tables of an event."""
+        self.sent_bytes += event.sent_bytes
+        for layer, change in event.layers.items():
+            before, after = change.tokens_before, change.tokens_after
+            more = (max(before, default=0), max(after, default=0))
+            mean = sum(before) / max(1, len(before))
+            self.add(
+                SlotSums(
+                    layers={layer}, num=1, num_moved=change.moved_replicas, most=more, mean=mean
+                )
+            )
+
+    def add(self, other: "SlotSums") -> None:
+        """Add those of another stage."""
+        self.layers |= other.layers
+        self.num += other.num
+        self.num_moved += other.num_moved
+        self.most = self.most[0] + other.most[0], self.most[1] + other.most[1]
+        self.mean += other.mean
+        self.sent_bytes = max(self.sent_bytes, other.sent_bytes)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return rows on what they were good for, and on what they cost; none without slots."""
+        if not self.num:
+            return []
+        ratios = " and ".join(f"{each / max(1, self.mean):.2f}" for each in self.most)
+        moved = f"{self.num} new ones in {len(self.layers)} layers, {self.num_moved} replicas moved"
+        sent = (
+            f"{size_text(self.sent_bytes)} of gradients and weights, 0 B of the optimizer's state"
+        )
+        return [
+            ("tables of slots", moved),
+            ("busiest rank over the mean", f"{ratios}, before new tables and with them (mean)"),
+            ("sent for slots, by a rank", sent),
+        ]
+
+
+@dataclass(kw_only=True, slots=True)
 class RankSums:
     """Sums of one rank's events, or of several ranks.
 
@@ -137,6 +194,7 @@ class RankSums:
         resident, device: most bytes of memory in a bucket.
         peak_bytes: of device memory at the end.
         hangs: for which ranks have ended themselves, by section of the loop.
+        slots: new tables, which one rank of each stage has written.
     """
 
     num_ranks: int = 1
@@ -152,6 +210,7 @@ class RankSums:
     device: Cells = field(default_factory=new_cells)
     peak_bytes: int = 0
     hangs: Counter[str] = field(default_factory=Counter)
+    slots: SlotSums = field(default_factory=SlotSums)
 
     def add(self, other: "RankSums") -> None:
         """Add those of other ranks."""
@@ -172,6 +231,7 @@ class RankSums:
         self.device = array("d", map(max, self.device, other.device))
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
         self.hangs += other.hangs
+        self.slots.add(other.slots)
         for iteration, layers in other.loads.items():
             _add_loads(self.loads.setdefault(iteration, {}), layers)
         for iteration, layers in other.saved.items():
@@ -211,6 +271,7 @@ class RankReader:
             Degraded: self._degrade,
             Skipped: self._degrade,
             End: self._end,
+            SlotTables: self.sums.slots.take,
         }
 
     def read(self, lines: Iterable[bytes]) -> None:

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.elastic.homes import Homes
 from moe_ft.planning.slot_moves import count_moves
-from moe_ft.planning.slot_tables import Replicas, Table, balanced, replicas_of, stock
+from moe_ft.planning.slot_tables import Replicas, Table, balanced, first_table, replicas_of
 from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
 
@@ -50,13 +50,6 @@ class NewTable:
     after: tuple[int, ...]
     num_moved: int
     dropped: tuple[int, int] = (0, 0)
-
-
-def first_table(num_experts: int, num_ranks: int, settings: ElasticConfig) -> Table:
-    """Return the table that a run begins with: Megatron's where every expert has one slot."""
-    if num_ranks * settings.expert_slots == num_experts:
-        return stock(num_experts, num_ranks)
-    return balanced([1] * num_experts, num_ranks, settings.expert_slots, settings.min_replicas)
 
 
 def next_table(
@@ -114,7 +107,8 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
     ) -> None:
         """Build Megatron's layer for slots, and homes of the experts."""
         group = kwargs["pg_collection"].ep
-        table = first_table(config.num_moe_experts, group.size(), slots)
+        sizes = (config.num_moe_experts, group.size(), slots.expert_slots)
+        table = first_table(*sizes, slots.min_replicas)
         wide = copy.copy(config)
         wide.num_moe_experts = group.size() * slots.expert_slots
         router = partial(_build_router, submodules.router, config)

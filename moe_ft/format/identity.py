@@ -8,6 +8,8 @@ import msgspec
 
 # A setting besides the flags that decides which slices a rank has, such as the sizes of buckets.
 CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
+# Only jobs that have slots have the setting.
+_SLOTS = "--moe-ft-expert-slots"
 # Settings that decide how state is divided among ranks and in which order numbers are summed up, not what the
 # state is: of the fingerprint, then of the replay settings.
 _LAYOUT = frozenset(
@@ -41,7 +43,7 @@ _LAYOUT = frozenset(
         "overlap_grad_reduce",
         "distributed_backend",
     ]
-) | {CUTS}
+) | {CUTS, _SLOTS}
 
 
 class Start(NamedTuple):
@@ -110,8 +112,10 @@ def has_other_layout(identity: Identity, ours: Mapping[str, Any], world_size: in
         ours, world_size: the fingerprint and the number of ranks of that start.
     """
     theirs = identity.fingerprint
-    names = _LAYOUT & ours.keys() & theirs.keys()
-    return identity.world_size != world_size or any(ours[name] != theirs[name] for name in names)
+    names = _LAYOUT & _compared(ours, theirs)
+    return identity.world_size != world_size or any(
+        ours.get(name, 0) != theirs.get(name, 0) for name in names
+    )
 
 
 def layout_of(identity: Identity) -> str:
@@ -125,15 +129,19 @@ def layout_of(identity: Identity) -> str:
 def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Describe the settings that both fingerprints have, with different values."""
     return [
-        f"{name}: {theirs[name]} there, {ours[name]} now"
-        for name in sorted(ours.keys() & theirs.keys())
-        if ours[name] != theirs[name]
+        f"{name}: {theirs.get(name, 0)} there, {ours.get(name, 0)} now"
+        for name in sorted(_compared(ours, theirs))
+        if ours.get(name, 0) != theirs.get(name, 0)
     ]
 
 
 def incomparable_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings that only one fingerprint has, as after a change of version."""
-    return sorted(ours.keys() ^ theirs.keys())
+    return sorted((ours.keys() | theirs.keys()) - _compared(ours, theirs))
+
+
+def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> set[str]:
+    return ours.keys() & theirs.keys() | {_SLOTS} & (ours.keys() | theirs.keys())
 
 
 def changed_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

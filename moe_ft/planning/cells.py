@@ -133,6 +133,8 @@ def fit_ranks(
     ep: int = 1,
     batch: tuple[int, int],
     is_even: bool,
+    num_experts: int = 0,
+    num_slots: int = 0,
 ) -> Fit:
     """Choose the layout of the ranks that are there: data parallelism shrinks first, then `ep`.
 
@@ -143,6 +145,8 @@ def fit_ranks(
         expert_ranks: tensor-parallel ranks of an expert.
         ep: expert-parallel ranks at most; a divisor of the number of experts.
         batch: global and micro-batch size.
+        num_experts: of a layer, times the slots that each must have.
+        num_slots: of a rank, for experts of one layer; 0 where Megatron places experts.
 
     Raises:
         PlanError: if no whole model fits, or none that can share the batch.
@@ -158,13 +162,15 @@ def fit_ranks(
         replica = Replica(
             num_ranks=whole,
             num_readers=whole // (num_stages * tensor_ranks * context_ranks),
+            num_experts=num_experts if num_slots else 0,
+            num_slots=whole // num_stages * num_slots,
             batch=batch,
             is_even=is_even,
         )
         with suppress(PlanError):
             sizes, num_waiting = replica.fit(num_ranks)
             return Fit(ep=size, sizes=sizes, num_waiting=num_waiting)
-    fewest = ranks_of_model(**sizes_of_model)
+    fewest = replica.fewest_ranks()  # experts on one rank each: the smallest model
     if num_ranks < fewest:
         raise PlanError(f"{num_ranks} ranks are too few: a whole model takes at least {fewest}")
     raise PlanError(

@@ -15,7 +15,13 @@ from moe_ft.arithmetic import ceil_div
 from moe_ft.errors import PlanError
 from moe_ft.planning.cells import Replica, cell_sizes
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.replica_survival import MOST_EXACT, recovery_probability, sample_recovery
+from moe_ft.planning.replica_counts import allocate
+from moe_ft.planning.replica_survival import (
+    MOST_EXACT,
+    overlapping,
+    recovery_probability,
+    sample_recovery,
+)
 from moe_ft.planning.report import megabytes, table
 from moe_ft.planning.schedules import (
     Pipelines,
@@ -277,13 +283,25 @@ def live_replica_lines(job: PlannedJob) -> list[str]:
     """
     if not job.model.num_moe_layers or job.num_nodes < 2:
         return []
-    tables = _pieces_on_nodes(layout_of(job), job.ranks_per_node)
+    layout, settings = layout_of(job), job.config.elastic
+    rows: Table = tuple((piece,) for piece in range(layout.ep * layout.expert_tp))
+    homes, placing = ", ", ""
+    if settings.expert_slots:
+        num_slots = job.ep * settings.expert_slots
+        counts = allocate([1] * job.model.num_experts, num_slots, settings.min_replicas)
+        # Replicas of an expert are on neighbours, which are here on different nodes.
+        order = sorted(range(job.ep), key=lambda rank: rank % job.ranks_per_node)
+        placed = dict(zip(order, overlapping(counts, job.ep), strict=True))
+        rows = tuple(placed[rank] for rank in range(job.ep))
+        homes = " none, as every rank has a part of the state of each expert; "
+        placing = ", which places equally popular ones so"
+    tables = _pieces_on_nodes(layout, job.ranks_per_node, rows)
     most = min(job.num_nodes - 1, max(2, job.replication_factor + 1))
     chances = [f"{_survives(tables, dead):.0%} of {dead}" for dead in range(1, most + 1)]
     state = f"any {job.replication_factor}" if job.replication_factor else "none"
     return [
-        f"lost nodes that experts survive: {state} by replicas of state; by live replicas, if each had the "
-        f"whole state of its experts as in Lazarus, {', '.join(chances)}"
+        f"lost nodes that experts survive: {state} by replicas of state; by live replicas{homes}if each had "
+        f"the whole state of its experts as in Lazarus{placing}, {', '.join(chances)}"
     ]
 
 
@@ -293,15 +311,18 @@ def _survives(tables: list[Table], dead: int) -> float:
     return sample_recovery(tables, dead, np.random.default_rng(0), _NUM_SAMPLES)
 
 
-def _pieces_on_nodes(layout: Layout, ranks_per_node: int) -> list[Table]:
-    """Return, of each stage, ``[node]`` the pieces of experts that its ranks have."""
+def _pieces_on_nodes(layout: Layout, ranks_per_node: int, rows: Table) -> list[Table]:
+    """Return, of each stage, ``[node]`` the pieces of experts that its ranks have.
+
+    Args:
+        rows: the pieces of the ranks that divide all experts, or have slots for them.
+    """
     ranks_of_stage = layout.tp * layout.cp * layout.dp
-    num_pieces = layout.ep * layout.expert_tp
     num_nodes = ceil_div(ranks_of_stage * layout.num_stages, ranks_per_node)
     tables = []
     for stage in range(layout.num_stages):
         nodes: list[list[int]] = [[] for _ in range(num_nodes)]
         for rank in range(ranks_of_stage):
-            nodes[(stage * ranks_of_stage + rank) // ranks_per_node].append(rank % num_pieces)
+            nodes[(stage * ranks_of_stage + rank) // ranks_per_node].extend(rows[rank % len(rows)])
         tables.append(tuple(map(tuple, nodes)))
     return tables

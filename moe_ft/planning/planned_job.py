@@ -16,6 +16,9 @@ from moe_ft.planning.interval import CheckpointCost, choose_interval
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
+# Of a parameter, for estimates: 16-bit weights with their gradients, and the optimizer's state.
+WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
@@ -272,6 +275,8 @@ class PlannedJob:
     def num_expert_owners(self) -> int:
         """Ranks that hold the same piece of an expert."""
         stage = next(each for each in self.stages if each.num_moe_layers)
+        if self.config.elastic.expert_slots:
+            return 1
         (expert, *_) = (unit for unit in stage.ranks[0].units if unit.kind is UnitKind.EXPERT)
         return sum(expert in rank.sizes for rank in stage.ranks) // self.expert_tp
 
@@ -348,10 +353,19 @@ class PlannedJob:
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and optimizer of the GPU with the most: 16-bit weights, 18 in all."""
         return max(
-            6 * sum(stage.elements[unit] for unit in rank.sizes) // self.tp + 12 * rank.num_elements
+            WEIGHT_BYTES * self._held(stage, rank) + OPTIMIZER_BYTES * rank.num_elements
             for stage in self.stages
             for rank in stage.ranks
         )
+
+    def _held(self, stage: PlannedStage, rank: PlannedRank) -> int:
+        """Return the parameters whose weights and gradients a rank has, those in slots included."""
+        homes: list[UnitId] = []
+        if num_slots := self.config.elastic.expert_slots:
+            homes = [unit for unit in rank.sizes if unit.kind is UnitKind.EXPERT]
+        whole = sum(stage.elements[unit] for unit in rank.sizes.keys() - homes) // self.tp
+        slots = num_slots * stage.num_moe_layers * self.model.expert_parameters
+        return whole + sum(rank.sizes[unit].elements for unit in homes) + slots
 
     @property
     def persist_interval(self) -> int:

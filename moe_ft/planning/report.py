@@ -1,5 +1,6 @@
 """Lines and tables that the plans of several strategies have."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tabulate import tabulate
@@ -7,7 +8,16 @@ from tabulate import tabulate
 from moe_ft.planning.costs import Costs, ettr
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.interval import smallest_interval
-from moe_ft.planning.planned_job import PlannedJob, PlannedModel
+from moe_ft.planning.planned_job import (
+    OPTIMIZER_BYTES,
+    WEIGHT_BYTES,
+    PlannedJob,
+    PlannedModel,
+)
+from moe_ft.planning.slot_tables import balanced, imbalance, skewed, stock
+from moe_ft.units import UnitKind
+
+_SKEWS = (1, 2, 4, 8)
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
@@ -49,6 +59,8 @@ def describe_ranks(job: PlannedJob) -> str:
     if job.model.num_moe_layers:
         holders = job.num_expert_owners
         owners = f"{holders} {'rank holds' if holders == 1 else 'ranks hold'} each expert; "
+        if job.config.elastic.expert_slots:
+            owners = f"each rank holds 1/{job.ep} of the state of every expert; "
     division = (
         "each rank saves its slices of the distributed optimizer"
         if job.is_optimizer_distributed
@@ -186,3 +198,48 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3f}e9" if number >= 1e9 else f"{number / 1e6:.1f}e6"
+
+
+def sent_bytes(job: PlannedJob, num_moe_layers: int) -> tuple[int, int]:
+    """Return the bytes of gradients and of weights of its slots that a rank sends to others in an iteration.
+
+    Tables change nothing in it, and neither is optimizer state. Padding is not counted.
+    """
+    expert, rank = next(
+        (each, rank)
+        for stage in job.stages
+        for rank in stage.ranks
+        for each in rank.sizes
+        if each.kind is UnitKind.EXPERT
+    )
+    sizes = rank.sizes[expert]
+    held = num_moe_layers * job.config.elastic.expert_slots * job.model.expert_parameters
+    sent = held * (job.ep - 1) // job.ep
+    return sent * job.reduced_bytes, sent * round(sizes.compute / sizes.elements)
+
+
+def slot_lines(job: PlannedJob) -> list[str]:
+    """Return what slots give and cost: load of the ranks, memory and messages where there are most layers."""
+    settings, model, num_ranks = job.config.elastic, job.model, job.ep
+    if not settings.expert_slots or not model.num_moe_layers:
+        return []
+    rows = []
+    for ratio in _SKEWS:
+        load = skewed(model.num_experts, ratio, is_one_hot=False)
+        once = stock(model.num_experts, math.gcd(model.num_experts, num_ranks))
+        found = balanced(load, num_ranks, settings.expert_slots, settings.min_replicas)
+        rows.append((f"{ratio}:1", *(f"{imbalance(each, load):.2f}" for each in (once, found))))
+    num_layers = max(stage.num_moe_layers for stage in job.stages)
+    slots = num_layers * settings.expert_slots * model.expert_parameters
+    homes = num_layers * model.num_experts * model.expert_parameters / num_ranks
+    gradients, weights = map(megabytes, sent_bytes(job, num_layers))
+    return [
+        f"{settings.expert_slots} slots on each of {num_ranks} ranks of a stage, for {model.num_experts} "
+        "experts of a layer: tokens of the busiest rank over the mean, if the tokens of the experts fall "
+        "in a geometric row",
+        table(rows, ("most to least", "each expert once", "slots")),
+        f"a rank has {megabytes(WEIGHT_BYTES * slots)} MB of weights and gradients in slots and "
+        f"{megabytes((WEIGHT_BYTES + OPTIMIZER_BYTES) * homes)} MB of state in homes; in each iteration it "
+        f"sends {gradients} MB of gradients and {weights} MB of weights, whatever the tables are, and no "
+        "state of the optimizer",
+    ]

@@ -3,17 +3,20 @@
 Tables here level the load. How likely they survive lost nodes is in replica_survival.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import PlanError
 from moe_ft.planning.replica_counts import allocate, popular
+from moe_ft.planning.token_shares import divide
 
 Table = tuple[tuple[int, ...], ...]  # [rank][slot] expert
 Replicas = npt.NDArray[np.int64]  # [expert, rank] slots
 
+_TOKENS = 1_000_000  # of made-up loads
 _SCALE = 1 << 20  # of a token: work is compared in integers, so that all ranks choose alike
 
 
@@ -27,6 +30,13 @@ def stock(num_experts: int, num_ranks: int) -> Table:
         raise PlanError(f"{num_ranks} ranks cannot have equal parts of {num_experts} experts")
     slots = num_experts // num_ranks
     return tuple(tuple(range(rank * slots, (rank + 1) * slots)) for rank in range(num_ranks))
+
+
+def first_table(num_experts: int, num_ranks: int, slots_per_rank: int, minimum: int) -> Table:
+    """Return the table that a run begins with: Megatron's where every expert has one slot."""
+    if num_ranks * slots_per_rank == num_experts:
+        return stock(num_experts, num_ranks)
+    return balanced([1] * num_experts, num_ranks, slots_per_rank, minimum)
 
 
 def balanced(load: Sequence[int], num_ranks: int, slots_per_rank: int, minimum: int) -> Table:
@@ -101,6 +111,22 @@ def cut(experts: Sequence[int], slots_per_rank: int) -> Table:
     return tuple(tuple(experts[start : start + slots_per_rank]) for start in starts)
 
 
+def imbalance(table: Table, load: Sequence[int]) -> float:
+    """Return the tokens of the busiest rank over the mean, as they are dispatched."""
+    tokens = divide(np.array(load), replicas_of(table, len(load))).sum(axis=0)
+    return float(tokens.max() / tokens.mean())
+
+
+def skewed(num_experts: int, ratio: int, *, is_one_hot: bool) -> list[int]:
+    """Return loads whose largest is so many times the smallest: one hot expert, or a geometric row."""
+    if is_one_hot:
+        parts = np.array([ratio, *[1] * (num_experts - 1)], dtype=float)
+    else:
+        parts = float(ratio) ** np.linspace(1, 0, num_experts)
+    loads: list[int] = np.rint(parts / parts.sum() * _TOKENS).astype(int).tolist()
+    return loads
+
+
 class _Placing:
     """Rows of a table that is being made, and the work of the ranks."""
 
@@ -120,9 +146,18 @@ class _Placing:
         """Place the replicas that are missing, those with the most tokens first."""
         placed = self._placed(len(counts))
         for expert in sorted(range(len(counts)), key=lambda each: (-self._each[each], each)):
+            if counts[expert] <= placed[expert]:
+                continue
+            free = [
+                self._key(expert, rank) for rank in range(len(self._rows)) if self._is_free(rank)
+            ]
+            heapify(free)
             for _ in range(counts[expert] - placed[expert]):
-                free = [rank for rank, row in enumerate(self._rows) if len(row) < self._slots]
-                self._put(min(free, key=self._first(expert)), expert)
+                *_, rank = heappop(free)
+                self._rows[rank].append(expert)
+                self._work[rank] += self._each[expert]
+                if self._is_free(rank):
+                    heappush(free, self._key(expert, rank))
 
     def thin(self, counts: Sequence[int]) -> None:
         """Remove replicas that are too many, from the ranks that have several, then from the busiest."""
@@ -141,9 +176,8 @@ class _Placing:
             placed[expert] += 1
         return placed
 
-    def _first(self, expert: int) -> Callable[[int], tuple[int, int, int]]:
-        return lambda rank: (self._rows[rank].count(expert), self._work[rank], rank)
+    def _is_free(self, rank: int) -> bool:
+        return len(self._rows[rank]) < self._slots
 
-    def _put(self, rank: int, expert: int) -> None:
-        self._rows[rank].append(expert)
-        self._work[rank] += self._each[expert]
+    def _key(self, expert: int, rank: int) -> tuple[int, int, int]:
+        return self._rows[rank].count(expert), self._work[rank], rank

@@ -14,6 +14,7 @@ from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.recovery.meet import Met
 from moe_ft.state.packed_values import copied, to_json
+from moe_ft.state.parameters import SLOT_BUFFERS
 from moe_ft.state.random_states import seeded_states
 from moe_ft.state.record import current_num_microbatches
 from moe_ft.state.tensors import inner_optimizers
@@ -64,7 +65,10 @@ def _seed(met: Met, iteration: int) -> int:
 def _buffers(
     indexes: Mapping[int, Index], records: Mapping[int, IterationRecord], met: Met
 ) -> dict[str, RecordTensor]:
-    """Return the buffers of this rank, by their names in the model."""
+    """Return the buffers of this rank, by their names in the model.
+
+    Tables of slots are those that a run of this layout begins with.
+    """
     found: dict[str, RecordTensor] = {}
     for rank, record in records.items():
         places = indexes[rank].model_places.buffers
@@ -72,7 +76,7 @@ def _buffers(
             if name in places:
                 for place in places[name]:
                     found.setdefault(f"{place.key}{place.offset}", buffer)
-            elif any(buffer.data):
+            elif any(buffer.data) and name.rpartition(".")[2] not in SLOT_BUFFERS:
                 raise PlanError(f"buffer {name}, which is no part of Megatron's checkpoints")
     own = {}
     for name, places_now in met.live.model_places.buffers.items():

@@ -248,7 +248,7 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
     unknown = incomparable_settings(met.fingerprint, identity.fingerprint)
     notices.say_incomparable(where, unknown)
     theirs = without_layout(identity.fingerprint)
-    differences = differing_settings(met.fingerprint, theirs)
+    differences = differing_settings(without_layout(met.fingerprint), theirs)
     is_other = has_other_layout(identity, met.fingerprint, met.facts.world_size)
     hint = ""
     if not differences and is_other and met.config.recovery.layout == "same":

@@ -83,6 +83,10 @@ def home_part(parameter: torch.nn.Parameter) -> HomePart | None:
     return found
 
 
+# Buffers of a layer with slots: the table, and the iterations since it was chosen.
+SLOT_BUFFERS = ("slot_table", "table_age")
+
+
 def mark_slot(parameter: Any) -> None:
     """Note that a parameter is a copy of what lies in homes: it is no state."""
     parameter.moe_ft_slot = True

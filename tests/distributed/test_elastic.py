@@ -18,6 +18,7 @@ from tests.demo_model import event_flags, model_flags
 from tests.harness import JobResult, digests, events
 from tests.nodes import Nodes
 from tests.relayouts import ANY, Layout, LayoutJob, check_same, losses_of, train_and_dump
+from tests.shares import share_of
 from tests.waiting import wait_for
 
 ELASTIC = ("--moe-ft-elastic", *ANY)
@@ -132,10 +133,14 @@ def run_all(job: ElasticJob) -> list[Any]:
     return found
 
 
+SLOTS = {"num_experts": 4, "moe_ft_expert_slots": 3, "moe_ft_rebalance_interval": 1}
+
+
+@pytest.mark.parametrize("experts", share_of(({}, SLOTS), {}), ids=("stock", "slots"))
 def test_a_job_of_four_three_two_and_four_ranks_reads_every_sample_once_and_learns_the_same(
-    tmp_path: Path, memory_dir: Path
+    tmp_path: Path, memory_dir: Path, experts: dict[str, Any]
 ) -> None:
-    job = ElasticJob(tmp_path, memory_dir, **EXACT)
+    job = ElasticJob(tmp_path, memory_dir, **EXACT, **experts)
     losses = {each: loss for found, *_ in run_all(job) for each, loss in found.items()}
     assert losses == pytest.approx(job.undisturbed(Layout(ranks=4)), rel=2e-6)
 

@@ -38,6 +38,18 @@ LAYOUTS = {
         2,
         [*model_flags(num_layers_per_virtual_pipeline_stage=1), *layout_flags({"pp": 2})],
     ),
+    "slots": (
+        4,
+        [*model_flags(num_experts=8), *layout_flags({"pp": 2}), "--moe-ft-expert-slots", "5"],
+    ),
+    "slots, tp2, replicated": (
+        4,
+        [
+            *model_flags(**REPLICATED),
+            *layout_flags({"tp": 2, "etp": 1}),
+            *("--sequence-parallel", "--moe-ft-expert-slots", "2"),
+        ],
+    ),
     "deepseek": (
         4,
         [

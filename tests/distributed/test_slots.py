@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_ft.commands.command_line import plan_job, read_command
+from moe_ft.planning.planned_job import Measured
+from moe_ft.planning.report import sent_bytes
 from tests import slotted
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
@@ -20,6 +24,7 @@ from tests.slotted import Trained
 NUM_RANKS = 4
 SLOTS = "--moe-ft-expert-slots"
 NUM_EXPERTS = 8
+WHOLE = ("--moe-ft-strategy", "dense")
 MOVING = (SLOTS, "3", "--moe-ft-rebalance-interval", "1")
 FP16 = {"bf16": False, "fp16": True, "loss_scale_window": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -130,6 +135,13 @@ def test_replicas_that_follow_the_load_are_repeatable_and_level_the_ranks(runs: 
     for layer in (layer for layers in tables for layer in layers.values()):
         assert sum(layer["tokens_before"]) == sum(layer["tokens_after"])
         assert max(layer["tokens_after"]) < max(layer["tokens_before"])
+    command = read_command([*model_flags(num_layers=2, **model), *MOVING, *WHOLE])
+    planned, _ = plan_job(command, Measured(), world_size=NUM_RANKS, ranks_per_node=NUM_RANKS)
+    lines = events(runs.events_of("first"), 0, "slot_table")
+    for before, line in pairwise(lines):
+        num_iterations = line["iteration"] - before["iteration"]
+        assert line["sent_bytes"] == num_iterations * sum(sent_bytes(planned, 2))
+    assert len(lines) > 1
 
 
 @pytest.mark.rest

@@ -26,6 +26,7 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.cpu.device import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.program import slots
 from megatron.fault_tolerance.program.arguments import (
     REFUSALS,
     add_flags,
@@ -37,7 +38,6 @@ from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.refusals import (
     SCRIPT_REFUSALS,
-    SLOTS,
     check_refusals,
     check_yaml,
 )
@@ -72,14 +72,6 @@ _PRECISIONS = {
 _MOST_RANKS = 1_000_000  # a plan lists each
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (*_REQUIRED, "vocab_size", "padded_vocab_size", "micro_batch_size", "seq_length")
-_NO_SLOTS = Rule(
-    "moe_ft_expert_slots",
-    SLOTS,
-    lambda args: args.moe_ft_expert_slots > 0,
-    "it counts the state of experts where Megatron puts them",
-    "Leave the flag out: each rank then keeps the same bytes of experts, of fewer of them",
-    problem="is not known to plan",
-)
 _ANY_LENGTH = 4096  # of sequences, where no size depends on it
 # What only Transformer Engine or a GPU can do: no size depends on it, a note says so, or it is described.
 _NEEDS_KERNELS = {
@@ -133,6 +125,7 @@ def plan_job(
         vars(args).update(_NEEDS_KERNELS | UNFUSED_DEFAULTS | CPU_DEFAULTS)
         with refusals_of_megatron():
             megatron_arguments.validate_args(args)
+            slots.complete(args)
             built = build_stages(args, config, partial(_describe_optimizer, given))
     is_whole = config.strategy.sharding == "none" and not args.use_distributed_optimizer
     stages = built.by_sharding["none" if is_whole else "equal"]
@@ -208,7 +201,7 @@ def _experts(args: argparse.Namespace) -> ExpertFacts:
     return ExpertFacts(
         num_experts=args.num_experts or 0,
         ep_rank=0,
-        ep_size=args.expert_model_parallel_size,
+        ep_size=1 if args.moe_ft_expert_slots else args.expert_model_parallel_size,
         tokens_per_sample=1,
         planned_samples=1,
         samples_per_iteration=1,
@@ -243,7 +236,7 @@ def _read(
     args.rank, args.world_size = 0, world_size
     args.use_gloo_process_groups, args.fake_process_group = False, False
     notes = _unknown(parsers[0], flags, runs_script=runs_script)
-    _check(args, SCRIPT_REFUSALS if runs_script else (*REFUSALS, _NO_SLOTS))
+    _check(args, SCRIPT_REFUSALS if runs_script else (*REFUSALS, *slots.SLOT_REFUSALS))
     _complete(args)
     for name in ("fp8", "fp4", "te_precision_config_file"):
         if getattr(args, name):

@@ -120,11 +120,6 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
     _refused_flag("non_persistent_save_interval", _SAVED),
     _refused_flag("load", _SAVED),
     _refused_flag("pretrained_checkpoint", _SAVED),
-    _refused(
-        lambda args: args.moe_ft_layout != "same",
-        f"cannot be used with {flag_of('layout')} any",
-        _UNTESTED,
-    ),
 )
 
 

@@ -36,7 +36,7 @@ from moe_ft.loop.training_loop import state_places
 from moe_ft.planning.planned_job import PlannedRank, PlannedStage, UnitBytes
 from moe_ft.recovery.assembly import replicated_bytes, slice_assignment
 from moe_ft.state.catalog import UnitCatalog
-from moe_ft.state.parameters import GroupPlace, LocalParameter, local_parameters
+from moe_ft.state.parameters import GroupPlace, LocalParameter, home_part, local_parameters
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.strategies.registry import chosen
 from moe_ft.units import Level, Part, UnitId, UnitKind
@@ -231,6 +231,12 @@ class _Ranks:
         self._world = world
         self._ep_ranks = next(ranks for ranks in world.ranks["ep"] if world.rank in ranks)
         self._num_local = len({each.unit.expert for each in parameters if each.unit.expert >= 0})
+        # Parts of all experts, of the rank that has the most: its slices are those of all ranks.
+        self._homes = {
+            each.name: part
+            for each in parameters
+            if (part := home_part(each.parameter)) is not None
+        }
         self._sizes: dict[tuple[str, bool, int], Mapping[UnitId, UnitBytes]] = {}
 
     def kind(self) -> Hashable:
@@ -267,9 +273,11 @@ class _Ranks:
             is_copy = getattr(local.parameter, "shared_embedding", False)
             if is_copy and local.unit.kind is UnitKind.OUTPUT and not with_copies:
                 continue
-            for ep_rank in range(len(self._ep_ranks) if local.is_expert else 1):
+            part = self._homes.get(local.name)
+            whole = local.parameter if part is None else part.like
+            for ep_rank in range(len(self._ep_ranks) if local.is_expert and part is None else 1):
                 unit = self._numbered(local.unit, ep_rank)
-                counts[unit] += local.parameter.numel() * local.entry.tp_size
+                counts[unit] += whole.numel() * local.entry.tp_size
         return counts
 
     def planned_stage(self, sharding: str) -> PlannedStage:
@@ -288,7 +296,7 @@ class _Ranks:
 
     def _numbered(self, unit: UnitId, ep_rank: int) -> UnitId:
         """Return a unit of the rank that was built as another expert-parallel rank has it."""
-        if unit.kind is not UnitKind.EXPERT:
+        if unit.kind is not UnitKind.EXPERT or self._homes:
             return unit
         own = self._ep_ranks.index(self._world.rank)
         return replace(unit, expert=unit.expert + (ep_rank - own) * self._num_local)
@@ -297,7 +305,7 @@ class _Ranks:
         self, rank: int, places: Mapping[str, tuple[int, GroupPlace]], sharding: str
     ) -> PlannedRank:
         group, dp = places["dp"]
-        ep_rank = places["ep"][1].rank
+        ep_rank = 0 if self._homes else places["ep"][1].rank
         others = self._sizes_of(dp, sharding, is_expert=False)
         experts = self._sizes_of(places["expt_dp"][1], sharding, is_expert=True)
         units = dict.fromkeys(each.unit for each in self._parameters)
@@ -337,8 +345,13 @@ class _Ranks:
 
     def _slices(self, own: Sequence[LocalParameter], place: GroupPlace, sharding: str) -> Slices:
         """Return the slices that Megatron's optimizer gives a rank, and those of what it does not divide."""
-        names = {each.parameter: each.name for each in own if each.is_sharded}
+        names = {
+            each.parameter: each.name
+            for each in own
+            if each.is_sharded and each.name not in self._homes
+        }
         slices = dict.fromkeys(names.values(), (0, 0))
+        slices |= {each.name: (each.start, each.end) for each in own if each.name in self._homes}
         for buffer in self._buffers() if names else ():
             if buffer.params[0] not in names:
                 continue

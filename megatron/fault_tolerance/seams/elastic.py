@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import TCPStore
 
-from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
+from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.config.fields import flag_of
@@ -70,13 +70,6 @@ ELASTIC_REFUSALS: tuple[Rule, ...] = (
         "Give it, or leave the flag out",
     ),
     _refused_flag("use_checkpoint_args", "layouts come from the command line and the ranks alone"),
-    _refused(
-        "moe_ft_elastic",
-        lambda args: args.moe_ft_expert_slots,
-        f"cannot be used with {SLOTS}",
-        "their state cannot be divided again",
-        "Leave one of the two out",
-    ),
 )
 
 
@@ -208,6 +201,8 @@ def _fit(args: argparse.Namespace, num_ranks: int) -> Fit:
         ep=args.expert_model_parallel_size,
         batch=(args.global_batch_size, args.micro_batch_size),
         is_even=bool(_why_even(args)),
+        num_experts=(args.num_experts or 0) * args.moe_ft_min_replicas,
+        num_slots=args.moe_ft_expert_slots,
     )
 
 
@@ -226,20 +221,20 @@ def _ranks_of_model(args: argparse.Namespace, ep: int) -> int:
 
 
 def _sharing(args: argparse.Namespace) -> Rule:
-    """Return the rule that some number of ranks can share the batch: if one can, a whole model can."""
-
-    def is_never_shared(args: argparse.Namespace) -> bool:
-        with suppress(PlanError):
-            _fit(args, _ranks_of_model(args, 1))
-            return False
-        return True
-
+    """Return the rule that some number of ranks can share the batch: the most that can, if any."""
     whole = ranks_of_model(**{**_sizes(args), "num_stages": 1})
     readers = whole // (args.tensor_model_parallel_size * args.context_parallel_size)
     why = _why_even(args)
     least, shares = readers, "a sample for each of"
     if why:
         least, shares = readers * args.micro_batch_size, "equal shares of whole micro-batches for"
+
+    def is_never_shared(args: argparse.Namespace) -> bool:
+        with suppress(PlanError):
+            _fit(args, args.global_batch_size // least * _ranks_of_model(args, 1))
+            return False
+        return True
+
     return Rule(
         "global_batch_size",
         "--global-batch-size",
@@ -261,7 +256,8 @@ def _why_even(args: argparse.Namespace) -> str:
     ):
         if (size := getattr(args, name)) > 1:  # tensors that ranks exchange have one size
             return f"with --{name.replace('_', '-')} {size}"
-    if args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1) > 1:
+    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    if expert_ranks > 1 or args.moe_ft_expert_slots:
         # Only the lengths of an all-to-all are told to the other ranks.
         if (dispatcher := args.moe_token_dispatcher_type) != "alltoall":
             return f"with --moe-token-dispatcher-type {dispatcher}"

@@ -333,7 +333,7 @@ def _recovery(plan: SparsePlan, window: WindowSize, order: int) -> list[str]:
 
 def _other_saving(plan: SparsePlan, machine: Machine, length: int) -> str:
     """Return what frozen units save if experts freeze the other way, where that makes a difference."""
-    if plan.job.model.num_experts in (0, plan.job.ep):
+    if plan.job.model.num_experts in (0, plan.job.ep) or plan.job.config.elastic.expert_slots:
         return ""
     other = replace(plan, is_grouped=not plan.is_grouped, window=length)
     window, order = other.choose_window()

@@ -26,7 +26,6 @@ REFUSED = {
     "--decrease-batch-size-if-needed": "cannot be used with --decrease-batch-size-if-needed",
     "--dataloader-type cyclic": "needs --dataloader-type single",
     "--use-checkpoint-args": "cannot be used with --use-checkpoint-args: layouts come from",
-    "--moe-ft-expert-slots 1": "cannot be used with --moe-ft-expert-slots",
 }
 
 
@@ -118,6 +117,10 @@ def test_batch_that_ranks_cannot_share_is_uneven_where_its_mean_stays(
             "with --moe-token-dispatcher-type allgather",
         ),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", "with --moe-token-dispatcher-type flex"),
+        (
+            "--calculate-per-token-loss --num-experts 4 --moe-ft-expert-slots 2",
+            "with --moe-token-dispatcher-type allgather",
+        ),
         (
             f"{EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
             "with --moe-pad-expert-input-to-capacity",

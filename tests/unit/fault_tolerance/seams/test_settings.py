@@ -32,7 +32,7 @@ def test_flags_without_values_give_the_default_config() -> None:
     assert config_from_arguments(parse("--mock-data")) == MoeFtConfig(options=options)
 
 
-@pytest.mark.parametrize("preset", ["checkfreq", "gemini", "moc", "moevement", "symi"])
+@pytest.mark.parametrize("preset", ["checkfreq", "gemini", "moc", "moevement", "symi", "lazarus"])
 def test_preset_has_no_flag_without_effect(preset: str) -> None:
     command = [str(PRESETS / f"{preset}.sh")]
     variables = {**os.environ, "PERSIST_DIR": "/somewhere"}

@@ -65,7 +65,7 @@ def test_example_in_the_documentation_is_what_the_command_prints(
     assert set(printed) <= set(lines)
 
 
-@pytest.mark.parametrize("name", ["checkfreq", "gemini", "moc", "moevement"])
+@pytest.mark.parametrize("name", ["checkfreq", "gemini", "moc", "moevement", "symi", "lazarus"])
 def test_presets_can_be_planned(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,22 @@ def test_bytes_to_peers_are_told_by_kind_and_tokens_at_risk_by_target(tmp_path: 
     log.write("end", 2, reason="finished")
 
 
+def test_tables_of_slots_are_summed_up_over_layers_and_stages(tmp_path: Path) -> None:
+    def layer(before: list[int], after: list[int], moved: int) -> dict[str, Any]:
+        return {"tokens_before": before, "tokens_after": after, "moved_replicas": moved}
+
+    first, last = write_run(tmp_path, 0, [5.0]), write_run(tmp_path, 1, [5.0])
+    for number, log in enumerate((first, last)):
+        changed = {f"layer.{number}": layer([30, 10], [22, 18], 3)}
+        log.write("slot_table", 1, layers=changed, sent_bytes=512)
+        log.write("slot_table", 2, layers={}, sent_bytes=512 * number)
+        log.write("end", 2, reason="finished")
+    text = " ".join(render(summarize(tmp_path), tmp_path).split())
+    assert "tables of slots 2 new ones in 2 layers, 6 replicas moved" in text
+    assert "busiest rank over the mean 1.50 and 1.10, before new tables and with them" in text
+    assert "by a rank 1.00 KiB of gradients and weights, 0 B of the optimizer's state" in text
+
+
 def test_every_ending_is_told_apart(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0]).write(
         "stopped", 1, phase="forward", reason="RuntimeError: lost", silent_ranks=[1, 2]

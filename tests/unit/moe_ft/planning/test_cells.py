@@ -68,7 +68,16 @@ def test_expert_parallel_ranks_stay_together() -> None:
     assert (len(sizes[0]), left) == (12, 5)
 
 
-def fit(num_ranks: int, ep: int = 1, tp: int = 1, stages: int = 1, *, is_even: bool = True) -> Fit:
+def fit(
+    num_ranks: int,
+    ep: int = 1,
+    tp: int = 1,
+    stages: int = 1,
+    *,
+    is_even: bool = True,
+    num_experts: int = 0,
+    num_slots: int = 0,
+) -> Fit:
     return fit_ranks(
         num_ranks,
         num_stages=stages,
@@ -77,6 +86,8 @@ def fit(num_ranks: int, ep: int = 1, tp: int = 1, stages: int = 1, *, is_even: b
         ep=ep,
         batch=(16, 2),
         is_even=is_even,
+        num_experts=num_experts,
+        num_slots=num_slots,
     )
 
 
@@ -115,6 +126,9 @@ def test_refusal_of_a_layout_names_the_ranks_or_the_batch() -> None:
             )
         return str(refusal.value)
 
+    with pytest.raises(PlanError, match="1 ranks are too few: a whole model takes at least 4"):
+        fit(1, stages=2, num_experts=5, num_slots=3)
+    assert fit(5, stages=2, num_experts=5, num_slots=3).num_waiting == 1
     assert refused(3, (16, 2)) == "3 ranks are too few: a whole model takes at least 4"
     assert "64 ranks or fewer, 4 at least, cannot share a global batch of 12" in refused(
         64, (12, 2)

@@ -84,8 +84,10 @@ def test_pipelines_that_no_peer_is_needed_of_change_nothing(
 
 
 def test_pieces_of_experts_lie_on_the_nodes_of_their_ranks() -> None:
-    assert _pieces_on_nodes(layout(2, 4, ep=2), 2) == [
+    assert _pieces_on_nodes(layout(2, 4, ep=2), 2, ((0,), (1,))) == [
         ((0, 1), (0, 1), (), ()),
         ((), (), (0, 1), (0, 1)),
     ]
-    assert _pieces_on_nodes(layout(1, 4, ep=4), 3) == [((0, 1, 2), (3,))]
+    assert _pieces_on_nodes(layout(1, 2, ep=2), 1, ((0, 2), (1, 2))) == [((0, 2), (1, 2))]
+    rows = ((0,), (1,), (2,), (3,))
+    assert _pieces_on_nodes(layout(1, 4, ep=4), 3, rows) == [((0, 1, 2), (3,))]

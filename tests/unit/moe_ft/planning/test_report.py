@@ -7,6 +7,7 @@ import pytest
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.interval import smallest_interval
+from moe_ft.planning.lost_ranks import live_replica_lines
 from moe_ft.planning.report import (
     boundary_line,
     describe_model,
@@ -14,6 +15,7 @@ from moe_ft.planning.report import (
     memory_table,
     persist_line,
     reduction,
+    slot_lines,
     whole_line,
 )
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
@@ -31,6 +33,29 @@ def test_llama_like_model_has_the_parameters_of_its_shape() -> None:
         "--untie-embeddings-and-output-weights",
     ).model
     assert describe_model(model).startswith("46.703e9 parameters, of which 45.097e9 in 8 experts")
+
+
+def test_slots_cost_memory_and_messages_and_replicas_in_them_survive_nothing() -> None:
+    own = (*LARGE, "--disable-bias-linear", "--transformer-impl", "local")
+    nodes = {"world_size": 8, "ranks_per_node": 4}
+    job = planned_job(*own, "--moe-ft-expert-slots", "4", **nodes)
+    stock = planned_job(*own, "--expert-model-parallel-size", "8", **nodes)
+    assert "each rank holds 1/8 of the state of every expert;" in describe_ranks(job)
+    expert, num_layers = 2 * 1024 * 4096, 12
+    slots = num_layers * 4 * expert
+    assert job.state_bytes == stock.state_bytes + 6 * slots
+    first, ratios, costs = slot_lines(job)
+    assert first.startswith("4 slots on each of 8 ranks of a stage, for 16 experts of a layer")
+    assert row(ratios, "1:1") == ["1:1", "1.00", "1.00"]
+    _, once, several = row(ratios, "8:1")
+    assert 1 < float(several) < 1.3 < float(once)
+    assert f"{6 * slots / 1e6:,.1f} MB of weights and gradients in slots" in costs
+    gradients, weights = (each * slots * 7 // 8 / 1e6 for each in (4, 2))
+    assert f"sends {gradients:,.1f} MB of gradients and {weights:,.1f} MB of weights" in costs
+    (lost,) = live_replica_lines(job)
+    assert "by live replicas none, as every rank has a part" in lost
+    assert "which places equally popular ones so, 100% of 1" in lost
+    assert slot_lines(stock) == []
 
 
 def test_holders_of_an_expert_are_named() -> None:
