@@ -78,7 +78,7 @@ TIERS = ("memory", "peer", "storage", "nothing")
 MODELS = ("moe", "expert-bias", "tied", "no-experts", "deepseek", "grouped-query")
 FEATURES = (
     *("dropout", "ramp", "recompute", "selective", "overlap", "evaluation", "reruns"),
-    "slots",
+    *("slots", "elastic"),
 )
 
 RUN_FACTORS: dict[str, tuple[str, ...]] = {
@@ -254,6 +254,11 @@ RULES: tuple[Rule, ...] = (
     lambda run: run["feature"] == "reruns" and run["model"] in ("expert-bias", "deepseek"),
     # Slots need experts, in layers that Megatron builds from the spec of the model.
     lambda run: run["feature"] == "slots" and run["model"] in ("no-experts", "deepseek"),
+    # Another number of ranks is another layout, which `selective` does not have. Batches are cut into cells.
+    lambda run: (
+        run["feature"] == "elastic"
+        and (run["model"] == "grouped-query" or run["strategy"] == "selective-all")
+    ),
     # Its tokens are counted again from windows.
     lambda run: run["left"] not in (None, "windows") and run["strategy"] == "partial-1",
     # Logs are of stages, for exact strategies with windows of a known length.
@@ -328,7 +333,8 @@ def cost(values: Values) -> float:
 
 SPACE = Space(factors=FACTORS, is_possible=is_possible, views=views, cost=cost)
 _SLOWEST = {"tp2-pp2-ep2", "tp4"}  # take very long on two cores
-_NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2"}  # too slow on two cores for `make test`
+# Too slow on two cores for `make test`, or shown there by a job of their own.
+_NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2", "elastic"}
 
 
 def is_important(pair: Pair) -> bool:

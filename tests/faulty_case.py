@@ -114,6 +114,7 @@ _FEATURES: dict[str, Changes] = {
     "reruns": {},
     # A rank that is a stage of its own has all experts.
     "slots": {"moe_ft_expert_slots": NUM_EXPERTS, "moe_ft_rebalance_interval": 1},
+    "elastic": {"calculate_per_token_loss": True},
 }
 
 
@@ -163,6 +164,7 @@ def checkpoint_flags(case: Case) -> list[str]:
     return [
         *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
         *LEFT[case.left],
+        *(("--moe-ft-elastic", "--moe-ft-layout", "any") if case.feature == "elastic" else ()),
         *("--moe-ft-persist-interval", "1"),
         *(("--moe-ft-max-window", "3") if case.family == "sparse" else ()),
     ]

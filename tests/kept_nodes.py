@@ -41,6 +41,7 @@ class KeptNodes:
         *,
         num_nodes: int,
         ranks_per_node: int,
+        fewest: int | None = None,
         lost_after_s: int = 10,
         networks: Namespaces | None = None,
         store: int = 0,
@@ -52,6 +53,7 @@ class KeptNodes:
             folder: gets a log of each node, and the status of the job.
             words: command line of the ranks.
             num_nodes: that train.
+            fewest: nodes with which an elastic job trains too; None for all.
             networks: of the nodes, if each has its own.
             store: number of the node that keeps the job's store.
             imports: whether each node imports what it needs, which takes many seconds, as on a machine.
@@ -61,7 +63,8 @@ class KeptNodes:
         host = "127.0.0.1" if networks is None else networks.address(f"node{store}")
         self._folder, self.status = folder, folder / "status"
         self._words = [
-            *("-m", "moe_ft", "keep", "--nodes", str(num_nodes)),
+            *("-m", "moe_ft", "keep", "--nodes"),
+            f"{num_nodes}" if fewest is None else f"{fewest}:{num_nodes}",
             *("--ranks-per-node", str(ranks_per_node), "--meet", f"{host}:{free_port()}"),
             *(
                 "--store",

@@ -155,7 +155,7 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
 
 
 def _read_keep(given: dict[str, str]) -> Launch:
-    num_nodes, per_node = given["--nodes"], given.get("--ranks-per-node", "")
+    num_nodes, per_node = given["--nodes"].rpartition(":")[2], given.get("--ranks-per-node", "")
     grace = given.get("--grace", str(GRACE_S))
     if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node, grace)):
         reason = f"keep --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be at least 1"

@@ -187,14 +187,6 @@ OF_ELASTIC = (
         "Add it",
         problem=f"needs {flag_of('layout')} any",
     ),
-    Rule(
-        "",
-        _ELASTIC,
-        lambda config: config.elastic.elastic and config.recovery.repair != "off",
-        "a repair replaces ranks, and keeps their number",
-        "Leave one of the two out",
-        problem=f"cannot be used with {flag_of('repair')} auto",
-    ),
 )
 _PLAYED = f"{flag_of('without_spare')}=reroute"
 

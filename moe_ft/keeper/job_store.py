@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 from moe_ft.engine.links import addresses
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
+from moe_ft.keeper.link import START, Link, token_of
 from moe_ft.saying import say
 
 _PREFIX = "moe_ft"
@@ -61,27 +61,33 @@ def serve(
     listener: socket.socket,
     environment: Mapping[str, str],
     token: str,
-    coordinate: Callable[[SignedStore], NoReturn] | None = None,
+    coordinate: Callable[[Callable[[int], SignedStore]], NoReturn] | None = None,
 ) -> NoReturn:
     """Keep the store of a start, in the environment of rank 0, until this process is killed.
 
     Args:
-        coordinate: decides about nodes, in this process.
+        coordinate: decides about nodes, in this process; it is given what opens the store of the start with
+            a number, 0 for the one of the caller.
     """
-    store = PrefixStore(
-        _PREFIX,
-        TCPStore(
-            *_address(environment),
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-        ),
+    tcp = TCPStore(
+        *_address(environment),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
     )
-    signed = SignedStore(store, lambda: token)
-    signed.set("owner", _run(environment))
-    store.set("run", _run(environment))
+
+    def open_start(number: int) -> SignedStore:
+        of_start = {**environment, START: str(number)} if number else environment
+        own_token = token_of(of_start) if number else token
+        store = PrefixStore(_prefix(of_start), tcp)
+        signed = SignedStore(store, lambda: own_token)
+        signed.set("owner", _run(environment))
+        store.set("run", _run(environment))
+        return signed
+
     if coordinate is not None:
-        coordinate(signed)
+        coordinate(open_start)
+    open_start(0)
     while True:
         signal.pause()
 
@@ -110,7 +116,7 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
         ) from error
     try:
         tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_S))
-        store = PrefixStore(_PREFIX, tcp)
+        store = PrefixStore(_prefix(environment), tcp)
         run = store.get("run")
     except RuntimeError as error:
         raise RepairError(f"the store of this job does not answer at {where}: {error}") from error
@@ -145,6 +151,10 @@ def check_owner(store: Any, environment: Mapping[str, str], token: str) -> None:
 
 def _address(environment: Mapping[str, str]) -> tuple[str, int]:
     return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+
+def _prefix(environment: Mapping[str, str]) -> str:
+    return f"{_PREFIX}{environment.get(START, '')}"
 
 
 def _where(environment: Mapping[str, str]) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from moe_ft.faults import Section
 
 _FLAG = "--moe-ft-repair"
+# Which start of the job it is since `keep` has started, in another layout than the one before.
+START = "MOE_FT_KEEP_START"
 _NUM_CELLS = 6
 _ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S, _SECTION = range(_NUM_CELLS)
 _SECTIONS = tuple(Section)
@@ -239,6 +241,11 @@ def token_of(environment: Mapping[str, str]) -> str:
     ):  # ranks of torchrun have a store of their own
         return ""
     # Another start has another token, so nobody listens to what an earlier one says.
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        START,
+    )
     start = " ".join(environment.get(name, "") for name in names)
     return hmac.digest(secret.encode(), start.encode(), "sha256").hex()[:_TOKEN_BYTES]

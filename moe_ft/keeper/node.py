@@ -29,8 +29,8 @@ from moe_ft.errors import RepairError
 from moe_ft.files.patience import call_within
 from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
-from moe_ft.keeper.link import Link, exit_signal, flag_value, token_of, wants_repair
-from moe_ft.keeper.nodes import PERIOD_S, Coordinator, NodeSeat, Order
+from moe_ft.keeper.link import START, Link, exit_signal, flag_value, token_of, wants_repair
+from moe_ft.keeper.nodes import Coordinator
 from moe_ft.keeper.protocol import (
     FORWARDED,
     Answer,
@@ -40,6 +40,7 @@ from moe_ft.keeper.protocol import (
     send_request,
     send_signal,
 )
+from moe_ft.keeper.seats import PERIOD_S, NodeSeat, Order
 from moe_ft.keeper.target import LEAVING_S
 from moe_ft.processes import set_process_name
 
@@ -171,6 +172,7 @@ class Node:
         self._store_name = f"the job's store on {environment['MASTER_ADDR']}"
         self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
+        self._start = 0  # of these
         self._selector = selectors.DefaultSelector()
         self._end = PlannedEnd(words, float(environment["MOE_FT_KEEP_GRACE_S"]))
         self._seat = self._ask(self._come)
@@ -208,7 +210,7 @@ class Node:
         code = max(codes) if have_ended else None
         if self._end.is_new():
             say(f"node {self._name} is told to end: {self._end.describe()}")
-        said = self._ask(partial(_report, self._seat, code, leaves=self._end.is_told))
+        said = self._ask(partial(_report, self._seat, code, self._start, leaves=self._end.is_told))
         if said.over is not None:
             return said.over
         if said.is_lost:
@@ -265,9 +267,15 @@ class Node:
         self._end_ranks(signal.SIGKILL)
 
     def _take(self, order: Order) -> None:
-        """Have the zygote fork the ranks of an order."""
+        """Have the zygote fork the ranks of an order, once those of an earlier start have ended."""
+        if order.start != self._start:
+            self._end_ranks(signal.SIGTERM, lives=True)
+            self._start = order.start
+        num_ranks = order.num_nodes * len(order.ranks)
         for place, rank in enumerate(order.ranks):
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(place)}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(place), "WORLD_SIZE": str(num_ranks)}
+            if order.start:
+                variables[START] = str(order.start)
             os.umask(mask := os.umask(0))
             request = RankRequest(
                 words=self._words,
@@ -305,13 +313,15 @@ class Node:
         ):
             raise ConnectionError(f"it has not answered for {_ANSWER_S:.0f} s")
 
-    def _end_ranks(self, number: int) -> None:
-        """End all ranks with a signal, and kill those that do not end; there are none then."""
+    def _end_ranks(self, number: int, *, lives: bool = False) -> None:
+        """End all ranks with a signal, and kill those that do not; with `lives`, beat meanwhile."""
         self.pass_on(number)
         end_s = time.monotonic() + _GRACE_S
         try:
             while any(each.code is None for each in self._ranks) and time.monotonic() < end_s:
                 self._hear(PERIOD_S)
+                if lives:
+                    self._ask(partial(self._seat.beat, None, self._start))
         except ConnectionError:
             pass
         for each in self._ranks:
@@ -330,9 +340,9 @@ class _Said:
     is_to_save: bool
 
 
-def _report(seat: NodeSeat, code: int | None, *, leaves: bool) -> _Said:
+def _report(seat: NodeSeat, code: int | None, start: int, *, leaves: bool) -> _Said:
     """Show that a node lives, and that it is told to end; return what the coordinator says."""
-    seat.beat(code)
+    seat.beat(code, start)
     if leaves:
         seat.leave()
     return _Said(seat.over(), seat.is_lost(), seat.is_to_save())
@@ -362,11 +372,12 @@ def serve_store(
     On a node without ranks it ends with the exit code of the job, and SIGTERM has all ranks save and end.
     """
 
-    def coordinate(store: SignedStore) -> NoReturn:
+    def coordinate(open_start: Callable[[int], SignedStore]) -> NoReturn:
         status = environment["MOE_FT_KEEP_STATUS"]
         coordinator = Coordinator(
-            store,
+            open_start,
             num_nodes=int(environment["GROUP_WORLD_SIZE"]),
+            fewest=int(environment.get("MOE_FT_KEEP_FEWEST") or 0),
             ranks_per_node=int(environment["LOCAL_WORLD_SIZE"]),
             own_number=int(environment["GROUP_RANK"]),
             lost_after_s=float(environment["MOE_FT_KEEP_LOST_AFTER_S"]),

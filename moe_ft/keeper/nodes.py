@@ -8,14 +8,15 @@ one comes. The node where it runs cannot be replaced: node 0, or one without ran
 A node that is told to end says so. It is replaced like one that is lost if spares are left that stay. Else
 all ranks save their state and end: it may be the end of the job, of which all nodes are told.
 
+An elastic job needs no spare: all ranks begin again, on the nodes that are left, and once more when a node
+comes. Each such start has values of its own in the store, which earlier processes cannot sign.
+
 A verdict may be false: a node that was stopped, or cut off, may wake up. It therefore begins a round of its
 own (rounds.py), and a node has a new name after it. The old one can still say things, and nobody listens.
 """
 
-import os
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -23,82 +24,13 @@ from pathlib import Path
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
+from moe_ft.keeper.seats import ARRIVED, LEAVING, OVER, SAVE, Order, Slots, of_node
 
-PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 # Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
 _SUSPECTED_S = 2.0
 _LONGEST_LOOK_S = 1.0
 _MISSING_S = 30.0  # for a node to come, after the last one that came
 _GATHER_S = 3.0  # for all nodes to be told to end that are
-_ARRIVED, _LEAVING, _SAVE, _OVER = (
-    f"nodes/{what}" for what in ("arrived", "leaving", "save", "over")
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """Ranks that a node is to run.
-
-    Attributes:
-        round: in which they join; 0 at the start.
-        died_s: time since 1970 when their node was heard last; 0 at the start.
-        lost_node: that had them before.
-    """
-
-    ranks: tuple[int, ...]
-    round: int = 0
-    died_s: float = 0.0
-    lost_node: str = ""
-
-
-class NodeSeat:
-    """One node's view of the store, as long as it is not lost. Used by one thread."""
-
-    def __init__(self, store: SignedStore, name: str, number: int) -> None:
-        """Come to the job.
-
-        Args:
-            number: among the nodes that were started; those that train come first.
-        """
-        self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._has_left = False
-        store.append(_ARRIVED, {"id": self._id, "name": name, "number": number})
-
-    def beat(self, code: int | None) -> None:
-        """Show that the node lives, and how its ranks have ended; None if some run, or there are none."""
-        self._beats += 1
-        self._store.set(_of(self._id, "beats"), [self._beats, code])
-
-    def new_orders(self) -> list[Order]:
-        """Return orders that were not returned before."""
-        if self._store.length(key := _of(self._id, "orders")) <= self._num_taken:
-            return []
-        found = self._store.values(key)[self._num_taken :]
-        self._num_taken += len(found)
-        return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
-
-    def is_lost(self) -> bool:
-        """Return whether the node was called lost: another one has its ranks, or will have them."""
-        return self._store.get(_of(self._id, "lost")) is not None
-
-    def leave(self) -> None:
-        """Say, once, that this node is told to end. Then it is lost, or all ranks are to save and end."""
-        if not self._has_left:
-            self._store.append(_LEAVING, self._id)
-            self._has_left = True
-
-    def is_to_save(self) -> bool:
-        """Return whether all ranks are to save their state and end."""
-        return self._store.get(_SAVE) is not None
-
-    def over(self) -> tuple[int, str] | None:
-        """Return the exit code of the job, and the reason if it failed; None as long as it runs."""
-        found = self._store.get(_OVER)
-        return None if found is None else (found["code"], found["why"])
-
-
-def _of(node: str, what: str) -> str:
-    return f"node_{node}/{what}"
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -127,9 +59,10 @@ class Coordinator:
 
     def __init__(
         self,
-        store: SignedStore,
+        open_start: Callable[[int], SignedStore],
         *,
         num_nodes: int,
+        fewest: int = 0,
         ranks_per_node: int,
         own_number: int,
         lost_after_s: float,
@@ -141,7 +74,9 @@ class Coordinator:
         """Know no node yet.
 
         Args:
+            open_start: returns the store of a start by its number; nodes use the first one, 0.
             num_nodes: that train.
+            fewest: nodes with which all ranks begin again if nodes are lost; 0 if none may be missing.
             own_number: of the node where this runs; it has no ranks if it is not among them.
             lost_after_s: silence of a node after which it is lost.
             can_repair: whether the ranks repair (--moe-ft-repair auto).
@@ -150,15 +85,18 @@ class Coordinator:
                 the nodes by slot. Nodes that it names get the same ranks again: their memory has their state.
             can_play: whether peers play the roles of ranks that no spare takes.
         """
-        self._store, self._rounds = store, Rounds(store, 0, num_nodes * ranks_per_node)
+        self._open_start, self._store = open_start, open_start(0)
+        self._rounds = Rounds(self._store, 0, num_nodes * ranks_per_node)
         self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
+        self._fewest, self._start, self._num_untrained = fewest, 0, 0
+        self._num_training = num_nodes  # nodes of this start
+        self._failed: dict[str, int] | None = None  # beats of all nodes when some rank had failed
         self._own_number = own_number
         self._lost_after_s, self._can_repair, self._waits = lost_after_s, can_repair, waits
-        self._status, self._can_play = status, can_play
+        self._can_play = can_play
         self._played: set[int] = set()  # slots without a node: peers play the roles of their ranks
         self._nodes: list[_Node] = []
-        self._names: dict[int, str] = {}  # by slot, of the node that has had it last
-        self._before = _read_names(status, num_nodes)
+        self._slots = Slots(num_nodes, own_number, status)
         self._open: dict[int, Order] = {}  # by slot, until a spare takes it
         self._num_arrived = self._num_leaving = self._newest = 0
         self._looked_s = self._arrived_s = time.monotonic()
@@ -182,70 +120,52 @@ class Coordinator:
         self._let_go()
         self._replace_missing()
         self._bring_back()
+        self._grow()
         self._give_away()
         self._end()
 
     def _meet_arrivals(self) -> None:
-        if self._store.length(_ARRIVED) <= self._num_arrived:
+        if self._store.length(ARRIVED) <= self._num_arrived:
             return
-        arrived = self._store.values(_ARRIVED)
+        arrived = self._store.values(ARRIVED)
         for each in arrived[self._num_arrived :]:
-            slot = self._slot_of(each["name"], each["number"])
+            slot = None if self._start else self._slots.slot_of(each["name"], each["number"])
             if slot is not None:
-                self._names[slot] = each["name"]
+                self._slots.names[slot] = each["name"]
             node = _Node(**each, slot=slot, heard_s=time.time())
             self._nodes.append(node)
             if slot is None:
                 say(f"node {node.name} is a spare")
             else:
-                self._order(node, Order(ranks=self._ranks_of(slot)))
+                self._order(node, Order(ranks=self._ranks_of(slot), num_nodes=self._num_nodes))
         self._num_arrived, self._arrived_s = len(arrived), time.monotonic()
-        self._write_status()
-
-    def _slot_of(self, name: str, number: int) -> int | None:
-        """Return whose ranks a node gets that has come: its own of the last start, or those of its number."""
-        slot, kept = number, self._kept()
-        if number != self._own_number and kept.get(number) != name:
-            if name in kept.values():
-                slot = next(each for each, kept_name in kept.items() if kept_name == name)
-            elif number in kept:
-                return None
-        return slot if slot < self._num_nodes and slot not in self._names else None
-
-    def _kept(self) -> dict[int, str]:
-        """Return slots that are kept for nodes of the last start that have not come, and their names."""
-        kept = dict(enumerate(self._before))
-        kept.pop(self._own_number, None)  # that node alone may have these ranks
-        for slot, name in self._names.items():
-            kept.pop(slot, None)
-            if self._before[slot : slot + 1] != [name]:  # it has others than in the last start
-                kept.pop(next((each for each in kept if kept[each] == name), -1), None)
-        return kept
+        self._slots.write(self.over)
 
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
-        missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._names})
+        missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._slots.names})
+        if self._start or not missing:
+            return
         spares = [each for each in self._nodes if each.slot is None]
         numbers = [each.number for each in spares]
         is_early = time.monotonic() - self._arrived_s < _MISSING_S
-        if is_early and self._is_elsewhere():
+        if is_early and self._slots.is_elsewhere([each.name for each in self._nodes]):
             missing = [slot for slot in missing if slot in numbers]
-        elif not missing or is_early or len(missing) > self._num_free():
+        elif is_early:
+            return
+        elif len(missing) > self._num_free():
+            if self._can_shrink(self._nodes):
+                self._begin_start("other nodes have not come")
             return
         for slot in sorted(missing, key=lambda slot: slot not in numbers):
             spare = next((each for each in spares if each.number == slot), spares[0])
             spares.remove(spare)
             why = "" if spare.number == slot else ", which is not there"
             say(f"node {spare.name} gets the ranks of node {slot}{why}")
-            spare.slot, self._names[slot] = slot, spare.name
-            self._order(spare, Order(ranks=self._ranks_of(slot)))
+            spare.slot, self._slots.names[slot] = slot, spare.name
+            self._order(spare, Order(ranks=self._ranks_of(slot), num_nodes=self._num_nodes))
         if missing:
-            self._write_status()
-
-    def _is_elsewhere(self) -> bool:
-        """Return whether enough nodes have come, and none of the last start: a new job on other hosts."""
-        is_known = any(each.name in self._before for each in self._nodes)
-        return not is_known and len(self._nodes) >= self._num_nodes
+            self._slots.write(self.over)
 
     def _ranks_of(self, *slots: int) -> tuple[int, ...]:
         size = self._ranks_per_node
@@ -254,7 +174,7 @@ class Coordinator:
         )
 
     def _order(self, node: _Node, order: Order) -> None:
-        self._store.append(_of(node.id, "orders"), asdict(order))
+        self._store.append(of_node(node.id, "orders"), asdict(order))
 
     def _look(self) -> list[_Node]:
         """Hear all nodes, and return those that are lost."""
@@ -267,9 +187,9 @@ class Coordinator:
                 limit_s = min(limit_s, _SUSPECTED_S)
         lost = []
         for node in self._nodes:
-            beats, code = self._store.get(_of(node.id, "beats")) or (0, None)
+            beats, code, start = self._store.get(of_node(node.id, "beats")) or (0, None, 0)
             if beats > node.beats:
-                node.code = code
+                node.code = code if start == self._start else None
                 node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
             else:
                 node.silent_s += passed_s
@@ -284,19 +204,20 @@ class Coordinator:
         if self._is_told:
             self._end_all("the node of the job's store is told to end")
             return
-        if (count := self._store.length(_LEAVING)) > self._num_leaving and self._leave_s is None:
+        if (count := self._store.length(LEAVING)) > self._num_leaving and self._leave_s is None:
             self._leave_s = time.monotonic()
         if self._leave_s is None or time.monotonic() - self._leave_s < _GATHER_S:
             return
         self._leave_s, self._num_leaving = None, count
-        told = set(self._store.values(_LEAVING))
+        told = set(self._store.values(LEAVING))
         going = [each for each in self._nodes if each.id in told]
         staying = sum(each.slot is None and each.id not in told for each in self._nodes)
         slots = [each.slot for each in going if each.slot is not None]
         why = self._why_over(slots) if slots else ""
         if slots and not why and len(slots) + len(self._open) > staying:
             why = "there are too few spares that stay; start more of them"
-        if why:
+        left = [each for each in self._nodes if each not in going]
+        if why and not self._can_shrink(left):
             self._end_all(f"{_are(going)} told to end, without a replacement: {why}")
         elif going:
             self._lose(going, "told to end")
@@ -304,7 +225,7 @@ class Coordinator:
     def _end_all(self, why: str) -> None:
         say(f"{why}. All ranks are to end")
         self._ends = True
-        self._store.set(_SAVE, True)
+        self._store.set(SAVE, True)
 
     def _lose(self, lost: Sequence[_Node], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""
@@ -312,10 +233,15 @@ class Coordinator:
         say(f"{_are(lost)} lost: {why}")
         for each in lost:
             self._nodes.remove(each)
-            self._store.set(_of(each.id, "lost"), True)
+            self._store.set(of_node(each.id, "lost"), True)
         if not slots:
             return
-        if reason := self._why_over(slots):
+        reason = self._why_over(slots)
+        self._num_untrained = 0 if self._rounds.has_trained() else self._num_untrained + 1
+        if (reason or len(slots) > self._num_free()) and self._can_shrink(self._nodes):
+            self._begin_start(reason or "no spare is left")
+            return
+        if reason:
             self._set_over(1, f"{_are(lost)} lost, and {reason}")
             return
         played = self._slots_to_play(slots)
@@ -336,16 +262,20 @@ class Coordinator:
                     ranks=self._ranks_of(each.slot),
                     round=self._newest,
                     died_s=each.heard_s,
-                    lost_node=self._names[each.slot],
+                    lost_node=self._slots.names[each.slot],
+                    start=self._start,
+                    num_nodes=self._num_training,
                 )
         if self._num_free() < 0:
             say("no spare is left: training waits for a node (--moe-ft-spare wait)")
 
     def _why_over(self, slots: Sequence[int]) -> str:
-        """Return why the ranks of lost nodes cannot be replaced; empty if they can."""
+        """Return why the ranks of lost nodes cannot be replaced in place; empty if they can."""
         if self._own_number in slots:
-            name = self._names[self._own_number]
+            name = self._slots.names[self._own_number]
             return f"node {name} keeps the job's store (one without ranks can: --store)"
+        if self._rounds.are_waiting([rank for slot in slots for rank in self._ranks_of(slot)]):
+            return "some of its ranks took no part"
         if not self._can_repair:
             return "without --moe-ft-repair auto no node is replaced"
         if not self._rounds.has_trained():
@@ -388,7 +318,9 @@ class Coordinator:
                 ranks=self._ranks_of(slot),
                 round=self._newest,
                 died_s=now_s,
-                lost_node=self._names[slot],
+                lost_node=self._slots.names[slot],
+                start=self._start,
+                num_nodes=self._num_training,
             )
 
     def _give_away(self) -> None:
@@ -405,47 +337,83 @@ class Coordinator:
             if not self._open:
                 self._rounds.note_spare(self._newest)
             self._order(spare, order)
-            self._names[slot] = spare.name
-            self._write_status()
+            self._slots.names[slot] = spare.name
+            self._slots.write(self.over)
+
+    def _can_shrink(self, nodes: Sequence[_Node]) -> bool:
+        """Return whether all ranks may begin again on some nodes."""
+        has_own = self._own_number >= self._num_nodes or any(
+            each.number == self._own_number for each in nodes
+        )
+        is_often = self._num_untrained > MOST_UNFINISHED
+        return has_own and not is_often and 0 < self._fewest <= len(nodes)
+
+    def _grow(self) -> None:
+        """Have all ranks begin again if nodes have come that have none, and others are missing."""
+        if self._ends or not self._can_shrink(self._nodes):
+            return
+        is_small = self._start and self._num_training < self._num_nodes and not self._open
+        is_calm = time.monotonic() - self._arrived_s > _GATHER_S and self._leave_s is None
+        if is_small and is_calm and self._num_free() > 0:
+            self._begin_start("a node has come")
+        elif self._num_free() < 0:  # fewer are needed now than when they were lost
+            self._begin_start("no spare is left")
+
+    def _begin_start(self, why: str) -> None:
+        """Have all ranks end, and others begin on the nodes that are there, in another layout."""
+        self._start += 1
+        slots = range(self._num_nodes)
+        # The node of the store has the first ranks again; others keep their order.
+        nodes = sorted(
+            self._nodes,
+            key=lambda each: (
+                each.number != self._own_number,
+                self._num_nodes if each.slot is None else each.slot,
+            ),
+        )
+        self._num_training = min(len(nodes), self._num_nodes)
+        self._open.clear()
+        self._played.clear()
+        self._failed, self._newest = None, 0
+        self._rounds = Rounds(
+            self._open_start(self._start), 0, self._num_training * self._ranks_per_node
+        )
+        self._slots.replace([each.name for each in nodes[: self._num_nodes]])
+        say(f"all ranks begin again on nodes {', '.join(self._slots.names.values())}: {why}")
+        for slot, each in zip(slots, nodes, strict=False):
+            each.slot, each.code = slot, None
+            self._order(
+                each,
+                Order(ranks=self._ranks_of(slot), start=self._start, num_nodes=self._num_training),
+            )
+        self._slots.write(self.over)
 
     def _end(self) -> None:
         """End the job when all its ranks have ended, or some have failed."""
         ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
         if code := max((each.code for each in ended if each.code is not None), default=0):
+            if not self._has_heard_all():
+                return
             self._set_over(code, "a rank has failed")
-        elif len(ended) == self._num_nodes - len(self._played):
+        elif len(ended) == self._num_training - len(self._played):
             self._set_over(0, "")
+
+    def _has_heard_all(self) -> bool:
+        """Return whether all nodes live since a rank has failed; else one may be lost, and that is why."""
+        if not self._fewest:
+            return True
+        if self._failed is None:
+            self._failed = {each.id: each.beats for each in self._nodes}
+        return all(each.beats > self._failed.get(each.id, 0) + 1 for each in self._nodes)
 
     def _set_over(self, code: int, why: str) -> None:
         if why:
             say(f"the job ends: {why}")
         self.over = code
-        self._write_status()
-        self._store.set(_OVER, {"code": code, "why": why})
-
-    def _write_status(self) -> None:
-        if self._status is None:
-            return
-        code = "-" if self.over is None else str(self.over)
-        names = dict(enumerate(self._before)) | self._names
-        lines = [code, *(name for _, name in sorted(names.items()))]
-        part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
-        try:
-            part.write_text("\n".join(lines) + "\n")
-            part.rename(self._status)
-        except OSError as error:  # the job goes on without it
-            say(f"warning: {self._status} is not written: {error}")
+        self._slots.write(self.over)
+        self._store.set(OVER, {"code": code, "why": why})
 
 
 def _are(nodes: Sequence[_Node]) -> str:
     names = ", ".join(each.name for each in nodes)
     return f"node {names} is" if len(nodes) == 1 else f"nodes {names} are"
-
-
-def _read_names(status: Path | None, num_nodes: int) -> list[str]:
-    """Return the nodes of the last start by slot; none if it had another number of nodes, or is not known."""
-    try:
-        names = [] if status is None else status.read_text().splitlines()[1:]
-    except OSError:  # there was none, or it will not be written either
-        return []
-    return names if len(names) == num_nodes else []

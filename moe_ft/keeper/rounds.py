@@ -161,6 +161,14 @@ class Rounds:
         """Return whether some rank has said so."""
         return self._has(number, "suspected")
 
+    def note_waiting(self) -> None:
+        """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
+        self._store.append("waiting", self.rank)
+
+    def are_waiting(self, ranks: Sequence[int]) -> bool:
+        """Return whether any of some ranks has said so."""
+        return not set(ranks).isdisjoint(self._store.values("waiting"))
+
     def wait_for_spare(self, number: int) -> None:
         """Say that no node is there to replace the one that a round has lost."""
         self._store.set(_key(number, "waits"), True)

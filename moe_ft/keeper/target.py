@@ -13,11 +13,12 @@ from moe_ft.keeper.link import wants_repair
 
 USAGE = (
     "moe_ft keep [--preload MODULE]... [NODES] [--] SCRIPT ARGS... | -m MODULE ARGS..., where NODES is "
-    "--nodes N --ranks-per-node K --meet HOST:PORT [--number I] [--store I] [--lost-after SECONDS] "
+    "--nodes N|MIN:N --ranks-per-node K --meet HOST:PORT [--number I] [--store I] [--lost-after SECONDS] "
     "[--grace SECONDS] [--status FILE]"
 )
 OF_NODES: Mapping[str, str] = {
-    "nodes": "number of nodes that train; with it, `keep` starts the ranks of this node, without torchrun",
+    "nodes": "number of nodes that train, MIN:N if some may be missing (--moe-ft-elastic); with it, `keep` "
+    "starts the ranks of this node, without torchrun",
     "ranks-per-node": "ranks of each node",
     "meet": "HOST:PORT of the node that keeps the job's store",
     "number": "of this node, from 0, spares last; default: SLURM_PROCID",
@@ -99,6 +100,11 @@ def read_target(words: Sequence[str]) -> Target:
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
     of_node = _of_node(options, os.environ) if options else {}
+    if of_node.get("MOE_FT_KEEP_FEWEST") and "--moe-ft-elastic" not in rest:
+        _refuse(
+            f"--nodes {options['nodes']} needs ranks with --moe-ft-elastic: others have a fixed number of "
+            "ranks. Add the flag, or give the number of nodes that train; spares need no range"
+        )
     if of_node and not wants_repair(rest):
         _refuse(
             f"--nodes {options['nodes']} needs ranks with --moe-ft-repair auto: without it neither a rank "
@@ -117,7 +123,13 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
             _refuse(
                 f"--{name} is missing: a node needs all of {', '.join(f'--{n}' for n in _NEEDED)}"
             )
-    nodes, ranks = (_number(name, options[name], 1) for name in _NEEDED[:2])
+    least, is_range, most = options["nodes"].rpartition(":")
+    nodes, ranks = (
+        _number("nodes", most, 1),
+        _number("ranks-per-node", options["ranks-per-node"], 1),
+    )
+    if is_range and _number("nodes", least, 1) > nodes:
+        _refuse(f"--nodes {options['nodes']} must be MIN:N with MIN at most N. Correct it")
     host, colon, port = options["meet"].rpartition(":")
     if not host or not colon or not port.isdecimal():
         _refuse(
@@ -156,6 +168,7 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "MOE_FT_KEEP_GRACE_S": str(
             _number("grace", options.get("grace", str(GRACE_S)), _LEAST_GRACE_S)
         ),
+        "MOE_FT_KEEP_FEWEST": least,
         "MOE_FT_KEEP_STATUS": options.get("status", ""),
     }
 

@@ -266,7 +266,8 @@ def step_ahead(captured: CapturedRecord, scheduler: Any, increment: int) -> None
     ahead = copy.copy(scheduler)
     groups = [group for each in captured.values["optimizers"] for group in each["groups"]]
     ahead.optimizer = SimpleNamespace(param_groups=groups)
-    ahead.step(increment)
+    # Not its own `step`, if somebody has wrapped that of the scheduler: it would step the scheduler itself.
+    type(scheduler).step(ahead, increment)
     captured.values["scheduler"] = dict(ahead.state_dict())
 
 

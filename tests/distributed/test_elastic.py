@@ -16,6 +16,7 @@ from megatron.fault_tolerance.program import forward_step
 from moe_ft.events import event_path
 from tests.demo_model import event_flags, model_flags
 from tests.harness import JobResult, digests, events
+from tests.kept_nodes import KeptNodes
 from tests.nodes import Nodes
 from tests.relayouts import ANY, Layout, LayoutJob, check_same, losses_of, train_and_dump
 from tests.shares import share_of
@@ -175,6 +176,39 @@ def test_the_same_losses_of_nodes_twice_give_the_same_bits(
             check_same(live, live_again)
 
 
+STRATEGIES = {
+    "sparse": ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
+    "partial": ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "2"),
+    "gradients": ("--moe-ft-replicate", "gradients"),
+    "breakpoints": ("--moe-ft-breakpoints",),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_that_die_and_come_back_learn_the_same_with_other_strategies(
+    tmp_path: Path, memory_dir: Path, name: str
+) -> None:
+    model = {**EXACT, "train_iters": 12, "num_experts": 4}
+    job = ElasticJob(tmp_path, memory_dir, **model)
+    losses: dict[int, float] = {}
+    # Three ranks have cells of several sizes.
+    for num_ranks, end in ((4, 5), (3, 9), (4, 12)):
+        dies = ("--moe-ft-inject-fault", f"kill:{num_ranks - 1}@{end}:forward") * (end < 12)
+        flags = ("--moe-ft-replication-factor", "3", *STRATEGIES[name], *dies)
+        result = job.start_with(num_ranks, *flags)
+        assert all(result.exit_codes) == bool(dies), result.output(0)
+        for recovery in (job.recovery(rank) for rank in range(num_ranks) if losses):
+            assert max(losses) - 1 <= recovery["target_iteration"] <= max(losses)
+            assert bool(recovery["lost_tokens"]) == (name == "partial")
+            assert recovery["sources"].keys() <= {"memory", "peer"}
+        losses |= losses_of(job.start)
+        if num_ranks == 4 and dies:
+            job.lose("n3")
+    wanted = job.undisturbed(Layout(ranks=4))
+    assert losses == pytest.approx(wanted, rel=1e-2 if name == "partial" else 2e-6)
+
+
 @pytest.mark.rest
 def test_ranks_that_do_not_make_a_whole_model_wait_and_end_with_the_others(
     tmp_path: Path, memory_dir: Path
@@ -271,3 +305,34 @@ def test_state_that_no_node_has_is_taken_from_storage_or_waited_for(
         assert "what may be newer is not used" in result.output(0)
     else:
         assert "waiting for nodes, at most 0 s: there is state of this job" in result.output(0)
+
+
+def test_nodes_of_keep_are_lost_and_come_back_while_the_others_train(
+    tmp_path: Path, memory_dir: Path
+) -> None:
+    model = {"num_layers": 2, "train_iters": 150, "calculate_per_token_loss": True}
+    log = tmp_path / "events"
+    words = [
+        *("pretrain_gpt_moe.py", *model_flags(**model), *ELASTIC, "--mock-data"),
+        *("--moe-ft-strategy", "dense", "--moe-ft-interval", "1", "--moe-ft-repair", "auto"),
+        *("--moe-ft-memory-dir", str(memory_dir), *event_flags(log)),
+        *("--moe-ft-inject-fault", "kill:1@3:backward"),
+    ]
+    with KeptNodes(tmp_path, words, num_nodes=3, ranks_per_node=1, fewest=2) as nodes:
+        nodes.start("node0", "node1", "node2")
+        wait_for(lambda: _has_trained(log, 3), "training on three nodes", 200)
+        # Its cells are not the size of the others'.
+        wait_for(lambda: events(log, 0, "repair"), "the repair of rank 1", 200)
+        nodes.kill("node2")
+        shutil.rmtree(memory_dir / "nodes" / "node2")
+        wait_for(lambda: _has_trained(log, 2), "training on two nodes", 200)
+        nodes.start("node2", first=2)
+        wait_for(lambda: _has_trained(log, 3), "training on three nodes again", 200)
+        codes = nodes.wait()
+        assert codes == {"node0": 0, "node1": 0, "node2": 0}, nodes.log("node0")[-3000:]
+    assert _changes(log) == [(3, 2, []), (2, 3, [])]
+    (repair,) = events(log, 0, "repair")
+    assert repair["dead_ranks"] == [1]
+    repaired, shrunk, grown = events(log, 0, "recovery")
+    assert repaired["restored_iteration"] < shrunk["restored_iteration"]
+    assert shrunk["sources"].keys() <= {"memory", "peer"} >= grown["sources"].keys()

@@ -62,7 +62,7 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
             "(docs/first_day_on_a_gpu.md)."
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
-    if args.world_size == 1:
+    if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
         refused["one rank"] = "no rank is left to repair it"
     if not on_cpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}

@@ -273,6 +273,10 @@ class RepairSeam:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
         degradation = self._rank.degradation
         self._rank.membership.become_replaceable(() if degradation is None else stages_of_job())
+        if (
+            dist.get_world_size() == 1
+        ):  # an elastic job may be so small: nobody is left to repair it
+            self._rank.link.disarm()
         self._heart.start()
 
     def _repair_evaluation(self, noticed_s: float) -> None:

@@ -3,7 +3,8 @@
 `fit` chooses the layout before Megatron validates its arguments: it changes the command line and the
 environment, so that the ranks that train are a world of their own. Ranks that are left over never join it.
 They wait until training has ended, or until the launcher starts all ranks again, because nodes have come or
-gone. moe_ft/planning/cells.py has the rule, uneven_batches.py the batches that ranks cannot share equally.
+gone: torchrun, or `keep` (moe_ft/keeper/nodes.py). moe_ft/planning/cells.py has the rule, uneven_batches.py
+the batches that ranks cannot share equally.
 """
 
 import argparse
@@ -23,16 +24,18 @@ from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, PlanError
+from moe_ft.keeper import job_store
+from moe_ft.keeper.link import START, own_link
+from moe_ft.keeper.rounds import Rounds
 from moe_ft.planning.cells import Fit, fit_ranks, ranks_of_model
 from moe_ft.saying import say
 
 _POLL_S = 1.0
-_SAY_AGAIN_S = 600.0
 # The launcher notices a dead rank, and starts the others again, long before.
 _LEFT_ALONE_S = 60.0
 _HEARD_S = 10.0  # for ranks that wait to hear of the end
-_OVER, _HEARD = "moe_ft/elastic/over", "moe_ft/elastic/heard"
 _FLAG = flag_of("elastic")
 _DEPENDS = "it depends on the number of ranks which samples an iteration has"
 
@@ -145,9 +148,10 @@ def release(rank: int) -> None:
         return
     try:
         store = _connect(_HEARD_S)
-        store.set(_OVER, "1")
+        over, heard = _keys()
+        store.set(over, "1")
         deadline_s = time.monotonic() + _HEARD_S
-        while store.add(_HEARD, 0) < num_waiting and time.monotonic() < deadline_s:
+        while store.add(heard, 0) < num_waiting and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
     except RuntimeError as error:
         say(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
@@ -320,25 +324,40 @@ def _words(args: argparse.Namespace, found: Fit) -> list[str]:
 
 
 def _wait_for_nodes(args: argparse.Namespace, why: str) -> NoReturn:
-    """Wait for the launcher to start all ranks again, with more nodes."""
-    while True:
-        if args.rank == 0:
-            say(f"training waits for nodes: {why}")
-        time.sleep(_SAY_AGAIN_S)
+    """Give the launcher time to start all ranks again, with more nodes; then fail."""
+    limit_s = args.distributed_timeout_minutes * 60.0
+    if args.rank == 0:
+        say(f"training waits for nodes, at most {limit_s:.0f} s: {why}")
+    time.sleep(limit_s)
+    say(
+        f"rank {args.rank} fails: no node has come within {limit_s:.0f} s "
+        f"(--distributed-timeout-minutes), and {why}"
+    )
+    raise SystemExit(1)
 
 
 def _wait_for_end(args: argparse.Namespace) -> NoReturn:
     """Wait until training has ended, and end with it; fail if rank 0 has gone without a word."""
     say(f"rank {args.rank} waits: it takes no part in training until the ranks start again")
     with suppress(RuntimeError):  # of a store that is gone
-        store = _connect(args.distributed_timeout_minutes * 60.0)
-        while not store.check([_OVER]):
+        timeout_s = args.distributed_timeout_minutes * 60.0
+        if (link := own_link()) is not None and link.is_watched:
+            signed = SignedStore(job_store.connect(os.environ, link, timeout_s), lambda: link.token)
+            Rounds(signed, args.rank, args.world_size).note_waiting()
+        store, (over, heard) = _connect(timeout_s), _keys()
+        while not store.check([over]):
             time.sleep(_POLL_S)
-        store.add(_HEARD, 1)
+        store.add(heard, 1)
         raise SystemExit(0)
     time.sleep(_LEFT_ALONE_S)
     say(f"rank {args.rank} has waited for ranks that have ended without a word")
     raise SystemExit(1)
+
+
+def _keys() -> tuple[str, str]:
+    """Return the keys of this start that say that training has ended, and how many have heard so."""
+    of_start = f"moe_ft/elastic{os.environ.get(START, '')}"
+    return f"{of_start}/over", f"{of_start}/heard"
 
 
 def _connect(timeout_s: float) -> TCPStore:

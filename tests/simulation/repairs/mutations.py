@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ft.faults import Section
-from moe_ft.keeper import nodes, rounds, zygote
+from moe_ft.keeper import rounds, seats, zygote
 from moe_ft.keeper.link import Link, Pulse
 from moe_ft.keeper.node import Node
 from moe_ft.keeper.nodes import Coordinator
@@ -278,8 +278,8 @@ def silent_nodes_are_waited_for(patches: Patches) -> None:
 @node_mutation
 def ends_kept_to_oneself(patches: Patches) -> None:
     """A node does not say that its ranks have ended."""
-    original = nodes.NodeSeat.beat
-    patches.set(nodes.NodeSeat, "beat", lambda self, code: original(self, None))
+    original = seats.NodeSeat.beat
+    patches.set(seats.NodeSeat, "beat", lambda self, code, start: original(self, None))
 
 
 @node_mutation

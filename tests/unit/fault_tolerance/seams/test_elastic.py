@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -185,7 +186,6 @@ class _WaitsError(Exception):
     ("flags", "refused"),
     [
         ("", ""),
-        ("--moe-ft-repair auto", "cannot be used with --moe-ft-repair auto"),
         ("--moe-ft-layout same", "needs --moe-ft-layout any"),
         ("--moe-ft-strategy none", "needs a strategy"),
     ],
@@ -203,6 +203,20 @@ def test_all_ranks_wait_for_nodes_only_if_more_would_train(
         ConfigError if refused else _WaitsError, match=refused or "1 ranks are too few"
     ):
         elastic.fit(few)
+
+
+def test_ranks_that_wait_for_nodes_in_vain_fail_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    sizes = "--tensor-model-parallel-size 2 --moe-ft-job-id job"
+    with pytest.raises(SystemExit) as end:
+        elastic.fit(given(1, f"{sizes} --distributed-timeout-minutes 7"))
+    assert (end.value.code, waited) == (1, [420.0])
+    said = capsys.readouterr().err
+    assert "training waits for nodes, at most 420 s: 1 ranks are too few" in said
+    assert "rank 0 fails: no node has come within 420 s (--distributed-timeout-minutes)" in said
 
 
 def test_arguments_that_no_parser_of_megatron_has_read_are_refused() -> None:

@@ -13,10 +13,12 @@ import pytest
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper import job_store, node, nodes
 from moe_ft.keeper.node import PlannedEnd
-from moe_ft.keeper.nodes import Coordinator, NodeSeat
+from moe_ft.keeper.nodes import Coordinator
 from moe_ft.keeper.rounds import Rounds
+from moe_ft.keeper.seats import NodeSeat
 from tests.unit.signed import signed
 
+TRAINED = 0  # the round that an iteration has finished when a start trains
 SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
 
 
@@ -24,30 +26,43 @@ class Job:
     """Nodes of one rank each, by default two, and their coordinator."""
 
     def __init__(
-        self, status: Path | None = None, num_nodes: int = 2, *, can_play: bool = False
+        self, status: Path | None = None, num_nodes: int = 2, fewest: int = 0, **changes: Any
     ) -> None:
         self.store = signed()
+        self.starts = {0: self.store}
         self.coordinator = Coordinator(
-            self.store,
+            lambda start: self.starts.setdefault(start, signed()),
             num_nodes=num_nodes,
+            fewest=fewest,
             ranks_per_node=1,
             own_number=0,
             lost_after_s=1000,
             can_repair=True,
-            waits=False,
             status=status,
-            can_play=can_play,
+            **{"waits": False, **changes},
         )
-
-    def lose(self, *names: str) -> None:
-        """Call nodes lost."""
-        nodes = [each for each in self.coordinator._nodes if each.name in names]
-        self.coordinator._lose(nodes, "silent")
+        self.seats: dict[str, NodeSeat] = {}
 
     def come(self, name: str, number: int) -> NodeSeat:
-        seat = NodeSeat(self.store, name, number)
+        seat = self.seats[name] = NodeSeat(self.store, name, number)
         self.coordinator.step()
         return seat
+
+    def lose(self, *names: str) -> None:
+        """Have nodes be silent for long, and the others not."""
+        coordinator = self.coordinator
+        lost = [each for each in coordinator._nodes if each.name in names]
+        for each in lost:
+            self.seats.pop(each.name, None)
+        coordinator._lose(lost, "silent")
+        coordinator.step()
+
+    def orders(self) -> dict[str, list[tuple[int, int, list[int]]]]:
+        """Return start, nodes and ranks of the new orders of each node that is there."""
+        return {
+            name: [(each.start, each.num_nodes, [*each.ranks]) for each in seat.new_orders()]
+            for name, seat in self.seats.items()
+        }
 
 
 @pytest.fixture
@@ -292,6 +307,128 @@ def test_ranks_without_another_signal_get_sigterm_at_once(
     end.tell()
     assert why in end.describe() and at_sigterm in end.describe_sigterm()
     assert end.due_signal(True) is signal.SIGTERM
+
+
+def elastic_job(**changes: Any) -> Job:
+    """Return an elastic job of two to four nodes, of which all are there and train."""
+    job = Job(num_nodes=4, fewest=2, **changes)
+    for number in range(4):
+        job.come(f"host{number}", number)
+    Rounds(job.store, 0, 4).finish(TRAINED)
+    job.orders()
+    return job
+
+
+def test_elastic_job_begins_again_on_the_nodes_that_are_left_and_when_one_comes(
+    advance: Callable[[float], None], tmp_path: Path
+) -> None:
+    job = elastic_job(status=tmp_path / "status")
+    job.lose("host1")
+    assert job.orders() == {"host0": [(1, 3, [0])], "host2": [(1, 3, [1])], "host3": [(1, 3, [2])]}
+    job.come("host5", 5)
+    assert not any(job.orders().values()), "more may come"
+    advance(nodes._GATHER_S + 1)
+    job.coordinator.step()
+    expected = {name: [(2, 4, [rank])] for rank, name in enumerate(job.seats)}
+    assert job.orders() == expected
+    assert (tmp_path / "status").read_text().split() == ["-", "host0", "host2", "host3", "host5"]
+    for seat in job.seats.values():
+        seat.beat(0, start=2)
+    job.coordinator.step()
+    assert job.coordinator.over == 0
+
+
+def test_spare_takes_over_in_place_before_an_elastic_job_gets_smaller() -> None:
+    job = elastic_job()
+    job.come("spare", 4)
+    job.lose("host3")
+    assert job.orders()["spare"] == [(0, 4, [3])] and job.coordinator.over is None
+    job = elastic_job()
+    job.come("spare", 4)
+    Rounds(job.store, 3, 4).note_waiting()
+    job.lose("host3")
+    assert job.orders()["spare"] == [(1, 4, [3])], "ranks that wait are not replaced in place"
+
+
+@pytest.mark.parametrize(
+    ("lost", "waits", "over"),
+    [(["host0"], False, 1), (["host1", "host2", "host3"], False, 1), (["host1"], True, None)],
+    ids=["node of the store", "too few left", "waits only if too few are left"],
+)
+def test_elastic_job_ends_if_too_few_nodes_are_left_or_that_of_the_store_is_not(
+    lost: list[str], waits: bool, over: int | None
+) -> None:
+    job = elastic_job(waits=waits)
+    job.lose(*lost)
+    assert job.coordinator.over == over
+    assert any(job.orders().values()) == (over is None)
+
+
+def test_elastic_job_that_waits_for_a_node_begins_again_when_enough_are_there() -> None:
+    job = elastic_job(waits=True)
+    job.lose("host1", "host2", "host3")
+    assert not any(job.orders().values())
+    job.come("host4", 4)
+    # In the place of one of the three, its ranks would wait for two other nodes.
+    assert job.orders() == {"host0": [(1, 2, [0])], "host4": [(1, 2, [1])]}
+
+
+def test_elastic_job_without_an_iteration_in_several_starts_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = Job(num_nodes=9, fewest=1)
+    for number in range(9):
+        job.come(f"host{number}", number)
+    for number in range(1, 6):
+        job.lose(f"host{number}")
+    assert job.coordinator.over == 1
+    assert capsys.readouterr().err.count("all ranks begin again") == nodes.MOST_UNFINISHED
+
+
+def test_node_that_is_told_to_end_leaves_an_elastic_job_smaller(
+    advance: Callable[[float], None],
+) -> None:
+    job = elastic_job()
+    job.seats["host2"].leave()
+    job.coordinator.step()
+    advance(nodes._GATHER_S + 0.5)
+    job.coordinator.step()
+    assert job.seats["host2"].is_lost() and not job.seats["host0"].is_to_save()
+    del job.seats["host2"]
+    assert job.orders()["host3"] == [(1, 3, [2])]
+
+
+def test_elastic_job_starts_without_nodes_that_do_not_come(
+    advance: Callable[[float], None],
+) -> None:
+    job = Job(num_nodes=3, fewest=2)
+    job.come("host0", 0)
+    job.come("host2", 2)
+    assert job.orders() == {"host0": [(0, 3, [0])], "host2": [(0, 3, [2])]}
+    advance(nodes._MISSING_S + 1)
+    job.coordinator.step()
+    assert job.orders() == {"host0": [(1, 2, [0])], "host2": [(1, 2, [1])]}
+
+
+def test_failed_rank_ends_an_elastic_job_only_if_no_node_was_lost() -> None:
+    job = elastic_job()
+    for _ in range(2):
+        for name, seat in job.seats.items():
+            if name != "host3":
+                seat.beat(1)
+        job.coordinator.step()
+        assert job.coordinator.over is None, "host3 may be lost"
+    job.lose("host3")
+    assert job.orders()["host0"] == [(1, 3, [0])]
+    for seat in job.seats.values():
+        seat.beat(1)  # of the ranks before
+    job.coordinator.step()
+    assert job.coordinator.over is None
+    for _ in range(3):
+        for seat in job.seats.values():
+            seat.beat(1, start=1)
+        job.coordinator.step()
+    assert job.coordinator.over == 1
 
 
 @pytest.fixture

@@ -115,6 +115,35 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    ("nodes", "flags", "problem"),
+    [
+        ("2:3", ["--moe-ft-elastic"], ""),
+        ("2:3", [], r"--nodes 2:3 needs ranks with --moe-ft-elastic.*Add the flag"),
+        ("4:3", ["--moe-ft-elastic"], r"--nodes 4:3 must be MIN:N with MIN at most N. Correct it"),
+        (":3", ["--moe-ft-elastic"], r"--nodes  must be a whole number, at least 1"),
+    ],
+)
+def test_nodes_of_an_elastic_job_are_a_range(
+    nodes: str,
+    flags: list[str],
+    problem: str,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(TOKEN, "0" * 32)
+    words = [*words_of({**NODE, "--nodes": nodes}, script), *flags]
+    if not problem:
+        found = read_target(words).of_node
+        assert (found["MOE_FT_KEEP_FEWEST"], found["WORLD_SIZE"]) == ("2", "12")
+        return
+    with pytest.raises(SystemExit) as end:
+        read_target(words)
+    assert end.value.code == 2
+    assert re.search(problem, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("changes", "token", "reason"),
     [
         (

@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord, JobNumbers, numbers_of
 from moe_ft.state.packed_values import from_json, pack, to_json, unpack
@@ -232,6 +233,18 @@ def test_record_ahead_is_the_one_after_the_step() -> None:
         step_ahead(record, scheduler, 8)
         scheduler.step(8)
         assert record.values == captured(scheduler).values
+
+
+def test_record_ahead_leaves_a_scheduler_alone_whose_steps_are_wrapped() -> None:
+    scheduler = make_scheduler()
+    before = captured(scheduler).values
+    with Patches() as patches:
+        patches.wrap(scheduler, "step", lambda original, increment: original(increment - 1))
+        record = captured(scheduler)
+        step_ahead(record, scheduler, 8)
+        assert captured(scheduler).values == before
+    scheduler.step(8)
+    assert record.values == captured(scheduler).values
 
 
 class Scaler:
