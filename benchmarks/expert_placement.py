@@ -17,10 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.surviving_tables import compact, overlapping, spread, surviving
 from moe_ft.planning.experts import Counts
 from moe_ft.planning.replica_counts import allocate
-from moe_ft.planning.replica_survival import recovery_probability
+from moe_ft.planning.replica_survival import (
+    compact,
+    overlapping,
+    recovery_probability,
+    spread,
+    surviving,
+)
 from moe_ft.planning.slot_moves import arrange, arrange_greedily, count_moves
 from moe_ft.planning.slot_tables import (
     Table,

@@ -45,11 +45,10 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "partial-4": (
         *("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4"),
     ),
-    # Room for every expert, and peers follow all of them by gradients: exact.
-    "selective-followed": (
+    # Room for every expert: exact.
+    "selective-all": (
         *("--moe-ft-strategy", "selective", "--moe-ft-local-budget", "1GB"),
-        *("--moe-ft-remote-budget", "1GB", "--moe-ft-replicate", "gradients"),
-        *("--moe-ft-interval", "1"),
+        *("--moe-ft-remote-budget", "1GB"),
     ),
 }
 ORDERS: dict[str, tuple[str, ...]] = {
@@ -78,7 +77,7 @@ TIERS = ("memory", "peer", "storage", "nothing")
 MODELS = ("moe", "expert-bias", "tied", "no-experts", "deepseek", "grouped-query")
 FEATURES = (
     *("dropout", "ramp", "recompute", "selective", "overlap", "evaluation", "reruns"),
-    *("slots", "elastic"),
+    "slots",
 )
 
 RUN_FACTORS: dict[str, tuple[str, ...]] = {
@@ -187,7 +186,7 @@ def mode_of(strategy: str) -> str:
 
     Where every expert has room, two strategies have the same in memory.
     """
-    if strategy == "selective-followed":
+    if strategy == "selective-all":
         return "partial"
     is_single = strategy in ("sparse-1", "sparse-auto")  # a fast machine has automatic windows of 1
     return "single" if is_single else family_of(strategy)
@@ -242,8 +241,6 @@ RULES: tuple[Rule, ...] = (
         and run["order"] not in _orders_of(run["strategy"])
     ),
     lambda run: run["packing"] == "split" and run["precision"] in ("fp16", "fp32"),
-    # Gradients lead to state that is not packed.
-    lambda run: run["packing"] == "split" and run["strategy"] == "selective-followed",
     lambda run: run["model"] == "no-experts" and _rotates(run["strategy"]),
     # There are only two heads of keys.
     lambda run: run["model"] == "grouped-query" and run["layout"] == "tp4",
@@ -254,11 +251,6 @@ RULES: tuple[Rule, ...] = (
     lambda run: run["feature"] == "reruns" and run["model"] in ("expert-bias", "deepseek"),
     # Slots need experts, in layers that Megatron builds from the spec of the model.
     lambda run: run["feature"] == "slots" and run["model"] in ("no-experts", "deepseek"),
-    # Another number of ranks is another layout, which `selective` does not have. Batches are cut into cells.
-    lambda run: (
-        run["feature"] == "elastic"
-        and (run["model"] == "grouped-query" or run["strategy"] == "selective-all")
-    ),
     # Its tokens are counted again from windows.
     lambda run: run["left"] not in (None, "windows") and run["strategy"] == "partial-1",
     # Logs are of stages, for exact strategies with windows of a known length.
@@ -296,7 +288,7 @@ def _rotates(strategy: str | None) -> bool:
 
 
 def _orders_of(strategy: str) -> tuple[str, ...]:
-    if strategy.startswith("dense") or strategy in ("sparse-1", "partial-4", "selective-followed"):
+    if strategy.startswith("dense") or strategy in ("sparse-1", "partial-4", "selective-all"):
         return ("fixed",)
     if strategy.startswith("partial"):
         return ("sequential", "load-aware")
@@ -333,8 +325,7 @@ def cost(values: Values) -> float:
 
 SPACE = Space(factors=FACTORS, is_possible=is_possible, views=views, cost=cost)
 _SLOWEST = {"tp2-pp2-ep2", "tp4"}  # take very long on two cores
-# Too slow on two cores for `make test`, or shown there by a job of their own.
-_NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2", "elastic"}
+_NOT_IN_SHARE = {*_SLOWEST, "pp2-ep2-dp2"}  # too slow on two cores for `make test`
 
 
 def is_important(pair: Pair) -> bool:

@@ -114,7 +114,6 @@ _FEATURES: dict[str, Changes] = {
     "reruns": {},
     # A rank that is a stage of its own has all experts.
     "slots": {"moe_ft_expert_slots": NUM_EXPERTS, "moe_ft_rebalance_interval": 1},
-    "elastic": {"calculate_per_token_loss": True},
 }
 
 
@@ -164,7 +163,6 @@ def checkpoint_flags(case: Case) -> list[str]:
     return [
         *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
         *LEFT[case.left],
-        *(("--moe-ft-elastic", "--moe-ft-layout", "any") if case.feature == "elastic" else ()),
         *("--moe-ft-persist-interval", "1"),
         *(("--moe-ft-max-window", "3") if case.family == "sparse" else ()),
     ]
@@ -214,9 +212,6 @@ def run_case(case: Case, place: Place) -> None:
         has_breakpoints=case.has_breakpoints,
     )
     check_case(case, job.faults_fired(), job.recoveries)
-    if case.family == "selective":
-        sent = [line for rank in range(case.world_size) for line in job.events("replicate", rank)]
-        assert any(line["followed"] for line in sent), f"{case}: peers have followed no expert"
     if not case.is_exact:
         check_losses(
             place.folder / "events",

@@ -188,33 +188,13 @@ OF_ELASTIC = (
         problem=f"needs {flag_of('layout')} any",
     ),
 )
-_PLAYED = f"{flag_of('without_spare')}=reroute"
-
-
-def _of_playing(is_broken: Callable[[Any], bool], problem: str, reason: str, remedy: str) -> Rule:
-    return Rule(
-        "",
-        _PLAYED,
-        lambda config: config.recovery.without_spare == "reroute" and is_broken(config),
-        reason,
-        f"{remedy}, or leave it out",
-        problem=problem,
-    )
-
-
-OF_PLAYING = (
-    _of_playing(
-        lambda config: config.recovery.repair == "off",
-        f"needs {flag_of('repair')} auto",
-        "peers begin to play the role of a lost rank in a repair",
-        "Add it",
-    ),
-    _of_playing(
-        lambda config: config.recovery.layout != "same",
-        f"cannot be used with {flag_of('layout')} any",
-        "a job with dead ranks reads no state of another layout",
-        f"Give {flag_of('layout')} same",
-    ),
+OF_PLAYING = Rule(
+    "",
+    f"{flag_of('without_spare')}=reroute",
+    lambda config: config.recovery.without_spare == "reroute" and config.recovery.repair == "off",
+    "peers begin to play the role of a lost rank in a repair",
+    "Add it, or leave the flag out",
+    problem=f"needs {flag_of('repair')} auto",
 )
 OF_REPAIRS = _needs_strategy(
     "--moe-ft-repair=auto",

@@ -78,19 +78,6 @@ class Checkpoints(LoopListener):
         assert self._facts is not None
         self._facts = replace(self._facts, seat=seat)
 
-    def of_dead_rank(self, change: Callable[[JobFacts], JobFacts], log: EventLog) -> "Checkpoints":
-        """Return the checkpoints of a rank for which this process speaks. Called after `suspend`.
-
-        Args:
-            change: makes the facts of that rank from those of this one.
-            log: of that rank.
-        """
-        parts = (self._config, self._training, self._loop, log, self._faults, self._routers)
-        found = Checkpoints(*parts, BreakpointWriter(self._loop, log))
-        assert self._facts is not None
-        found._facts = change(self._facts)
-        return found
-
     @property
     def boundary_log(self) -> BoundaryLog | None:
         """Log of what this rank sends to other stages, if there is one; known after the setup."""
@@ -394,6 +381,23 @@ class PipelineLog(LoopListener):
     def close(self) -> None:
         """Leave Megatron's links as they were."""
         self._tap.close()
+
+
+def checkpoints_of_dead_rank(
+    own: Checkpoints, change: Callable[[JobFacts], JobFacts], log: EventLog
+) -> Checkpoints:
+    """Return the checkpoints of a rank for which this process speaks. Called after `suspend`.
+
+    Args:
+        own: of this rank.
+        change: makes the facts of that rank from those of this one.
+        log: of that rank.
+    """
+    parts = (own._config, own._training, own._loop, log, own._faults, own._routers)
+    found = Checkpoints(*parts, BreakpointWriter(own._loop, log))
+    assert own._facts is not None
+    found._facts = change(own._facts)
+    return found
 
 
 def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:

@@ -1,6 +1,6 @@
 """Lost ranks without a spare, as `plan` tells of them: what peers can play, what it costs, what survives.
 
-schedules.py has the schedules of peers that play roles, replica_survival.py the chances of replicas.
+schedules.py has the schedules of peers that play roles, replica_survival.py the tables of Lazarus.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Tables of slots: the expert of each slot of each rank, in one layer.
 
-Tables here level the load. How likely they survive lost nodes is in replica_survival.py.
+Tables here level the load. Those that survive lost nodes are in replica_survival.py.
 """
 
 from collections.abc import Sequence

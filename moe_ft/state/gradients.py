@@ -137,7 +137,7 @@ def gradients(
     Raises:
         KeyError: if an optimizer has no moments yet: its first step is not repeated.
     """
-    groups: dict[int, Mapping[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
     for inner in {id(each.optimizer): each.optimizer for each in parameters}.values():
         mode = bool(getattr(inner.optimizer, "adam_w_mode", False))  # of fused ones
         for given in inner.optimizer.param_groups:

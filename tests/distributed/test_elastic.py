@@ -199,7 +199,8 @@ def test_ranks_that_die_and_come_back_learn_the_same_with_other_strategies(
         result = job.start_with(num_ranks, *flags)
         assert all(result.exit_codes) == bool(dies), result.output(0)
         for recovery in (job.recovery(rank) for rank in range(num_ranks) if losses):
-            assert max(losses) - 1 <= recovery["target_iteration"] <= max(losses)
+            # The newest window of `sparse` has three snapshots, and may not be complete.
+            assert max(losses) - 4 <= recovery["target_iteration"] <= max(losses)
             assert bool(recovery["lost_tokens"]) == (name == "partial")
             assert recovery["sources"].keys() <= {"memory", "peer"}
         losses |= losses_of(job.start)

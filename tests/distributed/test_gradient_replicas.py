@@ -185,7 +185,7 @@ def test_experts_that_peers_follow_are_those_of_their_owners_bit_for_bit_and_com
     job: CheckpointJob, length: int
 ) -> None:
     set_model(job, FP16, 2 * length)
-    # A gradient has 2 bytes, where state has 12: 50 kB are enough for all, and 62 kB is the least.
+    # A gradient has 2 bytes, where state has 12: 62 kB is the least. Of 4 bytes it would be 87 kB.
     flags = (*SELECTIVE[:-1], "80000", "--moe-ft-interval", "1", *FOLLOWED)
     job.run(*flags, "--exit-interval", str(length), nodes=TWO_NODES).check()
     memory = job.memory_dir / "test"
@@ -197,7 +197,7 @@ def test_experts_that_peers_follow_are_those_of_their_owners_bit_for_bit_and_com
     for rank in range(NUM_RANKS):
         sent = [line for line in check_sent(job, rank) if line["followed"]]
         assert len(sent) > length // 3
-        assert sent[-1]["followed"] == 4
+        assert sent[-1]["followed"] == 2  # memory has room for three, of which one takes turns
         assert max(line["bytes"] for line in sent) <= 80_000
     shutil.rmtree(memory / "node1")
     job.resume(*flags, nodes=TWO_NODES)

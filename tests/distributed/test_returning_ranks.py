@@ -42,7 +42,7 @@ RETURNS_AT = 4
 
 
 class Return:
-    """What a repair does on one rank when a new process takes a rank, between two iterations."""
+    """Steps of a repair on one rank when a new process takes a rank, between two iterations."""
 
     def __init__(self, *, is_new: bool) -> None:
         self._link = Link(time.time() if is_new else None, token="token")

@@ -43,6 +43,34 @@ _LOST_MESSAGE = RepairSchedule(
     iterations=8,
     faults=(RepairFault(kind="hang", start=0, moment="forward", time=12, amount=0.2),),
 )
+_POWER_LOSS = Schedule(
+    seed=186,
+    setup=msgspec.structs.replace(
+        _STAGES,
+        stages=2,
+        dp=2,
+        ep=2,
+        strategy="sparse",
+        options={"window": "4", "max_window": 3, "unit_order": "decayed"},
+        interval="2",
+        persist_interval=1,
+        dense_interval=1,
+        keep=3,
+        stop_interval=2,
+        recovery="local",
+        fan_out=2,
+    ),
+    faults=(
+        Fault(kind="stranger-in-store", start=0, event=0, target=26, amount=0.808),
+        Fault(kind="kill-two", start=0, event=29, target=45, amount=0.62, moment="in step"),
+        Fault(
+            kind="suspend-rank", start=0, event=4, target=26, amount=0.845, moment="in breakpoint"
+        ),
+        Fault(kind="kill-rank", start=1, event=2, target=50, amount=0.638, moment="after step"),
+        Fault(kind="power-loss", start=2, target=58, amount=0.581),
+    ),
+    switching=0.1,
+)
 # Schedules near which mistakes show that few random ones show. Each change of the product moves the place of
 # an event, so the same faults are tried at other places too.
 _NEAR: dict[str, AnySchedule] = {
@@ -66,6 +94,90 @@ _NEAR: dict[str, AnySchedule] = {
         hang_limit="25",
         evaluation_steps=2,
         faults=(RepairFault(kind="write-long", start=0, moment="between", time=11, amount=0.95),),
+    ),
+    "leader-speaks-for-its-group": Schedule(
+        seed=207,
+        setup=msgspec.structs.replace(
+            _STAGES,
+            stages=4,
+            nodes=4,
+            replication="auto",
+            iterations=10,
+            strategy="sparse",
+            options={"window": "1", "max_window": 5, "unit_order": "count"},
+            keep=1,
+            stop_interval=1,
+            recovery="global",
+            fan_out=2,
+        ),
+        faults=(
+            Fault(kind="kill-rank", start=0, event=562, target=42, amount=0.672, moment="link"),
+            Fault(
+                kind="lose-node", start=1, event=20, target=24, amount=0.769, moment="after step"
+            ),
+            Fault(kind="stranger-in-store", start=2, event=0, target=13, amount=0.584),
+            Fault(kind="move-ranks", start=2, target=54, amount=0.902),
+            Fault(kind="terminate", start=2, event=282, target=2, is_after_recovery=True),
+        ),
+        switching=0.02,
+    ),
+    "data-left-where-the-replay-began": Schedule(
+        seed=135,
+        setup=msgspec.structs.replace(
+            _STAGES,
+            experts=2,
+            is_followed=True,
+            nodes=2,
+            replication="auto",
+            keep=1,
+            fan_out=2,
+            streams=3,
+        ),
+        faults=(
+            Fault(kind="stranger-in-store", start=0, event=0, target=22, amount=0.971),
+            Fault(kind="kill-rank", start=0, event=7, target=32, amount=0.56, moment="before step"),
+            Fault(kind="kill-rank", start=0, event=2, target=31, amount=0.741, moment="store"),
+            Fault(kind="reset", start=1, event=5, target=55, amount=0.93, moment="after step"),
+        ),
+        switching=0.6,
+    ),
+    "no-fsync": _POWER_LOSS,
+    "no-fsync-of-directories": _POWER_LOSS,
+    "pruned-without-reading": Schedule(
+        seed=130,
+        setup=Setup(
+            stages=2,
+            dp=1,
+            ep=1,
+            experts=2,
+            iterations=4,
+            persist_interval=1,
+            keep=3,
+            stop_interval=1,
+            fan_out=2,
+            streams=3,
+        ),
+        faults=(Fault(kind="flip-storage", start=2), Fault(kind="prune", start=2)),
+        switching=0.3,
+    ),
+    "storage-that-is-away-refuses-a-start": Schedule(
+        seed=127,
+        setup=Setup(
+            dp=1,
+            ep=1,
+            nodes=1,
+            iterations=4,
+            replication="0",
+            persist_interval=1,
+            dense_interval=1,
+            stop_interval=2,
+            fan_out=2,
+        ),
+        faults=(
+            Fault(kind="kill-all", start=0, event=171),
+            Fault(kind="storage-away", start=1, amount=1.0),
+        ),
+        switching=0.02,
     ),
     "torn-breakpoint": Schedule(
         seed=1,
@@ -168,7 +280,7 @@ _NEAR: dict[str, AnySchedule] = {
         faults=(Fault(kind="kill-all", start=0, event=900),),
     ),
     "older-files-forgotten": Schedule(
-        seed=345,
+        seed=230,
         setup=Setup(
             dp=1,
             ep=1,
@@ -188,7 +300,7 @@ _NEAR: dict[str, AnySchedule] = {
             state_dtype="master=split",
         ),
         faults=(
-            Fault(kind="kill-all", start=0, event=241, target=6, amount=0.714),
+            Fault(kind="kill-all", start=0, event=316, target=6, amount=0.714),
             Fault(kind="lose-all-memory", start=1, target=32, amount=0.287),
             *[Fault(kind="flip-storage", start=1, target=25, amount=0.18)] * 32,
         ),

@@ -21,7 +21,7 @@ from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
 from moe_ft.events import EventLog
-from moe_ft.loop.checkpoints import Checkpoints
+from moe_ft.loop.checkpoints import Checkpoints, checkpoints_of_dead_rank
 from moe_ft.loop.dead_ranks import DeadRank, Together
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.planning.schedules import Pipelines, choose_deputies
@@ -144,7 +144,7 @@ class Degradation:
             )
             log = EventLog(checkpoints.log.directory, rank)
             dead[rank] = DeadRank(
-                checkpoints=checkpoints.of_dead_rank(change, log),
+                checkpoints=checkpoints_of_dead_rank(checkpoints, change, log),
                 shard=self.deputies.take(rank, built),
                 log=log,
                 worker=ThreadWorker(f"rank-{rank}"),

@@ -63,7 +63,6 @@ def test_launcher_that_keeps_its_store_is_refused(monkeypatch: pytest.MonkeyPatc
     {
         f"{FLAG} --moe-ft-layout any": "needs a strategy",
         f"{FLAG} --moe-ft-strategy dense": "needs --moe-ft-layout any",
-        " ".join([*ANY, "--moe-ft-repair auto"]): "cannot be used with --moe-ft-repair auto",
     }.items(),
 )
 def test_settings_that_do_not_fit_are_refused(flags: str, rule: str) -> None:
@@ -119,7 +118,8 @@ def test_batch_that_ranks_cannot_share_is_uneven_where_its_mean_stays(
         ),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", "with --moe-token-dispatcher-type flex"),
         (
-            "--calculate-per-token-loss --num-experts 4 --moe-ft-expert-slots 2",
+            "--calculate-per-token-loss --num-experts 4 --moe-ft-expert-slots 2 "
+            "--moe-token-dispatcher-type allgather",
             "with --moe-token-dispatcher-type allgather",
         ),
         (

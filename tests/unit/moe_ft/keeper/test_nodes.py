@@ -14,11 +14,10 @@ from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper import job_store, node, nodes
 from moe_ft.keeper.node import PlannedEnd
 from moe_ft.keeper.nodes import Coordinator
-from moe_ft.keeper.rounds import Rounds
+from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
 from moe_ft.keeper.seats import NodeSeat
 from tests.unit.signed import signed
 
-TRAINED = 0  # the round that an iteration has finished when a start trains
 SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
 
 
@@ -314,7 +313,7 @@ def elastic_job(**changes: Any) -> Job:
     job = Job(num_nodes=4, fewest=2, **changes)
     for number in range(4):
         job.come(f"host{number}", number)
-    Rounds(job.store, 0, 4).finish(TRAINED)
+    Rounds(job.store, 0, 4).finish(0)
     job.orders()
     return job
 
@@ -382,7 +381,7 @@ def test_elastic_job_without_an_iteration_in_several_starts_ends(
     for number in range(1, 6):
         job.lose(f"host{number}")
     assert job.coordinator.over == 1
-    assert capsys.readouterr().err.count("all ranks begin again") == nodes.MOST_UNFINISHED
+    assert capsys.readouterr().err.count("all ranks begin again") == MOST_UNFINISHED
 
 
 def test_node_that_is_told_to_end_leaves_an_elastic_job_smaller(

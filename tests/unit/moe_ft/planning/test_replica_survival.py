@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.surviving_tables import compact, overlapping, spread, surviving
 from moe_ft.errors import PlanError
 from moe_ft.planning.replica_survival import (
+    compact,
     lost_sets,
+    overlapping,
     recovery_probability,
     sample_recovery,
+    spread,
+    surviving,
 )
 from moe_ft.planning.slot_tables import Table
 
