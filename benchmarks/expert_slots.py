@@ -162,7 +162,8 @@ def dispatch(flags: list[str], folder: str, length: int) -> None:
         ratio = SKEWS[get_args().curr_iteration // length]
         shares = torch.tensor(skewed(SKEWED_EXPERTS, ratio, is_one_hot=False)).log()
         chance = torch.rand((*tokens.shape[:-1], len(shares)), generator=generator)
-        return shares - (-chance.log()).log() + 0 * router.weight.sum()  # the largest is drawn so
+        kept: torch.Tensor = 0 * router.weight.sum()  # the optimizer has its gradient
+        return shares - (-chance.log()).log() + kept  # the largest is drawn so
 
     def forward(experts: Any, tokens: torch.Tensor, counted: torch.Tensor, *args: Any) -> Any:
         counts[get_args().curr_iteration] += int(counted.sum())

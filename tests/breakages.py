@@ -261,6 +261,22 @@ def replay_one_iteration_too_few() -> None:
     _set_method(Replay, "run", changed)
 
 
+@breakage("played")
+def read_own_samples_in_a_played_role() -> None:
+    """Read the samples of the rank's own role for those of others that it plays."""
+    from megatron.fault_tolerance.degraded.roles import Place
+
+    reader_of = Place.reader_of
+
+    def changed(place: Place, pipeline: int) -> int:
+        own, _ = place.role
+        if pipeline != own:
+            mark()
+        return reader_of(place, own)
+
+    _set_method(Place, "reader_of", changed)
+
+
 @breakage("slots")
 def skip_the_tables_of_slots() -> None:
     """Keep the tables of the fresh start."""

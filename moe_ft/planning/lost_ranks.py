@@ -6,6 +6,7 @@ schedules.py has the schedules of peers that play roles, replica_survival.py the
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +74,12 @@ class Layout:
             "the lost rank's"
         )
 
+    def ranks_of(self, role: Role) -> range:
+        """Return the ranks of the group that has a role."""
+        pipeline, stage = role
+        first = (stage * self.num_groups + pipeline) * self.group_size
+        return range(first, first + self.group_size)
+
     def roles_of(self, dead: Iterable[int]) -> frozenset[Role]:
         """Return the roles that dead ranks leave to peers: those of their groups.
 
@@ -89,6 +96,36 @@ class Layout:
             if all((group, stage) in roles for group in range(self.num_groups)):
                 raise PlanError(f"stage {stage} has no live group: nobody can play its roles")
         return roles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleMemory:
+    """Bytes of device memory that a peer needs for each role that it plays besides its own.
+
+    Attributes:
+        gradients: of another buffer, with an fp32 gradient of each parameter of the rank.
+        shard: of the lost rank's part of masters and moments.
+    """
+
+    gradients: int
+    shard: int
+
+    def total(self, num_roles: int = 1) -> int:
+        """Return the bytes for so many roles, without activations."""
+        return num_roles * (self.gradients + self.shard)
+
+
+def role_memory(job: PlannedJob) -> RoleMemory:
+    """Return the memory of a role where it takes the most."""
+    found = (
+        RoleMemory(
+            gradients=4 * sum(stage.elements[unit] for unit in rank.sizes) // job.tp,
+            shard=12 * rank.num_elements,
+        )
+        for stage in job.stages
+        for rank in stage.ranks
+    )
+    return max(found, key=RoleMemory.total)
 
 
 def layout_of(job: PlannedJob) -> Layout:
@@ -142,14 +179,17 @@ class Degraded:
             self._layout.num_stages - 1 + self.pipelines.num_micro_batches
         )
 
-    def rerouted(self, *, is_split: bool, more: int) -> Schedule:
+    def rerouted(self, *, is_split: bool, more: int, is_whole: bool = False) -> Schedule:
         """Return the schedule of peers that play the lost roles.
 
         Args:
             is_split: whether gradients of weights are put off.
             more: micro-batches that a rank can hold beyond 1F1B.
+            is_whole: whether one peer plays a role.
         """
-        return plan_schedule(self.pipelines, self._dead, is_split=is_split, most_more_held=more)
+        return plan_schedule(
+            self.pipelines, self._dead, is_split=is_split, is_whole=is_whole, most_more_held=more
+        )
 
     @cached_property
     def split(self) -> float:
@@ -197,66 +237,89 @@ def rerouting_lines(job: PlannedJob) -> list[str]:
         ]
     if job.global_batch_size is None:
         return []
-    nodes, refusal = _playable_nodes(layout, job)
+    nodes = _playable_nodes(layout, job)
     lost = nodes[len(nodes) // 2] if nodes else [job.num_ranks // 2]
     name = "a lost node without a spare" if nodes else "a lost rank without a spare"
     found = Degraded(layout, layout.roles_of(lost), job.global_batch_size, job.micro_batch_size)
-    prompt, late = (
-        found.rerouted(is_split=is_split, more=layout.num_stages) for is_split in (False, True)
-    )
-    ratios = {
-        "peers run its micro-batches": found.ratio(prompt),
-        "the same, gradients of weights put off": found.ratio(late),
-        "its pipelines are dropped": found.dropped,
-        "a restart on the ranks that are left": found.shrunk(job.num_ranks - len(lost)),
+    whole = found.rerouted(is_split=False, more=0, is_whole=True)
+    late = found.rerouted(is_split=True, more=layout.num_stages)
+    ways = {
+        "one peer plays each of its roles": whole,
+        "peers share its micro-batches": found.rerouted(is_split=False, more=layout.num_stages),
+        "the same, gradients of weights put off": late,
     }
+    ratios = {way: (found.ratio(each), str(each.more_held)) for way, each in ways.items()}
+    ratios["its pipelines are dropped"] = found.dropped, ""
+    shrunk = found.shrunk(job.num_ranks - len(lost))
+    ratios["a restart on the ranks that are left"] = shrunk, ""
     iteration_s = job.measured.iteration_s
     rows = [
-        (way, f"{ratio:.2f}", "" if iteration_s is None else f"{ratio * iteration_s:.3f}")
-        for way, ratio in ratios.items()
+        (way, f"{ratio:.2f}", "" if iteration_s is None else f"{ratio * iteration_s:.3f}", more)
+        for way, (ratio, more) in ratios.items()
     ]
-    rows.append(("a restart that waits for a node", "none until then", ""))
+    rows.append(("a restart that waits for a node", "none until then", "", ""))
+    titles = (name, "iteration, healthy = 1", "s", "micro-batches more at once")
     return [
-        "\n".join(
-            [
-                table(rows, (name, "iteration, healthy = 1", "s")),
-                f"peers can stand in for {len(nodes)} of the {job.num_nodes} nodes{refusal}",
-                *_caveats(job, layout, found, late),
-            ]
-        )
+        "\n".join([table(rows, titles), *_caveats(layout, found, whole, late)]),
+        _table_of_deaths(job, layout, nodes),
     ]
 
 
-def _playable_nodes(layout: Layout, job: PlannedJob) -> tuple[list[range], str]:
-    """Return the ranks of each node whose loss peers can make up for, and the reason against others."""
-    found, refusal = [], ""
+def _table_of_deaths(job: PlannedJob, layout: Layout, nodes: list[range]) -> str:
+    """Return losses, whether peers can stand in, and the memory that a peer needs for it."""
+    num_groups, num_others = layout.num_groups, job.num_nodes - len(nodes)
+    whole = (
+        "" if layout.group_size == 1 else f", and the others of its group of {layout.group_size}"
+    )
+    num_roles = {f"a rank{whole}, in one stage or in each": 1}
+    if num_groups > 2:
+        num_roles[f"{num_groups - 1} of the {num_groups} groups of a stage"] = num_groups - 1
+    if nodes:
+        lost = max(max(Counter(s for _, s in layout.roles_of(n)).values()) for n in nodes)
+        at_once = ceil_div(lost, num_groups - lost)
+        num_roles[f"any one of {len(nodes)} of the {job.num_nodes} nodes"] = at_once
+    if num_others:
+        num_roles[f"any one of {num_others} nodes: all ranks of a stage"] = 0
+    num_roles[f"all {num_groups} groups of a stage: nobody else has its weights"] = 0
+    memory = role_memory(job)
+    rows = [
+        (lost, "yes", megabytes(memory.total(num))) if num else (lost, "no", "")
+        for lost, num in num_roles.items()
+    ]
+    return "\n".join(
+        [
+            table(rows, ("lost at once", "peers can stand in", "a peer needs, MB")),
+            f"that is {megabytes(memory.gradients)} MB of gradients for each role, and its shard of "
+            f"{megabytes(memory.shard)} MB; activations of micro-batches are in the table above",
+        ]
+    )
+
+
+def _playable_nodes(layout: Layout, job: PlannedJob) -> list[range]:
+    """Return the ranks of each node whose loss peers can make up for."""
+    found = []
     for first in range(0, job.num_ranks, job.ranks_per_node):
         ranks = range(first, min(first + job.ranks_per_node, job.num_ranks))
-        try:
+        with suppress(PlanError):
             layout.roles_of(ranks)
-        except PlanError as error:
-            refusal = f"; if another is lost, {error}"
-        else:
             found.append(ranks)
-    return found, refusal
+    return found
 
 
-def _caveats(job: PlannedJob, layout: Layout, found: Degraded, schedule: Schedule) -> Iterator[str]:
-    new = sum(sender[0] != receiver[0] for sender, receiver in schedule.messages())
+def _caveats(layout: Layout, found: Degraded, whole: Schedule, late: Schedule) -> Iterator[str]:
+    new = sum(sender[0] != receiver[0] for sender, receiver in whole.messages())
     only = ", and a stage has only one peer" if layout.num_groups == 2 else ""
     tight = found.ratio(found.rerouted(is_split=True, more=0))
     yield f"- the gain is the bubble, {found.idle:.0%} of a healthy iteration{only}"
     yield f"- putting off gradients makes a healthy iteration {found.split:.2f} too: that is no resilience"
     yield (
-        f"- for that a rank holds activations of up to {max(schedule.most_held.values())} micro-batches; "
+        f"- for that a rank holds activations of up to {max(late.most_held.values())} micro-batches; "
         f"with the {layout.num_stages} of 1F1B it is {tight:.2f}"
     )
     yield (
         "moe_ft itself restarts or repairs; other ways are counted, without communication. With peers "
         f"{new} pairs of ranks exchange messages that did not before"
     )
-    if job.is_optimizer_distributed:
-        yield f"a peer also holds a lost rank's shard, up to {megabytes(job.heaviest.full_bytes)} MB"
 
 
 def spare_lines(job: PlannedJob) -> list[str]:

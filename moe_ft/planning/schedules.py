@@ -91,6 +91,15 @@ class Schedule:
     duration: float
     most_held: Mapping[Role, int]
 
+    @property
+    def more_held(self) -> int:
+        """Micro-batches whose activations a rank holds beyond those that it has in 1F1B, at most."""
+        size = self.pipelines
+        return max(
+            held - min(size.num_stages - stage, size.num_micro_batches)
+            for (_, stage), held in self.most_held.items()
+        )
+
     def messages(self) -> dict[tuple[Role, Role], list[Operation]]:
         """Return, by sender and receiver, the operations whose results are sent, in order.
 

@@ -100,7 +100,10 @@ class Return:
             self._joining.end()
             self._store.set("is_ready", "")
         else:
-            numbers = {"num_groups": self._groups.num_made, "evaluations_draw": False}
+            numbers: dict[str, Any] = {
+                "num_groups": self._groups.num_made,
+                "evaluations_draw": False,
+            }
             position = position_of(get_args(), iteration, model=parts.model, **numbers)
             self._store.set("position", json.dumps(position.facts()))
             self._groups.drop_later()

@@ -48,7 +48,6 @@ LONELY = {
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
-    "megatron/fault_tolerance/repair/rules.py": "a table of jobs that are refused",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "kernels/pack_table.py": "imports Triton late, which imports packing",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",

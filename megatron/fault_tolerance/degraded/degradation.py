@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.training import get_args, training
 from torch.distributed.distributed_c10d import _get_default_store
@@ -16,7 +17,8 @@ from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts
 from megatron.fault_tolerance.degraded.executor import Executor
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
-from megatron.fault_tolerance.degraded.rules import check_job
+from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room
+from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
@@ -36,13 +38,24 @@ class Degradation:
         chosen: by dead rank, the live one that plays its role.
     """
 
-    def __init__(self, patches: Patches) -> None:
-        """Wrap what an iteration needs, before `pretrain` is called, until the patches end."""
+    def __init__(
+        self, patches: Patches, late: LateGradients | None = None, *, is_whole: bool = True
+    ) -> None:
+        """Wrap what an iteration needs, before `pretrain` is called, until the patches end.
+
+        Args:
+            late: puts gradients of weights off in iterations of the executor; None: they are not.
+            is_whole: whether one peer plays all of a role, bit for bit, or peers share it, which is faster.
+        """
+        self._late, self._is_whole = late, is_whole
+        if late is not None:
+            late.install(patches)
         self._batches, self.deputies = CellBatches(), Deputies()
         self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
         self._together: Together | None = None
         self._patches = Patches()  # while ranks are dead
+        self._has_room = False
         self._batches.install(patches)
         self.deputies.install(patches)
         patches.wrap(training, "train_step", self._train_step)
@@ -51,7 +64,7 @@ class Degradation:
     def run_healthy(self, built: Built) -> None:
         """Run iterations of the whole job by the executor from the next one on. Called by all ranks."""
         place = Place(layout_of_job(get_args()), dist.get_rank())
-        self._executor = Executor(place, frozenset(), built[0], self._batches, None)
+        self._executor = Executor(place, frozenset(), built[0], self._batches, None, self._late)
 
     def begin(
         self,
@@ -86,13 +99,17 @@ class Degradation:
             num_pipelines=place.layout.num_groups,
             num_micro_batches=1,  # does not matter here
         )
+        ranks_of = place.layout.ranks_of
         self.chosen = chosen = {
-            place.rank_of(role): place.rank_of((pipeline, role[1]))
+            rank: deputy
             for role, pipeline in choose_deputies(pipelines, roles).items()
+            for rank, deputy in zip(ranks_of(role), ranks_of((pipeline, role[1])), strict=True)
         }
         groups = LiveGroups(lost, chosen, _name_of(lost), recording, connect_s)
         groups.install(self._patches)
-        self._executor = Executor(place, roles, built[0], self._batches, groups)
+        self._executor = Executor(
+            place, roles, built[0], self._batches, groups, self._late, is_whole=self._is_whole
+        )
         self._share_checkpoints(chosen, built, listeners, groups)
         if self.deputies.shards:
             self._patches.wrap(built[1], "step", partial(self._step, built[1]))
@@ -161,7 +178,20 @@ class Degradation:
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._executor is not None:  # instead of forward_backward_func
             args = (*args[:6], self._executor, *args[7:])
+        if self._late is not None:
+            self._late.model = args[2]
+        before = torch.cuda.memory_allocated()
         result = original(*args, **kwargs)
+        if (
+            self._executor is None and not self._has_room
+        ):  # the first iteration: no later one needs more
+            used = Usage(
+                state=torch.cuda.memory_allocated(),
+                activations=torch.cuda.max_memory_allocated() - before,
+            )
+            limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            check_room(get_args(), args[2], dist.get_rank(), used, limit)
+            self._has_room = True
         self.deputies.follow(args[3])
         return result
 

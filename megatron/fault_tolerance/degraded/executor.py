@@ -5,11 +5,12 @@ result, and calls Megatron's own `forward_step` and `backward_step`. While no ra
 1F1B, and every bit is that of Megatron's. Tensors go between stages point to point, without tags: a receiver
 takes those of a sender in the order in which the sender's list makes them.
 
-Source: ReCycle (adaptive pipelining), without its decoupled backward passes.
+Source: ReCycle (adaptive pipelining); weight_gradients.py has its decoupled backward passes.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from megatron.fault_tolerance.degraded.roles import (
     RoleGradients,
     RoleRandomness,
 )
+from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
+from moe_ft.errors import RepairError
 from moe_ft.planning.schedules import (
     Cell,
     Operation,
@@ -52,6 +55,9 @@ class Executor:
         model: Sequence[Any],
         batches: CellBatches,
         groups: LiveGroups | None,
+        late: LateGradients | None = None,
+        *,
+        is_whole: bool = True,
     ) -> None:
         """Run no operation yet.
 
@@ -59,10 +65,13 @@ class Executor:
             dead: roles whose ranks are dead.
             model: the one chunk of this rank, as DDP wraps it.
             groups: of live ranks; None if none is dead.
+            late: puts gradients of weights off; None: they come with those of inputs.
+            is_whole: whether one peer plays all of a role, or peers share its micro-batches. Then sums have
+                another order, and each peer draws random numbers of its own for the role.
         """
         (chunk,) = model
         self._place, self._dead, self._batches = place, frozenset(dead), batches
-        self._groups = groups
+        self._groups, self._late, self._is_whole = groups, late, is_whole
         self._pipeline, self._stage = place.role
         self._is_last = self._stage == place.layout.num_stages - 1
         self.randomness = RoleRandomness(self._pipeline)
@@ -92,7 +101,8 @@ class Executor:
         (chunk,) = model
         config = get_model_config(chunk)
         groups = pg_collection or schedules._build_default_pg_collection()
-        schedule = plan(self._place, self._dead, num_microbatches)
+        more = None if self._late is None else self._late.most_more_held
+        schedule = plan(self._place, self._dead, num_microbatches, more, is_whole=self._is_whole)
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -122,27 +132,44 @@ class Executor:
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
+        if self._groups is not None and self._groups.idle:
+            dist.barrier(self._groups.everyone)  # or those would run all iterations at once
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return [added_up(entries) for _, entries in sorted(iteration.losses.items()) if entries]
+        return self._losses(iteration)
+
+    def _losses(self, iteration: "_Iteration") -> list[dict[str, torch.Tensor]]:
+        losses = [added_up(each) for _, each in sorted(iteration.losses.items()) if each]
+        has_means = any(each.numel() < 2 for entry in losses for each in entry.values())
+        if has_means and not self._is_whole:
+            raise RepairError(
+                "peers cannot share a role: the loss function returns means. Have it return a sum and the "
+                "number of its tokens"
+            )
+        return losses
 
     def leave(self) -> None:
         """Leave an iteration that was broken off in another role: gradients are those of the own one."""
         self._gradients.play(self._pipeline)
 
     def _run(self, schedule: Schedule, iteration: "_Iteration") -> None:
-        operations = schedule.operations[self._place.role]
+        operations = schedule.operations.get(self._place.role, ())  # none on an idle rank
         roles = sorted({each.cell.pipeline for each in operations})
         self._gradients.begin(roles)
         for operation in operations:
             self._play(operation.cell.pipeline)
+            if operation.kind is OpKind.WEIGHTS:
+                assert self._late is not None
+                self._late.run(operation.cell)
+                continue
             source = self._neighbour(schedule, operation, -1)
             received = None if source is None else iteration.mail.receive(source, operation)
             if operation.kind is OpKind.FORWARD:
                 batch = self._batches.read(self._place, operation.cell)
                 made = iteration.run_forward(operation.cell, batch, received, is_last=self._is_last)
             else:
-                made = iteration.run_backward(operation.cell, received)
+                with nullcontext() if self._late is None else self._late.put_off(operation.cell):
+                    made = iteration.run_backward(operation.cell, received)
             target = self._neighbour(schedule, operation, 1)
             if target is not None:
                 iteration.mail.send(made, target)
@@ -165,14 +192,29 @@ class Executor:
 
 
 @lru_cache(maxsize=4)
-def plan(place: Place, dead: frozenset[Role], num_micro_batches: int) -> Schedule:
-    """Return the schedule of an iteration: one peer plays a dead role, with all its cells."""
+def plan(
+    place: Place,
+    dead: frozenset[Role],
+    num_micro_batches: int,
+    more: int | None = None,
+    *,
+    is_whole: bool = True,
+) -> Schedule:
+    """Return the schedule of an iteration.
+
+    Args:
+        more: micro-batches that a rank can hold beyond 1F1B where gradients of weights are put off; None:
+            they are not.
+        is_whole: as for the executor.
+    """
     pipelines = Pipelines(
         num_stages=place.layout.num_stages,
         num_pipelines=place.layout.num_groups,
         num_micro_batches=num_micro_batches,
     )
-    return plan_schedule(pipelines, dead, is_whole=True)
+    return plan_schedule(
+        pipelines, dead, is_split=more is not None, is_whole=is_whole, most_more_held=more or 0
+    )
 
 
 class _Iteration:
@@ -247,9 +289,11 @@ class Mail:
         return self._arrived.pop(operation)
 
     def send(self, tensor: torch.Tensor, receiver: Role) -> None:
-        """Begin to send a tensor, whose values must stay until `finish`."""
+        """Begin to send a tensor, whose values stay until they have been sent."""
         kept = tensor.detach().contiguous()
         work = dist.isend(kept, dst=self._place.rank_of(receiver), group=self._group)
+        # Those that have arrived need no memory any more.
+        self._sent = [each for each in self._sent if not each[1].is_completed()]
         self._sent.append((kept, work))
 
     def finish(self) -> None:

@@ -4,10 +4,14 @@ Megatron's groups stay the objects that they are, with the sizes of the healthy 
 scales follow from them. A collective over a group with dead members runs over a group of those that live. A
 dead rank's part of a buffer is its deputy's business: a reduction leaves it in the buffer of every live
 rank, a gather takes it from there. A collective whose answer nobody knows raises an error.
+
+A rank that divides tensors or experts with a dead one is *idle*: peers play the role of the whole group. It
+takes part in what the whole job decides, such as the end of training, and nothing else: its weights are old
+until it is given new ones.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -45,8 +49,9 @@ class LiveGroups:
     """Groups of live ranks instead of those with dead ones. Owned by the training thread.
 
     Attributes:
-        everyone: all live ranks of the job; None if there is one.
+        everyone: all live ranks of the job, also idle ones; None if there is one.
         ranks: these, ascending.
+        idle: those that play no role.
     """
 
     def __init__(
@@ -61,22 +66,28 @@ class LiveGroups:
 
         Args:
             dead: global ranks.
-            deputies: by dead rank, the live one of its data-parallel group that has its shard.
+            deputies: by dead or idle rank, the one of its data-parallel group that has its shard.
             name: of this loss, one that no earlier one of the job has had.
             recording: a context in which each group is made.
             connect_s: for members to connect; None for as long as an operation may take.
         """
         self._recording, self._connect_s = recording, connect_s
         self._dead, self._deputies, self._name = dead, deputies, name
+        self.idle = deputies.keys() - dead
         self._known: torch.Tensor | None = None
         self._num_made = 0  # for agreements
         own, made = dist.get_rank(), dict[tuple[int, ...], Any]()
         self._live: dict[Any, Any] = {}
         found = [(sorted(ranks), group) for group, ranks in _world.pg_group_ranks.items()]
-        broken = [(ranks, group) for ranks, group in found if own in ranks and dead & set(ranks)]
+        broken = [
+            (ranks, group)
+            for ranks, group in found
+            if own in ranks and not deputies.keys().isdisjoint(ranks)
+        ]
         # In one order on all ranks, or they wait for each other.
         for ranks, group in sorted(broken, key=lambda each: (len(each[0]), each[0])):
-            live = tuple(rank for rank in ranks if rank not in dead)
+            absent = self._absent(group)
+            live = tuple(rank for rank in ranks if rank not in absent) if own not in absent else ()
             if live not in made:
                 made[live] = self._make(live, _world.pg_map[group][0], self._name)
             self._live[group] = made[live]
@@ -90,13 +101,17 @@ class LiveGroups:
             return None
         return self._make(tuple(ranks), "gloo", f"{self._name}_agreement_{self._num_made}")
 
+    def _absent(self, group: Any) -> Set[int]:
+        """Return the ranks that take no part in collectives of a group."""
+        return self._dead if group == dist.group.WORLD else self._deputies.keys()
+
     def _make(self, ranks: tuple[int, ...], backend: str, name: str) -> Any:
-        """Return a new group, made by its members alone; None for one rank.
+        """Return a new group, made by its members alone; None for one rank, or none.
 
         `dist.new_group` needs all ranks of the job, or as many groups in each of them.
         """
         own = dist.get_rank()
-        if len(ranks) == 1:
+        if len(ranks) < 2:
             return None
         timeout_s = timeout_of_groups_s(get_args())
         with self._recording():
@@ -218,8 +233,13 @@ class LiveGroups:
     ) -> None:
         ranks = dist.get_process_group_ranks(group)
         source = ranks[group_src] if group_src is not None else src
-        if source in self._dead:
-            raise RepairError(f"rank {source}, which broadcasts to ranks {ranks}, is dead")
+        absent = self._absent(group)
+        if dist.get_rank() in absent:
+            return
+        if source in absent:
+            raise RepairError(
+                f"rank {source}, which broadcasts to ranks {ranks}, is dead or plays no role"
+            )
         if self._live[group] is not None:
             dist.broadcast(tensor, src=source, group=self._live[group])
 

@@ -63,9 +63,7 @@ class Place:
 
     def rank_of(self, role: Role) -> int:
         """Return the rank with that role that has the same place in its group as this one."""
-        pipeline, stage = role
-        within = self.rank % self.layout.group_size
-        return stage * self._ranks_of_stage + pipeline * self.layout.group_size + within
+        return self.layout.ranks_of(role)[self.rank % self.layout.group_size]
 
     def reader_of(self, pipeline: int) -> int:
         """Return the data-parallel rank whose samples this rank reads in a pipeline."""

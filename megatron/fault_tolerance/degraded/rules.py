@@ -1,17 +1,33 @@
 """Jobs in which peers cannot play the roles of lost ranks, each with the reason and the remedy."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.fault_tolerance.degraded.roles import layout_of_job
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.fault_tolerance.degraded.roles import Place, layout_of_job
+from moe_ft.arithmetic import ceil_div
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
+from moe_ft.planning.lost_ranks import RoleMemory
+from moe_ft.planning.report import megabytes
+from moe_ft.planning.schedules import Pipelines, plan_schedule
 from moe_ft.strategies.registry import kinds
 
 _PROBLEM = "does not work with peers that play the role of a lost rank"
 _BROKEN = "a sum along its pipeline misses it"
 _IN_FORWARD = "each forward pass waits for a collective with the lost rank"
 _OVERLAP = "the collectives of live ranks do not overlap with anything yet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Bytes on the device of a rank: of weights, gradients and optimizer, and of a whole iteration's rest."""
+
+    state: int
+    activations: int
 
 
 def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy: str = "") -> Rule:
@@ -46,6 +62,12 @@ _RULES = (
     ),
     _rule("mtp_num_layers", _BROKEN),
     _rule(
+        "context_parallel_size",
+        "such jobs have ended in other weights, and it is not known why",
+        lambda args: args.context_parallel_size > 1,
+        remedy="Use tensor parallelism",
+    ),
+    _rule(
         "virtual_pipeline_model_parallel_size",
         "schedules of virtual stages are not planned",
         flag="a layout with virtual stages",
@@ -66,6 +88,7 @@ _RULES = (
     _rule(
         "fp16", "its check for overflows takes a collective for each optimizer", remedy="Use bf16"
     ),
+    _rule("data_parallel_random_init", "each data-parallel rank draws other random numbers"),
     _rule("log_num_zeros_in_grad", "zeros are counted for each optimizer"),
     _rule("log_params_norm", "the shard of the lost rank is not in the sum"),
     _rule("exit_signal_handler", "its collective after each iteration waits for the lost rank"),
@@ -113,6 +136,50 @@ _RULES = (
 )
 
 
+def memory_of_role(model: Sequence[Any]) -> RoleMemory:
+    """Return what this rank needs to play another role of its stage.
+
+    Args:
+        model: the one chunk of this rank, as DDP wraps it.
+    """
+    (chunk,) = model
+    elements = owned = 0
+    for each in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        in_group = sum(bucket.grad_data.numel() for bucket in each.buckets)
+        elements += in_group
+        owned += ceil_div(in_group, each.intra_distributed_optimizer_instance_group.size())
+    return RoleMemory(gradients=4 * elements, shard=12 * owned)
+
+
+def check_room(
+    args: argparse.Namespace, model: Sequence[Any], rank: int, used: Usage, limit: int
+) -> None:
+    """Raise ConfigError unless this rank has the memory to play the role of one other group.
+
+    Args:
+        limit: bytes of its device; 0 if they are not known.
+    """
+    layout, role = layout_of_job(args), memory_of_role(model)
+    stage, num_micro_batches = Place(layout, rank).role[1], get_num_microbatches()
+    pipelines = Pipelines(
+        num_stages=layout.num_stages, num_pipelines=2, num_micro_batches=num_micro_batches
+    )
+    # Where there are more pipelines, the others run as if nothing had happened.
+    schedule = plan_schedule(pipelines, frozenset({(1, stage)}), is_whole=True)
+    held = min(layout.num_stages - stage, num_micro_batches)
+    more = schedule.most_held[0, stage] - held
+    activations = ceil_div(used.activations * more, held)
+    needed = used.state + used.activations + role.total() + activations
+    if limit and needed > limit:
+        raise ConfigError(
+            f"peers cannot play the role of a lost rank: rank {rank} has {megabytes(limit)} MB and needs "
+            f"{megabytes(needed)}: {megabytes(role.gradients)} for gradients of the role, "
+            f"{megabytes(role.shard)} for its part of the optimizer and {megabytes(activations)} for "
+            f"{more} micro-batches more, besides {megabytes(used.state + used.activations)} of "
+            "its own. Use smaller micro-batches, recompute activations, or add data-parallel ranks."
+        )
+
+
 def check_job(args: argparse.Namespace) -> None:
     """Raise ConfigError unless peers can play the role of a lost rank in a job with Megatron's arguments."""
     check_rules(_RULES, args)
@@ -121,10 +188,4 @@ def check_job(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"peers cannot play the role of a lost rank: {layout.refusal}. Give the job more data-parallel "
             "ranks."
-        )
-    if layout.group_size > 1:
-        raise ConfigError(
-            f"peers cannot play the role of a lost rank in groups of {layout.group_size} ranks that divide "
-            "tensors, sequences or experts: the others of its group would be idle, and that is not written "
-            "yet. Use pipeline and data parallelism alone."
         )

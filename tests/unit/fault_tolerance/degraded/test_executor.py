@@ -21,6 +21,9 @@ class Work:
 
     def wait(self) -> None: ...
 
+    def is_completed(self) -> bool:
+        return True
+
 
 def test_receiver_takes_messages_in_the_order_in_which_each_sender_makes_them(
     monkeypatch: pytest.MonkeyPatch,

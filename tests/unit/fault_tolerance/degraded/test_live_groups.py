@@ -72,3 +72,24 @@ def test_later_operation_has_a_handle_that_has_ended(groups: LiveGroups) -> None
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None and work.wait()
     assert dist.all_reduce(torch.ones(1)) is None
+
+
+def test_idle_rank_takes_part_in_what_the_whole_job_decides_and_in_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Rank 3 is dead, and rank 2 divides tensors with it.
+    args = Namespace(distributed_timeout_minutes=1, distributed_timeout_seconds_after_init=None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    stage = dist.new_group([0, 1, 2, 3])
+    with Patches() as patches:
+        found = LiveGroups(frozenset({3}), {2: 0, 3: 1}, "without_3")
+        found.install(patches)
+        assert (found.ranks, found.idle) == ([0, 1, 2], {2})
+        assert dist.get_process_group_ranks(found.everyone) == [0, 1, 2]
+        assert found._live[stage] is None
+        weights = torch.zeros(4)
+        dist.all_gather_into_tensor(weights, torch.ones(1), group=stage)
+        dist.broadcast(weights, src=3, group=stage)  # from a dead one
+        assert weights.tolist() == [0.0, 0.0, 1.0, 0.0]
+    dist.destroy_process_group()

@@ -4,8 +4,10 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.fault_tolerance.degraded.rules import check_job
+from megatron.fault_tolerance.degraded import rules
+from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room
 from moe_ft.errors import ConfigError
 from tests.unit.fault_tolerance.parsing import parse
 
@@ -15,6 +17,7 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((), {"use_distributed_optimizer": False}, "no --use-distributed-optimizer .* Add"),
     ((), {"untie_embeddings_and_output_weights": False}, "its pipeline .* Add --untie-embed"),
     (("--mtp-num-layers", "1"), {}, "--mtp-num-layers=1 .* Leave it out"),
+    (("--context-parallel-size", "2"), {}, "--context-parallel-size=2 .* Use tensor parallelism"),
     ((), {"virtual_pipeline_model_parallel_size": 2}, "virtual stages .* one stage a rank"),
     (("--overlap-moe-expert-parallel-comm",), {}, "--overlap-moe-expert-parallel-comm .* as one"),
     (("--cuda-graph-impl", "local"), {}, "--cuda-graph-impl=local .* usual order"),
@@ -58,8 +61,12 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("--save", "there"), {}, "--save=there .* Use --moe-ft-persist-dir"),
     (("--eval-iters", "3"), {}, "--eval-iters=3 .* Give --eval-iters 0"),
     ((), {"data_parallel_size": 1}, "only one data-parallel rank: .* Give the job more"),
-    (("--expert-model-parallel-size", "2"), {}, "groups of 2 ranks .* parallelism alone"),
-    (("--tensor-model-parallel-size", "2"), {}, "groups of 2 ranks .* parallelism alone"),
+    (
+        ("--num-experts", "4", "--expert-model-parallel-size", "4"),
+        {},
+        "every expert of a stage is in one group of 4 .* Give the job more",
+    ),
+    (("--data-parallel-random-init",), {}, "--data-parallel-random-init .* other random numbers"),
 ]
 
 
@@ -73,8 +80,17 @@ def job(*flags: str, **changes: Any) -> Namespace:
     return args
 
 
-def test_pipeline_and_data_parallelism_are_supported() -> None:
-    check_job(job())
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--tensor-model-parallel-size", "2"),
+        ("--num-experts", "4", "--expert-model-parallel-size", "2"),
+    ],
+    ids=["stages", "tensors", "experts with replicas"],
+)
+def test_groups_with_peers_are_supported(flags: tuple[str, ...]) -> None:
+    check_job(job(*flags))
 
 
 @pytest.mark.parametrize(("flags", "changes", "message"), BAD, ids=[each[2] for each in BAD])
@@ -83,3 +99,23 @@ def test_job_whose_roles_nobody_can_play_is_refused_by_flag_and_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_job(job(*flags, **changes))
+
+
+def test_peer_without_memory_for_another_role_is_refused_with_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Gradients of 4 MB, and half of 3 MB for each of a million parameters.
+    group = Namespace(size=lambda: 2)
+    bucket = Namespace(grad_data=torch.empty(1_000_000))
+    dense = Namespace(buckets=[bucket], intra_distributed_optimizer_instance_group=group)
+    chunk = Namespace(bucket_groups=[dense], expert_parallel_bucket_groups=[])
+    monkeypatch.setattr(rules, "get_num_microbatches", lambda: 1)
+    args, used = job(), Usage(state=9_000_000, activations=1_000_000)
+    # The first of two stages holds one micro-batch, and the one of the other role at the same time.
+    needed = 9_000_000 + 1_000_000 + 4_000_000 + 6_000_000 + 1_000_000
+    check_room(args, [chunk], 0, used, needed)
+    check_room(args, [chunk], 0, used, 0)
+    with pytest.raises(
+        ConfigError, match=r"rank 0 has 21.0 MB and needs 21.0: 4.0 .* 6.0 .* 1.0 for 1 micro"
+    ):
+        check_room(args, [chunk], 0, used, needed - 1)

@@ -130,7 +130,7 @@ def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message
     ("is_watched", "on_cpu", "message"),
     [
         (False, True, "needs nodes that `python -m moe_ft keep --nodes` starts"),
-        (True, False, "has run over NCCL yet"),
+        (True, False, "works over gloo on CPUs"),
         (True, True, "is refused: no --use-distributed-optimizer does not work"),
     ],
     ids=["torchrun", "NCCL", "job"],

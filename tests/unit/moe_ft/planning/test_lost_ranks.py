@@ -35,6 +35,16 @@ def test_roles_of_dead_ranks_are_those_of_their_groups() -> None:
     assert layout(2, 3).roles_of([0, 4]) == {(0, 0), (1, 1)}
     assert layout(2, 4, ep=2).roles_of([1, 6, 7]) == {(0, 0), (1, 1)}
     assert layout(2, 2, tp=2).roles_of([]) == frozenset()
+    assert layout(2, 4, ep=2).ranks_of((1, 0)) == range(2, 4)
+    assert layout(2, 4, ep=2).ranks_of((0, 1)) == range(4, 6)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "more"), [(1, 1), (4, 0)])
+def test_peer_that_plays_a_role_holds_as_many_micro_batches_as_there_are_stages(
+    num_micro_batches: int, more: int
+) -> None:
+    size = Pipelines(num_stages=2, num_pipelines=2, num_micro_batches=num_micro_batches)
+    assert plan_schedule(size, frozenset({(1, 0)}), is_whole=True).more_held == more
 
 
 @pytest.mark.parametrize(
