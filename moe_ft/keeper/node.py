@@ -1,10 +1,9 @@
 """The process of a node that `keep` starts without torchrun: it has the zygote fork ranks, as it is told.
 
 It is forked from the zygote, as ranks are, and asks it for each rank over a connection. It stands for them:
-if it ends, they are killed. It gets its orders from the coordinator (nodes.py), which runs in a process of
-its own on node 0, or on a node without ranks. If its node was called lost, it kills its ranks and comes
-again, as a spare. So it does if the store is silent for as long as makes a node lost: others may have its
-ranks then, and it would not know.
+if it ends, they are killed. The coordinator (nodes.py) gives it orders, from a process on node 0 or on a node
+without ranks. If its node was called lost, it kills its ranks and comes again, as a spare. So it does if the
+store is silent for as long as makes a node lost: others may have its ranks, and it would not know.
 
 SIGTERM tells it that its node is to end, and when: then a spare gets its ranks, or all ranks of the job get
 Megatron's exit signal, bring their state to storage and end. If that takes too long, they get SIGTERM in time

@@ -16,42 +16,19 @@ own (rounds.py), and a node has a new name after it. The old one can still say t
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
-from moe_ft.keeper.seats import ARRIVED, LEAVING, OVER, SAVE, Order, Slots, of_node
+from moe_ft.keeper.seats import GATHER_S, OVER, SAVE, HeardNode, Order, Roster, Slots, of_node
 
-# Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
-_SUSPECTED_S = 2.0
-_LONGEST_LOOK_S = 1.0
 _MISSING_S = 30.0  # for a node to come, after the last one that came
-_GATHER_S = 3.0  # for all nodes to be told to end that are
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class _Node:
-    """A node that is there.
-
-    Attributes:
-        number: with which it came.
-        slot: whose ranks it has, by the number of the node that had them first; None for a spare.
-        silent_s: for which the coordinator has watched it be silent.
-        heard_s: time since 1970 of its last beat.
-    """
-
-    id: str
-    name: str
-    number: int
-    slot: int | None
-    beats: int = 0
-    silent_s: float = 0.0
-    heard_s: float = 0.0
-    code: int | None = None
+_PLAYED = "no spare is left: peers play the roles of ranks {} (--moe-ft-without-spare)"
+_BROKEN = f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
 
 
 class Coordinator:
@@ -90,18 +67,15 @@ class Coordinator:
         self._num_nodes, self._ranks_per_node = num_nodes, ranks_per_node
         self._fewest, self._start, self._num_untrained = fewest, 0, 0
         self._num_training = num_nodes  # nodes of this start
-        self._failed: dict[str, int] | None = None  # beats of all nodes when some rank had failed
         self._own_number = own_number
-        self._lost_after_s, self._can_repair, self._waits = lost_after_s, can_repair, waits
+        self._can_repair, self._waits = can_repair, waits
         self._can_play = can_play
         self._played: set[int] = set()  # slots without a node: peers play the roles of their ranks
-        self._nodes: list[_Node] = []
+        self._roster = Roster(self._store, lost_after_s)
+        self._nodes = self._roster.nodes
         self._slots = Slots(num_nodes, own_number, status)
         self._open: dict[int, Order] = {}  # by slot, until a spare takes it
-        self._num_arrived = self._num_leaving = self._newest = 0
-        self._looked_s = self._arrived_s = time.monotonic()
-        # When the first node was told to end of those that nothing has been decided about.
-        self._leave_s: float | None = None
+        self._newest, self._arrived_s = 0, time.monotonic()
         self._ends = False  # all ranks have been told to save and end
         self._is_told = False  # that the store is to end
         self.over: int | None = None  # exit code of the job
@@ -115,7 +89,7 @@ class Coordinator:
         if self.over is not None:
             return
         self._meet_arrivals()
-        if lost := self._look():
+        if lost := self._roster.hear(self._start, self._is_suspected):
             self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
         self._let_go()
         self._replace_missing()
@@ -125,29 +99,23 @@ class Coordinator:
         self._end()
 
     def _meet_arrivals(self) -> None:
-        if self._store.length(ARRIVED) <= self._num_arrived:
-            return
-        arrived = self._store.values(ARRIVED)
-        for each in arrived[self._num_arrived :]:
-            slot = None if self._start else self._slots.slot_of(each["name"], each["number"])
-            if slot is not None:
-                self._slots.names[slot] = each["name"]
-            node = _Node(**each, slot=slot, heard_s=time.time())
-            self._nodes.append(node)
+        arrived = self._roster.arrived()
+        for node in arrived:
+            slot = None if self._start else self._slots.slot_of(node.name, node.number)
             if slot is None:
                 say(f"node {node.name} is a spare")
             else:
-                self._order(node, Order(ranks=self._ranks_of(slot), num_nodes=self._num_nodes))
-        self._num_arrived, self._arrived_s = len(arrived), time.monotonic()
-        self._slots.write(self.over)
+                self._seat(node, slot, self._first_order(slot))
+        if arrived:
+            self._arrived_s = time.monotonic()
+            self._slots.write(self.over)
 
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
         missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._slots.names})
         if self._start or not missing:
             return
-        spares = [each for each in self._nodes if each.slot is None]
-        numbers = [each.number for each in spares]
+        numbers = [each.number for each in self._nodes if each.slot is None]
         is_early = time.monotonic() - self._arrived_s < _MISSING_S
         if is_early and self._slots.is_elsewhere([each.name for each in self._nodes]):
             missing = [slot for slot in missing if slot in numbers]
@@ -158,44 +126,32 @@ class Coordinator:
                 self._begin_start("other nodes have not come")
             return
         for slot in sorted(missing, key=lambda slot: slot not in numbers):
-            spare = next((each for each in spares if each.number == slot), spares[0])
-            spares.remove(spare)
+            spare = self._roster.spare_for(slot)
             why = "" if spare.number == slot else ", which is not there"
             say(f"node {spare.name} gets the ranks of node {slot}{why}")
-            spare.slot, self._slots.names[slot] = slot, spare.name
-            self._order(spare, Order(ranks=self._ranks_of(slot), num_nodes=self._num_nodes))
+            self._seat(spare, slot, self._first_order(slot))
         if missing:
             self._slots.write(self.over)
 
     def _ranks_of(self, *slots: int) -> tuple[int, ...]:
         size = self._ranks_per_node
-        return tuple(
-            each for slot in sorted(slots) for each in range(slot * size, (slot + 1) * size)
-        )
+        return tuple(slot * size + each for slot in sorted(slots) for each in range(size))
 
-    def _order(self, node: _Node, order: Order) -> None:
+    def _first_order(self, slot: int) -> Order:
+        return Order(ranks=self._ranks_of(slot), start=self._start, num_nodes=self._num_training)
+
+    def _seat(self, node: HeardNode, slot: int, order: Order) -> None:
+        """Give a node the ranks of a slot."""
+        node.slot, self._slots.names[slot] = slot, node.name
         self._store.append(of_node(node.id, "orders"), asdict(order))
 
-    def _look(self) -> list[_Node]:
-        """Hear all nodes, and return those that are lost."""
-        now_s, limit_s = time.monotonic(), self._lost_after_s
-        # A longer time between two looks says that this process did not run, and nothing about a node.
-        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
-        if any(each.silent_s > _SUSPECTED_S for each in self._nodes):
-            self._newest = self._rounds.newest(self._newest)
-            if self._rounds.is_suspected(self._newest + 1):
-                limit_s = min(limit_s, _SUSPECTED_S)
-        lost = []
-        for node in self._nodes:
-            beats, code, start = self._store.get(of_node(node.id, "beats")) or (0, None, 0)
-            if beats > node.beats:
-                node.code = code if start == self._start else None
-                node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
-            else:
-                node.silent_s += passed_s
-            if node.code is None and node.silent_s > limit_s:
-                lost.append(node)
-        return lost
+    def _is_finished(self) -> bool:
+        self._newest = self._rounds.newest(self._newest)
+        return self._rounds.is_finished(self._newest)
+
+    def _is_suspected(self) -> bool:
+        self._newest = self._rounds.newest(self._newest)
+        return self._rounds.is_suspected(self._newest + 1)
 
     def _let_go(self) -> None:
         """Replace nodes that are told to end, or have all ranks save and end."""
@@ -204,19 +160,14 @@ class Coordinator:
         if self._is_told:
             self._end_all("the node of the job's store is told to end")
             return
-        if (count := self._store.length(LEAVING)) > self._num_leaving and self._leave_s is None:
-            self._leave_s = time.monotonic()
-        if self._leave_s is None or time.monotonic() - self._leave_s < _GATHER_S:
+        if (going := self._roster.told_to_end()) is None:
             return
-        self._leave_s, self._num_leaving = None, count
-        told = set(self._store.values(LEAVING))
-        going = [each for each in self._nodes if each.id in told]
-        staying = sum(each.slot is None and each.id not in told for each in self._nodes)
+        left = [each for each in self._nodes if each not in going]
+        staying = sum(each.slot is None for each in left)
         slots = [each.slot for each in going if each.slot is not None]
         why = self._why_over(slots) if slots else ""
         if slots and not why and len(slots) + len(self._open) > staying:
             why = "there are too few spares that stay; start more of them"
-        left = [each for each in self._nodes if each not in going]
         if why and not self._can_shrink(left):
             self._end_all(f"{_are(going)} told to end, without a replacement: {why}")
         elif going:
@@ -227,7 +178,7 @@ class Coordinator:
         self._ends = True
         self._store.set(SAVE, True)
 
-    def _lose(self, lost: Sequence[_Node], why: str) -> None:
+    def _lose(self, lost: Sequence[HeardNode], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""
         slots = [each.slot for each in lost if each.slot is not None]
         say(f"{_are(lost)} lost: {why}")
@@ -246,26 +197,16 @@ class Coordinator:
             return
         played = self._slots_to_play(slots)
         self._played |= played
+        absent = self._ranks_of(*self._played) if played else None
         heard_s = max(each.heard_s for each in lost)
         self._newest = self._rounds.declare_lost(
-            self._ranks_of(*slots),
-            self._newest,
-            self._ranks_of(*self._played) if played else None,
-            heard_s,
+            self._ranks_of(*slots), self._newest, absent, heard_s
         )
         if played:
-            ranks = ", ".join(map(str, self._ranks_of(*played)))
-            say(f"no spare is left: peers play the roles of ranks {ranks} (--moe-ft-without-spare)")
+            say(_PLAYED.format(", ".join(map(str, self._ranks_of(*played)))))
         for each in lost:
             if each.slot is not None and each.slot not in played:
-                self._open[each.slot] = Order(
-                    ranks=self._ranks_of(each.slot),
-                    round=self._newest,
-                    died_s=each.heard_s,
-                    lost_node=self._slots.names[each.slot],
-                    start=self._start,
-                    num_nodes=self._num_training,
-                )
+                self._offer(each.slot, each.heard_s)
         if self._num_free() < 0:
             say("no spare is left: training waits for a node (--moe-ft-spare wait)")
 
@@ -281,9 +222,7 @@ class Coordinator:
         if not self._rounds.has_trained():
             return "no iteration was finished before"
         if self._rounds.has_broken_too_many(self._rounds.newest(self._newest) + 1):
-            return (
-                f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
-            )
+            return _BROKEN
         if not self._waits and len(slots) > self._num_free() and not self._slots_to_play(slots):
             why = "; peers cannot play the roles of all ranks of a stage" * self._can_play
             return f"no spare is left (--moe-ft-spare restart){why}; start more of them"
@@ -292,10 +231,9 @@ class Coordinator:
     def _slots_to_play(self, lost: Sequence[int]) -> set[int]:
         """Return the slots of lost nodes that no spare can take, if peers can play all of their roles."""
         count = len(lost) - max(0, self._num_free())
-        stages = self._rounds.stages() if self._can_play else ()
-        for chosen in combinations(sorted(lost), count) if count > 0 and stages else ():
-            dead = {*self._ranks_of(*self._played, *chosen)}
-            if all(any(dead.isdisjoint(group) for group in stage) for stage in stages):
+        stages = self._rounds.stages() if self._can_play and count > 0 else ()
+        for chosen in combinations(sorted(lost), count) if stages else ():
+            if _are_playable({*self._ranks_of(*self._played, *chosen)}, stages):
                 return {*chosen}
         return set()
 
@@ -305,23 +243,24 @@ class Coordinator:
     def _bring_back(self) -> None:
         """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
         slots = sorted(self._played)[: max(0, self._num_free())]
-        if not slots or self._ends:
-            return
-        self._newest = self._rounds.newest(self._newest)
-        if not self._rounds.is_finished(self._newest):
+        if not slots or self._ends or not self._is_finished():
             return
         self._played -= {*slots}
         ranks, absent, now_s = self._ranks_of(*slots), self._ranks_of(*self._played), time.time()
         self._newest = self._rounds.declare_lost(ranks, self._newest, absent, now_s)
         for slot in slots:
-            self._open[slot] = Order(
-                ranks=self._ranks_of(slot),
-                round=self._newest,
-                died_s=now_s,
-                lost_node=self._slots.names[slot],
-                start=self._start,
-                num_nodes=self._num_training,
-            )
+            self._offer(slot, now_s)
+
+    def _offer(self, slot: int, died_s: float) -> None:
+        """Have the next spare take ranks, in the newest round."""
+        self._open[slot] = Order(
+            ranks=self._ranks_of(slot),
+            round=self._newest,
+            died_s=died_s,
+            lost_node=self._slots.names[slot],
+            start=self._start,
+            num_nodes=self._num_training,
+        )
 
     def _give_away(self) -> None:
         """Have spares take over what is open."""
@@ -332,19 +271,16 @@ class Coordinator:
                 self._rounds.wait_for_spare(self._newest)
                 return
             say(f"node {spare.name} takes over the ranks of node {order.lost_node}")
-            spare.slot = slot
             del self._open[slot]
             if not self._open:
                 self._rounds.note_spare(self._newest)
-            self._order(spare, order)
-            self._slots.names[slot] = spare.name
+            self._seat(spare, slot, order)
             self._slots.write(self.over)
 
-    def _can_shrink(self, nodes: Sequence[_Node]) -> bool:
+    def _can_shrink(self, nodes: Sequence[HeardNode]) -> bool:
         """Return whether all ranks may begin again on some nodes."""
-        has_own = self._own_number >= self._num_nodes or any(
-            each.number == self._own_number for each in nodes
-        )
+        own = {self._own_number} & {*range(self._num_nodes)}
+        has_own = own <= {each.number for each in nodes}
         is_often = self._num_untrained > MOST_UNFINISHED
         return has_own and not is_often and 0 < self._fewest <= len(nodes)
 
@@ -353,7 +289,7 @@ class Coordinator:
         if self._ends or not self._can_shrink(self._nodes):
             return
         is_small = self._start and self._num_training < self._num_nodes and not self._open
-        is_calm = time.monotonic() - self._arrived_s > _GATHER_S and self._leave_s is None
+        is_calm = time.monotonic() - self._arrived_s > GATHER_S and not self._roster.is_leaving
         if is_small and is_calm and self._num_free() > 0:
             self._begin_start("a node has come")
         elif self._num_free() < 0:  # fewer are needed now than when they were lost
@@ -362,49 +298,32 @@ class Coordinator:
     def _begin_start(self, why: str) -> None:
         """Have all ranks end, and others begin on the nodes that are there, in another layout."""
         self._start += 1
-        slots = range(self._num_nodes)
-        # The node of the store has the first ranks again; others keep their order.
-        nodes = sorted(
-            self._nodes,
-            key=lambda each: (
-                each.number != self._own_number,
-                self._num_nodes if each.slot is None else each.slot,
-            ),
-        )
+        nodes = _in_order(self._nodes, self._own_number)
         self._num_training = min(len(nodes), self._num_nodes)
         self._open.clear()
         self._played.clear()
-        self._failed, self._newest = None, 0
+        self._newest = 0
+        self._roster.begin_start()
         self._rounds = Rounds(
             self._open_start(self._start), 0, self._num_training * self._ranks_per_node
         )
         self._slots.replace([each.name for each in nodes[: self._num_nodes]])
         say(f"all ranks begin again on nodes {', '.join(self._slots.names.values())}: {why}")
-        for slot, each in zip(slots, nodes, strict=False):
-            each.slot, each.code = slot, None
-            self._order(
-                each,
-                Order(ranks=self._ranks_of(slot), start=self._start, num_nodes=self._num_training),
-            )
+        for slot, each in enumerate(nodes[: self._num_nodes]):
+            each.code = None
+            self._seat(each, slot, self._first_order(slot))
         self._slots.write(self.over)
 
     def _end(self) -> None:
         """End the job when all its ranks have ended, or some have failed."""
         ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
         if code := max((each.code for each in ended if each.code is not None), default=0):
-            if not self._has_heard_all():
+            # Else one may be lost, and that is why.
+            if self._fewest and not self._roster.has_heard_all():
                 return
             self._set_over(code, "a rank has failed")
         elif len(ended) == self._num_training - len(self._played):
             self._set_over(0, "")
-
-    def _has_heard_all(self) -> bool:
-        """Return whether all nodes live since a rank has failed; else one may be lost, and that is why."""
-        if not self._fewest:
-            return True
-        if self._failed is None:
-            self._failed = {each.id: each.beats for each in self._nodes}
-        return all(each.beats > self._failed.get(each.id, 0) + 1 for each in self._nodes)
 
     def _set_over(self, code: int, why: str) -> None:
         if why:
@@ -414,6 +333,20 @@ class Coordinator:
         self._store.set(OVER, {"code": code, "why": why})
 
 
-def _are(nodes: Sequence[_Node]) -> str:
+def _are(nodes: Sequence[HeardNode]) -> str:
     names = ", ".join(each.name for each in nodes)
     return f"node {names} is" if len(nodes) == 1 else f"nodes {names} are"
+
+
+def _are_playable(dead: Set[int], stages: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """Return whether each stage keeps a group of ranks of which none is dead."""
+    return all(any(dead.isdisjoint(group) for group in stage) for stage in stages)
+
+
+def _in_order(nodes: Sequence[HeardNode], own_number: int) -> list[HeardNode]:
+    """Return nodes for a start: that of the store first, others in the order of their slots, spares last."""
+
+    def place(node: HeardNode) -> tuple[bool, bool, int]:
+        return node.number != own_number, node.slot is None, node.slot or 0
+
+    return sorted(nodes, key=place)

@@ -2,13 +2,18 @@
 
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 
+# Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
+_SUSPECTED_S = 2.0
+_LONGEST_LOOK_S = 1.0
+GATHER_S = 3.0  # for all nodes to be told to end that are
 PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 ARRIVED, LEAVING, SAVE, OVER = (f"nodes/{what}" for what in ("arrived", "leaving", "save", "over"))
 
@@ -81,6 +86,113 @@ class NodeSeat:
         """Return the exit code of the job, and the reason if it failed; None as long as it runs."""
         found = self._store.get(OVER)
         return None if found is None else (found["code"], found["why"])
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class HeardNode:
+    """A node that is there.
+
+    Attributes:
+        number: with which it came.
+        slot: whose ranks it has, by the number of the node that had them first; None for a spare.
+        silent_s: for which the coordinator has watched it be silent.
+        heard_s: time since 1970 of its last beat.
+    """
+
+    id: str
+    name: str
+    number: int
+    slot: int | None = None
+    beats: int = 0
+    silent_s: float = 0.0
+    heard_s: float = 0.0
+    code: int | None = None
+
+
+class Roster:
+    """Nodes that are there, as the coordinator hears them.
+
+    Attributes:
+        nodes: these, in the order in which they came; the coordinator removes those that are lost.
+    """
+
+    def __init__(self, store: SignedStore, lost_after_s: float) -> None:
+        """Know no node yet.
+
+        Args:
+            lost_after_s: silence of a node after which it is lost.
+        """
+        self.nodes: list[HeardNode] = []
+        self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
+        self._looked_s = time.monotonic()
+        self._num_leaving = 0
+        # When the first node was told to end of those that nothing has been decided about.
+        self._leave_s: float | None = None
+        self._failed: dict[str, int] | None = None  # beats of all nodes when some rank had failed
+
+    def arrived(self) -> list[HeardNode]:
+        """Return nodes that have come and were not returned before."""
+        if self._store.length(ARRIVED) <= self._num_arrived:
+            return []
+        arrived = self._store.values(ARRIVED)
+        new = [HeardNode(**each, heard_s=time.time()) for each in arrived[self._num_arrived :]]
+        self.nodes += new
+        self._num_arrived = len(arrived)
+        return new
+
+    def hear(self, start: int, is_suspected: Callable[[], bool]) -> list[HeardNode]:
+        """Hear all nodes, and return those that are lost.
+
+        Args:
+            start: whose ranks count, by how they end.
+            is_suspected: asked if a node is silent: whether ranks have lost connections.
+        """
+        now_s, limit_s = time.monotonic(), self._lost_after_s
+        # A longer time between two looks says that this process did not run, and nothing about a node.
+        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
+        if any(each.silent_s > _SUSPECTED_S for each in self.nodes) and is_suspected():
+            limit_s = min(limit_s, _SUSPECTED_S)
+        lost = []
+        for node in self.nodes:
+            beats, code, of_start = self._store.get(of_node(node.id, "beats")) or (0, None, 0)
+            if beats > node.beats:
+                node.code = code if of_start == start else None
+                node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
+            else:
+                node.silent_s += passed_s
+            if node.code is None and node.silent_s > limit_s:
+                lost.append(node)
+        return lost
+
+    def spare_for(self, slot: int) -> HeardNode:
+        """Return a node without ranks: the one that came with this number, or else the first."""
+        spares = [each for each in self.nodes if each.slot is None]
+        return next((each for each in spares if each.number == slot), spares[0])
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a node is told to end about which nothing has been decided."""
+        return self._leave_s is not None
+
+    def told_to_end(self) -> list[HeardNode] | None:
+        """Return the nodes that are told to end, once all had time to say it; None if none is new."""
+        if (count := self._store.length(LEAVING)) > self._num_leaving and self._leave_s is None:
+            self._leave_s = time.monotonic()
+        if self._leave_s is None or time.monotonic() - self._leave_s < GATHER_S:
+            return None
+        self._leave_s, self._num_leaving = None, count
+        told = set(self._store.values(LEAVING))
+        return [each for each in self.nodes if each.id in told]
+
+    def has_heard_all(self) -> bool:
+        """Return whether all nodes live since this was asked first in this start."""
+        if self._failed is None:
+            self._failed = {each.id: each.beats for each in self.nodes}
+        return all(each.beats > self._failed.get(each.id, 0) + 1 for each in self.nodes)
+
+    def begin_start(self) -> None:
+        """Forget what was asked in the start before."""
+        self._failed = None
 
 
 class Slots:

@@ -1,91 +1,22 @@
 """Ranks that nodes get as they come, and the end of nodes that are told to end."""
 
-import selectors
-import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.keeper import job_store, node, nodes
-from moe_ft.keeper.node import PlannedEnd
-from moe_ft.keeper.nodes import Coordinator
+from moe_ft.keeper import nodes, seats
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
-from moe_ft.keeper.seats import NodeSeat
-from tests.unit.signed import signed
-
-SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
-
-
-class Job:
-    """Nodes of one rank each, by default two, and their coordinator."""
-
-    def __init__(
-        self, status: Path | None = None, num_nodes: int = 2, fewest: int = 0, **changes: Any
-    ) -> None:
-        self.store = signed()
-        self.starts = {0: self.store}
-        self.coordinator = Coordinator(
-            lambda start: self.starts.setdefault(start, signed()),
-            num_nodes=num_nodes,
-            fewest=fewest,
-            ranks_per_node=1,
-            own_number=0,
-            lost_after_s=1000,
-            can_repair=True,
-            status=status,
-            **{"waits": False, **changes},
-        )
-        self.seats: dict[str, NodeSeat] = {}
-
-    def come(self, name: str, number: int) -> NodeSeat:
-        seat = self.seats[name] = NodeSeat(self.store, name, number)
-        self.coordinator.step()
-        return seat
-
-    def lose(self, *names: str) -> None:
-        """Have nodes be silent for long, and the others not."""
-        coordinator = self.coordinator
-        lost = [each for each in coordinator._nodes if each.name in names]
-        for each in lost:
-            self.seats.pop(each.name, None)
-        coordinator._lose(lost, "silent")
-        coordinator.step()
-
-    def orders(self) -> dict[str, list[tuple[int, int, list[int]]]]:
-        """Return start, nodes and ranks of the new orders of each node that is there."""
-        return {
-            name: [(each.start, each.num_nodes, [*each.ranks]) for each in seat.new_orders()]
-            for name, seat in self.seats.items()
-        }
-
-
-@pytest.fixture
-def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the clock of the coordinator forward."""
-    passed, now = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
-
-    def add(seconds: float) -> None:
-        passed[0] += seconds
-
-    return add
-
-
-def ranks(seat: NodeSeat) -> list[int]:
-    return [rank for order in seat.new_orders() for rank in order.ranks]
+from tests.unit.moe_ft.keeper.node_job import Job, ranks
 
 
 def test_node_that_took_over_keeps_its_ranks_in_the_next_start(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("1\nhost0\nhost2\n")
     job = Job(status)
-    seats = [job.come("host0", 0), job.come("host3", 1), job.come("host2", 2)]
-    assert [ranks(seat) for seat in seats] == [[0], [], [1]]
+    there = [job.come("host0", 0), job.come("host3", 1), job.come("host2", 2)]
+    assert [ranks(seat) for seat in there] == [[0], [], [1]]
     assert status.read_text().split() == ["-", "host0", "host2"]
 
 
@@ -112,11 +43,11 @@ def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
     status = tmp_path / "status"
     status.write_text("\n".join(["1", *before]))
     job = Job(status, len(before))
-    seats = [job.come(name, number) for number, name in enumerate(names)]
-    assert [ranks(seat) for seat in seats] == at_once
+    there = [job.come(name, number) for number, name in enumerate(names)]
+    assert [ranks(seat) for seat in there] == at_once
     advance(nodes._MISSING_S + 1)
     job.coordinator.step()
-    assert [ranks(seat) for seat in seats] == later
+    assert [ranks(seat) for seat in there] == later
 
 
 def test_spare_gets_the_ranks_of_its_number_first(
@@ -125,10 +56,10 @@ def test_spare_gets_the_ranks_of_its_number_first(
     status = tmp_path / "status"
     status.write_text("1\na\nb\nc\n")
     job = Job(status, 3)
-    seats = {number: job.come("xyza"[number], number) for number in (3, 2, 0, 1)}
+    there = {number: job.come("xyza"[number], number) for number in (3, 2, 0, 1)}
     advance(nodes._MISSING_S + 1)
     job.coordinator.step()
-    assert {number: ranks(seat) for number, seat in seats.items()} == {
+    assert {number: ranks(seat) for number, seat in there.items()} == {
         0: [0],
         1: [1],
         2: [2],
@@ -165,16 +96,16 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = Job()
-    seats = [job.come(f"host{number}", number) for number in range(3)]
+    there = [job.come(f"host{number}", number) for number in range(3)]
     Rounds(job.store, 0, 2).finish(0)
     for number in told:
-        seats[number].leave()
+        there[number].leave()
     job.coordinator.step()
-    advance(nodes._GATHER_S + 0.5)
+    advance(seats.GATHER_S + 0.5)
     job.coordinator.step()
-    assert [seat.is_to_save() for seat in seats] == [saves] * 3
-    assert [seat.is_lost() for seat in seats] == [not saves and n in told for n in range(3)]
-    assert ranks(seats[2]) == ([1] if told == [1] else [])
+    assert [seat.is_to_save() for seat in there] == [saves] * 3
+    assert [seat.is_lost() for seat in there] == [not saves and n in told for n in range(3)]
+    assert ranks(there[2]) == ([1] if told == [1] else [])
     said = {
         "1": "node host1 is lost: told to end",
         "12": "nodes host1, host2 are told to end, without a replacement: there are too few spares",
@@ -184,12 +115,12 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
     assert said["".join(map(str, told))] in capsys.readouterr().err
     if saves:
         more = [job.come(f"host{number}", number) for number in (3, 4)]
-        seats[1].leave()
+        there[1].leave()
         more[1].leave()
         job.coordinator.step()
-        advance(nodes._GATHER_S + 0.5)
+        advance(seats.GATHER_S + 0.5)
         job.coordinator.step()
-        assert not any(seat.is_lost() for seat in seats), "ranks that save are left alone"
+        assert not any(seat.is_lost() for seat in there), "ranks that save are left alone"
 
 
 # Two pipelines of two stages, and two of one whose groups have two ranks.
@@ -251,15 +182,15 @@ def test_node_that_comes_takes_the_ranks_whose_roles_are_played_once_an_iteratio
     job.coordinator.step()
     (order,) = seat.new_orders()
     assert (order.ranks, order.round, order.lost_node) == ((1,), 3, "1")
-    assert (rounds.replaced(3), rounds.absent(3)) == ((1,), {3})
+    assert rounds.replaced(3) == (1,) and rounds.absent(3) == {3}
 
 
 def test_job_is_over_when_all_nodes_have_ended_that_are_not_absent() -> None:
     job = Job(num_nodes=4, can_play=True)
-    seats = [job.come(str(number), number) for number in range(4)]
+    there = [job.come(str(number), number) for number in range(4)]
     Rounds(job.store, 0, 4).finish(0, STAGES)
     job.lose("3")
-    for seat in seats[:3]:
+    for seat in there[:3]:
         assert job.coordinator.over is None
         seat.beat(0)
         job.coordinator.step()
@@ -268,44 +199,11 @@ def test_job_is_over_when_all_nodes_have_ended_that_are_not_absent() -> None:
 
 def test_all_ranks_save_when_the_store_is_told_to_end() -> None:
     job = Job()
-    seats = [job.come(f"host{number}", number) for number in range(3)]
+    there = [job.come(f"host{number}", number) for number in range(3)]
     job.coordinator.tell()
-    assert not any(seat.is_to_save() for seat in seats)
+    assert not any(seat.is_to_save() for seat in there)
     job.coordinator.step()
-    assert all(seat.is_to_save() for seat in seats)
-
-
-def test_ranks_get_the_exit_signal_and_sigterm_in_time_to_leave_breakpoints() -> None:
-    now = 0.0
-    end = PlannedEnd(SAVING, 100, lambda: now)
-    assert end.due_signal(False) is None and not end.is_new()
-    end.tell()
-    assert end.is_new() and not end.is_new()
-    assert end.due_signal(False) is None  # a spare may take over
-    assert end.due_signal(True) is signal.SIGUSR1
-    assert end.due_signal(True) is None
-    now = 60.0
-    assert end.due_signal(True) is signal.SIGUSR1, "again: ranks that were starting have ignored it"
-    now = 71.0
-    assert [end.due_signal(True) for _ in range(2)] == [signal.SIGTERM, None]
-
-
-@pytest.mark.parametrize(
-    ("words", "grace_s", "why", "at_sigterm"),
-    [
-        (SAVING, 30, "30 s (--grace) are not enough: ", "what they have in memory stays"),
-        (SAVING[:1], 100, "without --exit-signal-handler: ", "what they have in memory stays"),
-        (SAVING[:2], 100, "all ranks have 100 s (--grace) to bring", "save and end"),
-        (SAVING[:2], 20, "all ranks have 20 s (--grace) to bring", "save and end"),
-    ],
-)
-def test_ranks_without_another_signal_get_sigterm_at_once(
-    words: tuple[str, ...], grace_s: float, why: str, at_sigterm: str
-) -> None:
-    end = PlannedEnd(words, grace_s, lambda: 0.0)
-    end.tell()
-    assert why in end.describe() and at_sigterm in end.describe_sigterm()
-    assert end.due_signal(True) is signal.SIGTERM
+    assert all(seat.is_to_save() for seat in there)
 
 
 def elastic_job(**changes: Any) -> Job:
@@ -326,7 +224,7 @@ def test_elastic_job_begins_again_on_the_nodes_that_are_left_and_when_one_comes(
     assert job.orders() == {"host0": [(1, 3, [0])], "host2": [(1, 3, [1])], "host3": [(1, 3, [2])]}
     job.come("host5", 5)
     assert not any(job.orders().values()), "more may come"
-    advance(nodes._GATHER_S + 1)
+    advance(seats.GATHER_S + 1)
     job.coordinator.step()
     expected = {name: [(2, 4, [rank])] for rank, name in enumerate(job.seats)}
     assert job.orders() == expected
@@ -390,7 +288,7 @@ def test_node_that_is_told_to_end_leaves_an_elastic_job_smaller(
     job = elastic_job()
     job.seats["host2"].leave()
     job.coordinator.step()
-    advance(nodes._GATHER_S + 0.5)
+    advance(seats.GATHER_S + 0.5)
     job.coordinator.step()
     assert job.seats["host2"].is_lost() and not job.seats["host0"].is_to_save()
     del job.seats["host2"]
@@ -428,107 +326,3 @@ def test_failed_rank_ends_an_elastic_job_only_if_no_node_was_lost() -> None:
             seat.beat(1, start=1)
         job.coordinator.step()
     assert job.coordinator.over == 1
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return and set the variables of node 2, which is a spare."""
-    found = {
-        "MOE_FT_NODE_ID": "host2",
-        "GROUP_RANK": "2",
-        "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "host0",
-        "MOE_FT_KEEP_STORE_ON": "0",
-        "MOE_FT_KEEP_LOST_AFTER_S": "100",
-        "MOE_FT_KEEP_GRACE_S": "100",
-    }
-    for name, value in found.items():
-        monkeypatch.setenv(name, value)
-    return found
-
-
-class Cut:
-    """A store that does not answer, once."""
-
-    def __init__(self, store: SignedStore) -> None:
-        self._store, self.is_cut = store, False
-
-    def __getattr__(self, name: str) -> Any:
-        if self.is_cut:
-            raise TimeoutError("cut off")
-        return getattr(self._store, name)
-
-
-def test_node_that_is_told_to_end_and_cut_off_does_not_come_again(
-    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = Job()
-    store: Any = Cut(job.store)
-    member = node.Node(environment, SAVING, lambda limit_s: store)
-    member.on_signal(signal.SIGTERM)
-    store.is_cut = True
-    assert member.run() == 0
-    assert job.store.length("nodes/arrived") == 1
-    assert "node host2 ends: it is told to end, and is cut off" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("is_cut", [False, True], ids=["told", "told when cut off"])
-def test_node_says_under_its_newest_name_that_it_is_told_to_end(
-    is_cut: bool,
-    environment: dict[str, str],
-    advance: Callable[[float], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    job = Job()
-    store: Any = Cut(job.store)
-    member: node.Node
-
-    def reach(limit_s: float) -> Any:
-        if store.is_cut:
-            store.is_cut = False
-            member.on_signal(signal.SIGTERM)
-        return store
-
-    def decide(self: node.Node, timeout_s: float) -> None:
-        job.coordinator.step()
-        advance(nodes._GATHER_S)
-
-    member = node.Node(environment, SAVING, reach)
-    monkeypatch.setattr(node.Node, "_hear", decide)
-    store.is_cut = is_cut
-    if not is_cut:
-        member.on_signal(signal.SIGTERM)
-    assert member.run() == 0
-    assert job.store.length("nodes/arrived") == 1 + is_cut
-    assert job.store.values("nodes/leaving") == [job.store.values("nodes/arrived")[-1]["id"]]
-    assert "node host2 ends: it was a spare, and it is told to end" in capsys.readouterr().err
-
-
-def test_ranks_are_ended_once(environment: dict[str, str]) -> None:
-    job = Job()
-    member = node.Node(environment, SAVING, lambda limit_s: job.store)
-    rank, zygote = socket.socketpair()
-    found = node._Rank(rank, None)
-    member._ranks.append(found)
-    member._selector.register(rank, selectors.EVENT_READ, found)
-    zygote.close()  # the zygote has ended
-    for _ in range(2):
-        member._end_ranks(signal.SIGKILL)
-    assert rank.fileno() == -1
-
-
-def test_node_has_its_name_once_it_has_joined(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-
-    def connect(*_: object) -> None:
-        assert names == ["moe_ft_joins"]
-        raise OSError("nobody listens")
-
-    monkeypatch.setattr(node, "set_process_name", names.append)
-    monkeypatch.setattr(job_store, "connect", connect)
-    with pytest.raises(SystemExit):
-        node.main(SAVING)
-    assert names == ["moe_ft_joins"]
