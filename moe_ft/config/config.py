@@ -383,7 +383,7 @@ class MoeFtConfig:
             )
         check_rules(OF_SETTINGS, self)
         self._check_recovery()
-        check_rules([OF_REPAIRS, OF_PLAYING, *OF_ELASTIC], self)
+        check_rules([OF_REPAIRS, *OF_PLAYING, *OF_ELASTIC], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:

@@ -188,13 +188,26 @@ OF_ELASTIC = (
         problem=f"needs {flag_of('layout')} any",
     ),
 )
-OF_PLAYING = Rule(
-    "",
-    f"{flag_of('without_spare')}=reroute",
-    lambda config: config.recovery.without_spare == "reroute" and config.recovery.repair == "off",
-    "peers begin to play the role of a lost rank in a repair",
-    "Add it, or leave the flag out",
-    problem=f"needs {flag_of('repair')} auto",
+_PLAYED = f"{flag_of('without_spare')}=reroute"
+OF_PLAYING = (
+    Rule(
+        "",
+        _PLAYED,
+        lambda config: (
+            config.recovery.without_spare == "reroute" and config.recovery.repair == "off"
+        ),
+        "peers begin to play the role of a lost rank in a repair",
+        "Add it, or leave the flag out",
+        problem=f"needs {flag_of('repair')} auto",
+    ),
+    Rule(
+        "",
+        _PLAYED,
+        lambda config: config.recovery.without_spare == "reroute" and config.elastic.elastic,
+        "both say what happens if a node is lost, and cells of peers have one size",
+        "Leave one of the two out",
+        problem=f"cannot be used with {_ELASTIC}",
+    ),
 )
 OF_REPAIRS = _needs_strategy(
     "--moe-ft-repair=auto",

@@ -16,15 +16,25 @@ own (rounds.py), and a node has a new name after it. The old one can still say t
 """
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
-from moe_ft.keeper.seats import GATHER_S, OVER, SAVE, HeardNode, Order, Roster, Slots, of_node
+from moe_ft.keeper.seats import (
+    GATHER_S,
+    OVER,
+    SAVE,
+    HeardNode,
+    Order,
+    PlayedSlots,
+    Roster,
+    Slots,
+    of_node,
+)
 
 _MISSING_S = 30.0  # for a node to come, after the last one that came
 _PLAYED = "no spare is left: peers play the roles of ranks {} (--moe-ft-without-spare)"
@@ -69,14 +79,15 @@ class Coordinator:
         self._num_training = num_nodes  # nodes of this start
         self._own_number = own_number
         self._can_repair, self._waits = can_repair, waits
-        self._can_play = can_play
-        self._played: set[int] = set()  # slots without a node: peers play the roles of their ranks
+        self._slots = Slots(num_nodes, ranks_per_node, own_number, status)
+        self._ranks_of = self._slots.ranks_of
+        self._played = PlayedSlots(self._ranks_of, can_play)
         self._roster = Roster(self._store, lost_after_s)
         self._nodes = self._roster.nodes
-        self._slots = Slots(num_nodes, own_number, status)
         self._open: dict[int, Order] = {}  # by slot, until a spare takes it
         self._newest, self._arrived_s = 0, time.monotonic()
         self._ends = False  # all ranks have been told to save and end
+        self._num_gone = 0  # nodes of this start that nobody replaces
         self._is_told = False  # that the store is to end
         self.over: int | None = None  # exit code of the job
 
@@ -89,7 +100,9 @@ class Coordinator:
         if self.over is not None:
             return
         self._meet_arrivals()
-        if lost := self._roster.hear(self._start, self._is_suspected):
+        if lost := self._roster.hear(
+            self._start, lambda: self._rounds.is_next_suspected(self._newest)
+        ):
             self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
         self._let_go()
         self._replace_missing()
@@ -105,7 +118,7 @@ class Coordinator:
             if slot is None:
                 say(f"node {node.name} is a spare")
             else:
-                self._seat(node, slot, self._first_order(slot))
+                self._seat(node, slot, self._order(slot))
         if arrived:
             self._arrived_s = time.monotonic()
             self._slots.write(self.over)
@@ -116,10 +129,11 @@ class Coordinator:
         if self._start or not missing:
             return
         numbers = [each.number for each in self._nodes if each.slot is None]
-        is_early = time.monotonic() - self._arrived_s < _MISSING_S
-        if is_early and self._slots.is_elsewhere([each.name for each in self._nodes]):
+        passed_s = time.monotonic() - self._arrived_s
+        is_elsewhere = self._slots.is_elsewhere([each.name for each in self._nodes])
+        if GATHER_S < passed_s < _MISSING_S and is_elsewhere:
             missing = [slot for slot in missing if slot in numbers]
-        elif is_early:
+        elif passed_s < _MISSING_S:
             return
         elif len(missing) > self._num_free():
             if self._can_shrink(self._nodes):
@@ -129,29 +143,18 @@ class Coordinator:
             spare = self._roster.spare_for(slot)
             why = "" if spare.number == slot else ", which is not there"
             say(f"node {spare.name} gets the ranks of node {slot}{why}")
-            self._seat(spare, slot, self._first_order(slot))
+            self._seat(spare, slot, self._order(slot))
         if missing:
             self._slots.write(self.over)
 
-    def _ranks_of(self, *slots: int) -> tuple[int, ...]:
-        size = self._ranks_per_node
-        return tuple(slot * size + each for slot in sorted(slots) for each in range(size))
-
-    def _first_order(self, slot: int) -> Order:
-        return Order(ranks=self._ranks_of(slot), start=self._start, num_nodes=self._num_training)
+    def _order(self, slot: int, **changes: Any) -> Order:
+        ranks = self._ranks_of(slot)
+        return Order(ranks=ranks, start=self._start, num_nodes=self._num_training, **changes)
 
     def _seat(self, node: HeardNode, slot: int, order: Order) -> None:
         """Give a node the ranks of a slot."""
         node.slot, self._slots.names[slot] = slot, node.name
         self._store.append(of_node(node.id, "orders"), asdict(order))
-
-    def _is_finished(self) -> bool:
-        self._newest = self._rounds.newest(self._newest)
-        return self._rounds.is_finished(self._newest)
-
-    def _is_suspected(self) -> bool:
-        self._newest = self._rounds.newest(self._newest)
-        return self._rounds.is_suspected(self._newest + 1)
 
     def _let_go(self) -> None:
         """Replace nodes that are told to end, or have all ranks save and end."""
@@ -166,7 +169,8 @@ class Coordinator:
         staying = sum(each.slot is None for each in left)
         slots = [each.slot for each in going if each.slot is not None]
         why = self._why_over(slots) if slots else ""
-        if slots and not why and len(slots) + len(self._open) > staying:
+        free = staying - len(self._open)
+        if slots and not why and len(slots) > free and not self._to_play(slots, free):
             why = "there are too few spares that stay; start more of them"
         if why and not self._can_shrink(left):
             self._end_all(f"{_are(going)} told to end, without a replacement: {why}")
@@ -185,19 +189,21 @@ class Coordinator:
         for each in lost:
             self._nodes.remove(each)
             self._store.set(of_node(each.id, "lost"), True)
-        if not slots:
+        # A repair, or another start, would end ranks that save; nobody needs ranks that wait.
+        if not slots or self._ends or self._rounds.are_waiting(self._ranks_of(*slots)):
+            self._num_gone += len(slots)
             return
         reason = self._why_over(slots)
-        self._num_untrained = 0 if self._rounds.has_trained() else self._num_untrained + 1
+        self._num_untrained += not self._rounds.has_trained()
         if (reason or len(slots) > self._num_free()) and self._can_shrink(self._nodes):
             self._begin_start(reason or "no spare is left")
             return
         if reason:
             self._set_over(1, f"{_are(lost)} lost, and {reason}")
             return
-        played = self._slots_to_play(slots)
-        self._played |= played
-        absent = self._ranks_of(*self._played) if played else None
+        played = self._to_play(slots, self._num_free())
+        self._played.slots |= played
+        absent = self._ranks_of(*self._played.slots) if played else None
         heard_s = max(each.heard_s for each in lost)
         self._newest = self._rounds.declare_lost(
             self._ranks_of(*slots), self._newest, absent, heard_s
@@ -215,7 +221,7 @@ class Coordinator:
         if self._own_number in slots:
             name = self._slots.names[self._own_number]
             return f"node {name} keeps the job's store (one without ranks can: --store)"
-        if self._rounds.are_waiting([rank for slot in slots for rank in self._ranks_of(slot)]):
+        if self._rounds.some_wait(self._ranks_of(*slots)):
             return "some of its ranks took no part"
         if not self._can_repair:
             return "without --moe-ft-repair auto no node is replaced"
@@ -223,44 +229,41 @@ class Coordinator:
             return "no iteration was finished before"
         if self._rounds.has_broken_too_many(self._rounds.newest(self._newest) + 1):
             return _BROKEN
-        if not self._waits and len(slots) > self._num_free() and not self._slots_to_play(slots):
-            why = "; peers cannot play the roles of all ranks of a stage" * self._can_play
+        free = self._num_free()
+        if not self._waits and len(slots) > free and not self._to_play(slots, free):
+            why = "; peers cannot play the roles of all ranks of a stage" * self._played.is_allowed
             return f"no spare is left (--moe-ft-spare restart){why}; start more of them"
         return ""
 
-    def _slots_to_play(self, lost: Sequence[int]) -> set[int]:
-        """Return the slots of lost nodes that no spare can take, if peers can play all of their roles."""
-        count = len(lost) - max(0, self._num_free())
-        stages = self._rounds.stages() if self._can_play and count > 0 else ()
-        for chosen in combinations(sorted(lost), count) if stages else ():
-            if _are_playable({*self._ranks_of(*self._played, *chosen)}, stages):
-                return {*chosen}
-        return set()
+    def _to_play(self, lost: Sequence[int], num_free: int) -> set[int]:
+        """Return the slots of lost nodes whose roles peers play; none if spares suffice, or peers cannot."""
+        is_asked = self._played.is_allowed and len(lost) > num_free
+        return self._played.choose(lost, num_free, self._rounds.stages()) if is_asked else set()
 
     def _num_free(self) -> int:
         return sum(each.slot is None for each in self._nodes) - len(self._open)
 
     def _bring_back(self) -> None:
         """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
-        slots = sorted(self._played)[: max(0, self._num_free())]
-        if not slots or self._ends or not self._is_finished():
+        slots = self._played.to_return(self._num_free())
+        if (
+            not slots
+            or self._ends
+            or not self._rounds.is_finished(self._rounds.newest(self._newest))
+        ):
             return
-        self._played -= {*slots}
-        ranks, absent, now_s = self._ranks_of(*slots), self._ranks_of(*self._played), time.time()
-        self._newest = self._rounds.declare_lost(ranks, self._newest, absent, now_s)
+        absent, now_s = {*self._played.slots}.difference(slots), time.time()
+        self._newest = self._rounds.declare_lost(
+            self._ranks_of(*slots), self._newest, self._ranks_of(*absent), now_s
+        )
+        self._played.note_return(slots, self._newest)
         for slot in slots:
             self._offer(slot, now_s)
 
     def _offer(self, slot: int, died_s: float) -> None:
         """Have the next spare take ranks, in the newest round."""
-        self._open[slot] = Order(
-            ranks=self._ranks_of(slot),
-            round=self._newest,
-            died_s=died_s,
-            lost_node=self._slots.names[slot],
-            start=self._start,
-            num_nodes=self._num_training,
-        )
+        name = self._slots.names[slot]
+        self._open[slot] = self._order(slot, round=self._newest, died_s=died_s, lost_node=name)
 
     def _give_away(self) -> None:
         """Have spares take over what is open."""
@@ -282,7 +285,7 @@ class Coordinator:
         own = {self._own_number} & {*range(self._num_nodes)}
         has_own = own <= {each.number for each in nodes}
         is_often = self._num_untrained > MOST_UNFINISHED
-        return has_own and not is_often and 0 < self._fewest <= len(nodes)
+        return has_own and not (is_often or self._ends) and 0 < self._fewest <= len(nodes)
 
     def _grow(self) -> None:
         """Have all ranks begin again if nodes have come that have none, and others are missing."""
@@ -298,11 +301,13 @@ class Coordinator:
     def _begin_start(self, why: str) -> None:
         """Have all ranks end, and others begin on the nodes that are there, in another layout."""
         self._start += 1
+        if self._rounds.has_trained():
+            self._num_untrained = 0
         nodes = _in_order(self._nodes, self._own_number)
         self._num_training = min(len(nodes), self._num_nodes)
         self._open.clear()
-        self._played.clear()
-        self._newest = 0
+        self._played.slots.clear()
+        self._newest = self._num_gone = 0
         self._roster.begin_start()
         self._rounds = Rounds(
             self._open_start(self._start), 0, self._num_training * self._ranks_per_node
@@ -311,19 +316,22 @@ class Coordinator:
         say(f"all ranks begin again on nodes {', '.join(self._slots.names.values())}: {why}")
         for slot, each in enumerate(nodes[: self._num_nodes]):
             each.code = None
-            self._seat(each, slot, self._first_order(slot))
+            self._seat(each, slot, self._order(slot))
         self._slots.write(self.over)
 
     def _end(self) -> None:
         """End the job when all its ranks have ended, or some have failed."""
         ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
-        if code := max((each.code for each in ended if each.code is not None), default=0):
+        failed = [each for each in ended if each.code]
+        if vain := [each for each in failed if self._played.is_vain(each.slot, self._rounds)]:
+            self._lose(vain, "its ranks failed before they took part")
+        elif failed:
             # Else one may be lost, and that is why.
-            if self._fewest and not self._roster.has_heard_all():
-                return
-            self._set_over(code, "a rank has failed")
-        elif len(ended) == self._num_training - len(self._played):
-            self._set_over(0, "")
+            if not self._fewest or self._roster.has_heard_all():
+                self._set_over(max(each.code or 0 for each in failed), "a rank has failed")
+        elif len(ended) + self._num_gone == self._num_training - len(self._played.slots):
+            is_worse = self._ends and self._num_gone > 0
+            self._set_over(int(is_worse), "a node was lost while its ranks were to save" * is_worse)
 
     def _set_over(self, code: int, why: str) -> None:
         if why:
@@ -336,11 +344,6 @@ class Coordinator:
 def _are(nodes: Sequence[HeardNode]) -> str:
     names = ", ".join(each.name for each in nodes)
     return f"node {names} is" if len(nodes) == 1 else f"nodes {names} are"
-
-
-def _are_playable(dead: Set[int], stages: Sequence[Sequence[Sequence[int]]]) -> bool:
-    """Return whether each stage keeps a group of ranks of which none is dead."""
-    return all(any(dead.isdisjoint(group) for group in stage) for stage in stages)
 
 
 def _in_order(nodes: Sequence[HeardNode], own_number: int) -> list[HeardNode]:

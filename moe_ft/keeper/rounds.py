@@ -70,6 +70,10 @@ class Rounds:
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
+        self._known: tuple[int, dict[str, Any]] = (
+            0,
+            {},
+        )  # a round, and its last verdict on absence
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
 
     def is_finished(self, number: int) -> bool:
@@ -121,11 +125,15 @@ class Rounds:
 
     def _of_absent(self, number: int) -> dict[str, Any]:
         """Return the last verdict, up to a round, that has named absent ranks: other rounds leave them be."""
-        for each in range(number, 0, -1):
-            verdict = self._store.get(_key(each, "declared")) or {}
-            if "absent" in verdict:
-                return dict(verdict)
-        return {}
+        since, verdict = self._known if self._known[0] <= number else (0, {})
+        for each in range(number, since, -1):
+            found = self._store.get(_key(each, "declared")) or {}
+            if "absent" in found:
+                verdict = found
+                break
+        if self.is_declared(number):  # verdicts do not change: later looks begin here
+            self._known = number, verdict
+        return verdict
 
     def declare_lost(
         self,
@@ -161,11 +169,19 @@ class Rounds:
         """Return whether some rank has said so."""
         return self._has(number, "suspected")
 
+    def is_next_suspected(self, since: int) -> bool:
+        """Return whether some rank has said so of the round that is next, at or after one that has begun."""
+        return self.is_suspected(self.newest(since) + 1)
+
     def note_waiting(self) -> None:
         """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
         self._store.append("waiting", self.rank)
 
     def are_waiting(self, ranks: Sequence[int]) -> bool:
+        """Return whether all of some ranks have said so."""
+        return set(ranks) <= set(self._store.values("waiting"))
+
+    def some_wait(self, ranks: Sequence[int]) -> bool:
         """Return whether any of some ranks has said so."""
         return not set(ranks).isdisjoint(self._store.values("waiting"))
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
+from moe_ft.keeper.rounds import Rounds, Stages
 
 # Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
 _SUSPECTED_S = 2.0
 _LONGEST_LOOK_S = 1.0
+_AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
 GATHER_S = 3.0  # for all nodes to be told to end that are
 PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 ARRIVED, LEAVING, SAVE, OVER = (f"nodes/{what}" for what in ("arrived", "leaving", "save", "over"))
@@ -171,7 +173,7 @@ class Roster:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether a node is told to end about which nothing has been decided."""
+        """Return whether a node is told to end about which nothing has been decided."""
         return self._leave_s is not None
 
     def told_to_end(self) -> list[HeardNode] | None:
@@ -185,10 +187,13 @@ class Roster:
         return [each for each in self.nodes if each.id in told]
 
     def has_heard_all(self) -> bool:
-        """Return whether all nodes live since this was asked first in this start."""
+        """Return whether all nodes whose ranks run live since this was asked first in this start."""
         if self._failed is None:
             self._failed = {each.id: each.beats for each in self.nodes}
-        return all(each.beats > self._failed.get(each.id, 0) + 1 for each in self.nodes)
+        return all(
+            each.code is not None or each.beats > self._failed.get(each.id, 0) + 1
+            for each in self.nodes
+        )
 
     def begin_start(self) -> None:
         """Forget what was asked in the start before."""
@@ -198,10 +203,18 @@ class Roster:
 class Slots:
     """Names of the nodes that have ranks, by slot, and those of the job's last start."""
 
-    def __init__(self, num_nodes: int, own_number: int, status: Path | None) -> None:
+    def __init__(
+        self, num_nodes: int, ranks_per_node: int, own_number: int, status: Path | None
+    ) -> None:
         self._num_nodes, self._own_number, self._status = num_nodes, own_number, status
+        self._ranks_per_node = ranks_per_node
         self.names: dict[int, str] = {}  # of the node that has had the slot last
         self._before = _read_names(status, num_nodes)
+
+    def ranks_of(self, *slots: int) -> tuple[int, ...]:
+        """Return the ranks of some slots, ascending."""
+        size = self._ranks_per_node
+        return tuple(slot * size + each for slot in sorted(slots) for each in range(size))
 
     def replace(self, names: Sequence[str]) -> None:
         """Have other nodes: slots of earlier ones mean nothing any more."""
@@ -244,6 +257,60 @@ class Slots:
             part.rename(self._status)
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
+
+
+class PlayedSlots:
+    """Slots without a node: peers play the roles of their ranks.
+
+    Attributes:
+        slots: these.
+        is_allowed: whether there may be any.
+    """
+
+    def __init__(self, ranks_of: Callable[..., Sequence[int]], is_allowed: bool) -> None:
+        self.slots: set[int] = set()
+        self.is_allowed = is_allowed
+        self._ranks_of, self._again_s = ranks_of, 0.0
+        self._returns: dict[int, int] = {}  # by slot, the last round in which its ranks came back
+
+    def choose(self, lost: Sequence[int], num_free: int, stages: Stages) -> set[int]:
+        """Return the slots of lost nodes that no spare takes; none if a stage would have no group that lives.
+
+        Args:
+            num_free: spares. A stage that has no other group gets them first.
+            stages: as `Rounds.stages` returns them.
+        """
+        played, left = {*lost}, max(0, num_free)
+        for stage in stages:
+            dead = {*self._ranks_of(*self.slots, *played)}
+            if any(dead.isdisjoint(group) for group in stage):
+                continue
+            needed = [
+                {slot for slot in played if not {*self._ranks_of(slot)}.isdisjoint(group)}
+                for group in stage
+                if {*self._ranks_of(*self.slots)}.isdisjoint(group)
+            ]
+            fewest = min(reversed(needed), key=len, default=set[int]())
+            if not fewest or len(fewest) > left:
+                return set()
+            played, left = played - fewest, left - len(fewest)
+        return {*sorted(played)[: max(0, len(played) - left)]} if stages else set()
+
+    def to_return(self, num_free: int) -> list[int]:
+        """Return slots that spares may take back now: training stands still until they have."""
+        is_early = time.monotonic() < self._again_s
+        return [] if is_early else sorted(self.slots)[: max(0, num_free)]
+
+    def note_return(self, slots: Sequence[int], number: int) -> None:
+        """Note that spares get the ranks of slots in a round."""
+        self.slots.difference_update(slots)
+        self._returns |= dict.fromkeys(slots, number)
+        self._again_s = time.monotonic() + _AGAIN_S
+
+    def is_vain(self, slot: int | None, rounds: Rounds) -> bool:
+        """Return whether ranks came back in a round in which no iteration was finished."""
+        number = None if slot is None else self._returns.get(slot)
+        return number is not None and not rounds.is_finished(number)
 
 
 def of_node(node: str, what: str) -> str:

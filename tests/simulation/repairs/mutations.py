@@ -260,7 +260,7 @@ def absent_ranks_of_before_forgotten(patches: Patches) -> None:
 @node_mutation
 def roles_played_for_no_spare_alone(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although peers could play their roles."""
-    patches.set(Coordinator, "_slots_to_play", lambda self, lost: set())
+    patches.set(Coordinator, "_to_play", lambda self, lost, num_free: set())
 
 
 @node_mutation

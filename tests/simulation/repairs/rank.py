@@ -409,10 +409,9 @@ class Rank:
         self._pass("recover")
         memories = {self.rank: self._memory}
         memories |= {each: self._job.memory_of(each) for each in product.played(self)}
-        own, *played = ([each, sorted(memory)] for each, memory in memories.items())
-        name, by_role = "recover:", {each[0]: each for each in played}
-        gathered = self._ends.gather(name, own, self._timeout_s, by_role)
-        told = [iterations for _, iterations in gathered]
+        by_role = {each: sorted(memory) for each, memory in memories.items()}
+        own = by_role.pop(self.rank)
+        told = self._ends.gather("recover:", own, self._timeout_s, by_role)
         common = set.intersection(*map(set, told))
         found = max((each for each in common if each <= most), default=None)
         if found is None:

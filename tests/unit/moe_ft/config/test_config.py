@@ -12,6 +12,7 @@ from moe_ft.config.config import (
     RecoveryConfig,
     StorageConfig,
 )
+from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.rules import check_directories
@@ -46,6 +47,14 @@ FOLLOWED = MemoryConfig(replicate="gradients")
         (
             MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute")),
             "--moe-ft-without-spare=reroute needs --moe-ft-repair auto",
+        ),
+        (
+            MoeFtConfig(
+                strategy=StrategyConfig(strategy="dense"),
+                recovery=RecoveryConfig(without_spare="reroute", repair="auto", layout="any"),
+                elastic=ElasticConfig(elastic=True),
+            ),
+            "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: both say what happens",
         ),
         (
             MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1",))),

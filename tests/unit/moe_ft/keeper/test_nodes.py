@@ -8,6 +8,7 @@ import pytest
 
 from moe_ft.keeper import nodes, seats
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
+from moe_ft.keeper.seats import PlayedSlots
 from tests.unit.moe_ft.keeper.node_job import Job, ranks
 
 
@@ -21,7 +22,7 @@ def test_node_that_took_over_keeps_its_ranks_in_the_next_start(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("before", "names", "at_once", "later"),
+    ("before", "names", "soon", "later"),
     [
         ("hhh", "hhh", [[0], [1], [2]], [[], [], []]),
         ("ab", "ba", [[0], [1]], [[], []]),
@@ -35,7 +36,7 @@ def test_node_that_took_over_keeps_its_ranks_in_the_next_start(tmp_path: Path) -
 def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
     before: str,
     names: str,
-    at_once: list[list[int]],
+    soon: list[list[int]],
     later: list[list[int]],
     tmp_path: Path,
     advance: Callable[[float], None],
@@ -44,7 +45,10 @@ def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
     status.write_text("\n".join(["1", *before]))
     job = Job(status, len(before))
     there = [job.come(name, number) for number, name in enumerate(names)]
-    assert [ranks(seat) for seat in there] == at_once
+    found = [ranks(seat) for seat in there]
+    advance(seats.GATHER_S + 1)
+    job.coordinator.step()
+    assert [at + ranks(seat) for at, seat in zip(found, there, strict=True)] == soon
     advance(nodes._MISSING_S + 1)
     job.coordinator.step()
     assert [ranks(seat) for seat in there] == later
@@ -244,7 +248,11 @@ def test_spare_takes_over_in_place_before_an_elastic_job_gets_smaller() -> None:
     job.come("spare", 4)
     Rounds(job.store, 3, 4).note_waiting()
     job.lose("host3")
-    assert job.orders()["spare"] == [(1, 4, [3])], "ranks that wait are not replaced in place"
+    assert not any(job.orders().values()), "nobody needs ranks that wait"
+    for seat in job.seats.values():
+        seat.beat(0)
+    job.coordinator.step()
+    assert job.coordinator.over == 0
 
 
 @pytest.mark.parametrize(
@@ -326,3 +334,89 @@ def test_failed_rank_ends_an_elastic_job_only_if_no_node_was_lost() -> None:
             seat.beat(1, start=1)
         job.coordinator.step()
     assert job.coordinator.over == 1
+
+
+def test_node_that_falls_silent_after_its_rank_has_failed_holds_up_no_end() -> None:
+    job = elastic_job()
+    job.seats.pop("host2").beat(1)
+    for _ in range(3):
+        job.coordinator.step()
+        for seat in job.seats.values():
+            seat.beat(None)
+    job.coordinator.step()
+    assert job.coordinator.over == 1
+
+
+def test_node_that_is_lost_while_all_ranks_save_begins_no_start_and_no_round() -> None:
+    job = elastic_job()
+    job.coordinator.tell()
+    job.coordinator.step()
+    job.lose("host3")
+    assert not any(job.orders().values()) and not Rounds(job.store, 0, 4).is_declared(1)
+    for seat in job.seats.values():
+        seat.beat(0)
+    job.coordinator.step()
+    assert job.coordinator.over == 1, "what the lost node had is not saved"
+
+
+def test_losses_of_nodes_that_come_are_counted_in_a_row_alone(
+    advance: Callable[[float], None],
+) -> None:
+    job = elastic_job()
+    job.lose("host3")
+    for number in range(2 * MOST_UNFINISHED):
+        start = 2 * number + 1
+        Rounds(job.starts[start], 0, 3).finish(0)
+        job.come("host3", 3)
+        advance(seats.GATHER_S + 1)
+        job.coordinator.step()
+        job.lose("host3")
+    assert job.coordinator.over is None
+
+
+def test_node_whose_ranks_come_back_in_vain_leaves_the_others_training(
+    advance: Callable[[float], None],
+) -> None:
+    job = Job(num_nodes=4, can_play=True)
+    for number in range(4):
+        job.come(str(number), number)
+    rounds = Rounds(job.store, 0, 4)
+    rounds.finish(0, STAGES)
+    job.lose("3")
+    rounds.finish(1)
+    seat = job.come("3", 3)
+    assert [order.round for order in seat.new_orders()] == [2]
+    seat.beat(1)
+    job.coordinator.step()
+    assert job.coordinator.over is None and seat.is_lost()
+    assert rounds.absent(3) == {3}
+    rounds.finish(3)
+    again = job.come("3", 3)
+    assert not again.new_orders(), "peers that train are left alone for a while"
+    advance(100)
+    job.coordinator.step()
+    assert [order.round for order in again.new_orders()] == [4]
+
+
+def test_peers_play_the_roles_of_a_node_that_is_told_to_end(
+    advance: Callable[[float], None],
+) -> None:
+    job = Job(num_nodes=4, can_play=True)
+    there = [job.come(str(number), number) for number in range(4)]
+    Rounds(job.store, 0, 4).finish(0, STAGES)
+    there[3].leave()
+    job.coordinator.step()
+    advance(seats.GATHER_S + 0.5)
+    job.coordinator.step()
+    assert there[3].is_lost() and not there[0].is_to_save()
+    assert Rounds(job.store, 0, 4).absent(1) == {3}
+
+
+def test_spares_go_first_where_a_stage_has_no_other_group() -> None:
+    size, half = 32, 16
+    stages = [[[stage], [stage + half]] for stage in range(half)]
+    played = PlayedSlots(lambda *slots: tuple(sorted(slots)), is_allowed=True)
+    lost = list(range(size))
+    assert played.choose(lost, half, stages) == {*range(half)}
+    assert played.choose(lost, half - 1, stages) == set()
+    assert played.choose([0, 1, half], 1, stages) == {0, 1}
