@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,29 +36,14 @@ class Running:
     step: Step
 
 
-AfterSetup = Callable[[Listeners, Built, int], None]
-
-
-def run(
-    flags: list[str],
-    before: Callable[[Running], None],
-    after_setup: AfterSetup = Listeners.after_setup,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Running:
-    """Train; call something before each iteration. Return what ran last.
-
-    Args:
-        after_setup: called with what was built.
-        around: made when Megatron's arguments are set, around the seams of the listeners.
-    """
+def run(flags: list[str], before: Callable[[Running], None]) -> Running:
+    """Train; call something before each iteration. Return what ran last."""
     found: list[Running] = []
     known: list[Listeners] = []
 
-    @contextmanager
-    def install(original: Any, listeners: Listeners, *_: Any) -> Iterator[None]:
+    def install(original: Any, listeners: Listeners, *given: Any) -> Any:
         known.append(listeners)
-        with around(), original(listeners, lambda *args: after_setup(listeners, *args)):
-            yield
+        return original(listeners, *given)
 
     def step(original: Any, *args: Any, **kwargs: Any) -> Any:
         (listeners,) = known

@@ -5,9 +5,10 @@ nobody forks it again: neither its zygote nor a spare is there.
 """
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Nodes:
                 self.lose(ranks)
             return nodes.wait()
 
-    def lose(self, ranks: Sequence[int]) -> None:
+    def lose(self, ranks: Sequence[int], then: Callable[[], None] | None = None) -> None:
         paths = [self._job.events_dir / f"rank_{rank:05d}.jsonl" for rank in ranks]
         for path in paths:
             wait_for(lambda path=path: _has_stopped(path), f"the stop in {path}", DEADLINE_S)
@@ -66,6 +67,8 @@ class Nodes:
         for name in names:
             for path in self._job.memory_dir.glob(f"*/{name}"):
                 shutil.rmtree(path)
+        if then is not None:
+            then()
 
     @property
     def log(self) -> str:
@@ -197,6 +200,34 @@ def test_node_that_comes_takes_its_ranks_back_and_no_bit_tells_that_it_was_away(
     first, second = repaired.events("repair", 0)
     assert (first["played"], first["dead_ranks"]) == ({"3": 2}, [])
     assert (second["played"], second["taken_over"]) == ({}, {"node3": "node4"})
+    assert repaired.digests() == repaired.reference()
+
+
+@pytest.mark.rest
+def test_deputy_without_room_for_another_rank_ends_the_job_and_all_ranks_continue_it(
+    repaired: RepairedJob, mount_small: Callable[[str], Path]
+) -> None:
+    repaired.memory_dir = mount_small("64m")
+    job = Nodes(repaired, f"stop:3@{BROKEN}:backward", clip_grad=0.0)
+    ballast = repaired.memory_dir / "ballast"
+
+    def fill() -> None:
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(repaired.memory_dir).free)
+
+    with job.nodes as nodes:
+        nodes.start(*job.names)
+        job.lose([3], then=fill)
+        assert nodes.wait() == dict.fromkeys(("node0", "node1", "node2"), 1)
+    assert "a repair found no state to continue from: --moe-ft-memory-dir" in job.log
+    ballast.unlink()
+    again = Nodes(repaired, clip_grad=0.0)
+    with again.nodes as nodes:
+        nodes.start(*again.names, restart=1)
+        assert nodes.wait() == dict.fromkeys(again.names, 0), again.log[-6000:]
+    for rank in range(4):
+        (line,) = repaired.events("recovery", rank)
+        assert BROKEN - 2 <= line["restored_iteration"] <= BROKEN
     assert repaired.digests() == repaired.reference()
 
 

@@ -15,6 +15,24 @@ from tests.simulation.schedule import ENDS_PROCESSES, Fault, Schedule, draw
 SHARE = 0.03  # of all schedules
 OF_DEAD: set[str] = set()  # mistakes that only these jobs show
 _EVENTS_PER_ITERATION = 75  # of a rank
+# A snapshot fails on one of two seats of a process. Then a node is lost.
+FAILED_SEAT = Schedule(
+    seed=1149,
+    setup=Setup(dp=4, ep=1, dead=(-1, 1)),
+    faults=(
+        Fault(kind="kill-all", start=0, event=929),
+        Fault(
+            kind="memory-glitch",
+            start=1,
+            event=260,
+            target=43,
+            amount=0.272,
+            is_after_recovery=True,
+        ),
+        Fault(kind="lose-node", start=1, event=631, is_after_recovery=True),
+    ),
+    switching=0.02,
+)
 
 
 def draw_some(seed: int) -> Schedule:

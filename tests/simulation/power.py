@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tests.simulation.dead_ranks import OF_DEAD, draw_dead, draw_some
+from tests.simulation.dead_ranks import FAILED_SEAT, OF_DEAD, draw_dead, draw_some
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
@@ -317,6 +317,7 @@ _NEAR: dict[str, AnySchedule] = {
         ),
         switching=0.02,
     ),
+    "votes-of-the-dead-left-out": FAILED_SEAT,
     "step-past-the-meeting": Schedule(
         seed=62,
         setup=msgspec.structs.replace(_STAGES, interval="2", iterations=10, is_sharded=False),

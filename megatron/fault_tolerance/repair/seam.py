@@ -273,9 +273,7 @@ class RepairSeam:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
         degradation = self._rank.degradation
         self._rank.membership.become_replaceable(() if degradation is None else stages_of_job())
-        if (
-            dist.get_world_size() == 1
-        ):  # an elastic job may be so small: nobody is left to repair it
+        if get_args().world_size == 1:  # an elastic job may be so small: nobody could repair it
             self._rank.link.disarm()
         self._heart.start()
 

@@ -27,6 +27,7 @@ def args(**changes: Any) -> Namespace:
         "skip_train": False,
         "hybrid_context_parallel": False,
         "world_size": 4,
+        "moe_ft_elastic": False,
         "cuda_graph_impl": "none",
         "nccl_ub": False,
         "use_sharp": False,

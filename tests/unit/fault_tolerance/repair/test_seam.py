@@ -44,6 +44,7 @@ def store() -> Any:
 @pytest.fixture
 def repairing(link: Link, links: Links, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    loop_args.world_size = 2  # the other rank is not needed
     connections = (Rounds(signed(store), 0, 1), Rounds(signed(store), 0, 1))
     listeners, heart = Listeners(LoopState(), []), Heart(link, limit_s=100.0)
     yield RepairSeam(link, listeners, store, connections, links, heart, 0)
@@ -88,6 +89,16 @@ def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_e
     assert armed == [False, True, False, False]
     assert limits_s == [0, 100, 100, 0], "no beats are expected while a process is set up"
     assert ran == [7]
+
+
+def test_only_rank_of_an_elastic_job_is_not_replaced(
+    repairing: RepairSeam, link: Link, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(monkeypatch)
+    loop_args.world_size = 1
+    with repairing.below_hooks(), repairing.above_hooks():
+        training.train_step(*ARGUMENTS, iteration=7)
+        assert not link.is_armed
 
 
 def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
