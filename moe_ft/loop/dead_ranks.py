@@ -14,6 +14,7 @@ import torch
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seats
 from moe_ft.events import EventLog
+from moe_ft.files.patience import awaiting
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.listeners import Built, LoopListener
 
@@ -96,9 +97,11 @@ class Together(LoopListener):
             self._dead[rank].worker.submit(partial(self._guarded, act))
             for rank, act in dead.items()
         ]
-        self._guarded(own)
-        for each in futures:
-            each.result(self._limit_s)
+        # Who watches this thread sees theirs get further, or wait for storage, while it waits for them.
+        with awaiting([self._dead[rank].worker.ident for rank in dead]):
+            self._guarded(own)
+            for each in futures:
+                each.result(self._limit_s)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
