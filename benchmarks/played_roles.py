@@ -35,8 +35,9 @@ from moe_ft.arithmetic import ceil_div
 from moe_ft.planning.lost_ranks import Degraded, Layout
 from moe_ft.state.tensors import inner_optimizers
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.distributed.test_played_roles import CASE, LOSSES, LOST, run_without
+from tests.distributed.test_played_roles import LOSSES, run_without
 from tests.harness import events, run_training
+from tests.played_roles import LOST, NODES
 
 # Stages, pipelines, micro-batches of each, failures.
 COUNTED = (
@@ -48,7 +49,7 @@ LAYOUTS = {
     "PP2 x DP3, 4 micro-batches": ("one of three ranks of a stage", 6, 24),
 }
 _MEMORY = "memory.json"
-FORWARD = "BENCHMARK_FORWARD_S"
+FORWARD, LOST_AT = "BENCHMARK_FORWARD_S", "BENCHMARK_LOST_AT"
 _NUM_LAYERS, _DEADLINE_S = 32, 380.0
 
 
@@ -97,7 +98,8 @@ def train_slept(flags: list[str]) -> None:
     with Patches() as patches:
         for name, seconds in (("forward_step", forward_s), ("backward_step", 2 * forward_s)):
             patches.set(schedules, name, lasting(getattr(schedules, name), seconds))
-        degradation, (model, *_) = run_without(flags)
+        last = run_without(flags, int(os.environ[LOST_AT]))
+    (model, *_), degradation = last.built, last.degradation
     for shard in degradation.deputies.shards.values():
         states = [each.optimizer.state.items() for each in inner_optimizers(shard)]
         tensors = [
@@ -131,7 +133,8 @@ def job_row(name: str, folder: Path, data: list[str], options: argparse.Namespac
             *("--num-workers", "0", "--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
             *("--moe-ft-memory-dir", str(job.memory)),
         ]
-        env = {CASE: case, LOST: str(lost_at), FORWARD: str(options.forward_s)}
+        env = {LOST: json.dumps(loss.dead), LOST_AT: str(lost_at)}
+        env[FORWARD] = str(options.forward_s)
         run_training(
             flags,
             num_ranks,
@@ -139,7 +142,7 @@ def job_row(name: str, folder: Path, data: list[str], options: argparse.Namespac
             deadline_s=_DEADLINE_S,
             train=train_slept,
             env=env,
-            nodes=loss.nodes,
+            nodes=NODES[:num_ranks],
         ).check()
         times = [line["iteration_s"] for line in events(job.events, 0, "iteration")]
         memory = json.loads((job.events / _MEMORY).read_text())

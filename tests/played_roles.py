@@ -4,23 +4,27 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megatron.core import mpu
 from megatron.training import get_args, training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.degraded.roles import CellBatches, Place
 from megatron.fault_tolerance.repair.catch_up import Step
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.planning.schedules import Cell
 from moe_ft.recovery.inventory import look_at_memory
 from tests.waiting import wait_for
 
 LOST_AT = 2  # the first iteration without a rank
 LOST = "MOE_FT_TEST_LOST_RANKS"
-NODES = ("node0", "node1", "node0", "node1")
+NODES = ("node0", "node1") * 4
 # Clipping would add up another norm: sums of fp32 in another order.
 COMMON = {"attention_dropout": 0.1, "clip_grad": 0.0}
 
@@ -36,8 +40,16 @@ class Running:
     step: Step
 
 
-def run(flags: list[str], before: Callable[[Running], None]) -> Running:
-    """Train; call something before each iteration. Return what ran last."""
+def run(
+    flags: list[str],
+    before: Callable[[Running], None],
+    degrade: Callable[[Patches], Degradation] = Degradation,
+) -> Running:
+    """Train; call something before each iteration. Return what ran last.
+
+    Args:
+        degrade: makes the seams of dead ranks.
+    """
     found: list[Running] = []
     known: list[Listeners] = []
 
@@ -59,7 +71,7 @@ def run(flags: list[str], before: Callable[[Running], None]) -> Running:
         return original(*args, **kwargs)
 
     with Patches() as patches:
-        degradation = Degradation(patches)
+        degradation = degrade(patches)
         patches.wrap(training, "train_step", step)
         patches.wrap(hooks, "installed", install)
         pretrain_gpt_moe.main(flags)
@@ -99,3 +111,52 @@ def lose(running: Running) -> None:
     listeners.after_setup(running.built, iteration)
     assert listeners.loop.iteration == iteration
     listeners.begin_iteration(iteration)
+
+
+class ReadSamples:
+    """Data set that writes down which samples are read, by iteration and data-parallel rank they are of.
+
+    Without workers, the loop reads a batch when it needs it.
+    """
+
+    def __init__(self) -> None:
+        self._data_set: Any = None
+        self._reader: int | None = None
+        self._read: dict[int, dict[int, list[int]]] = {}
+        self._iteration = 0
+
+    def install(self, patches: Patches) -> None:
+        """Stand in for the data set that loaders are built of, until the patches end."""
+
+        def load(original: Callable[..., Any], data_set: Any, *args: Any) -> Any:
+            if data_set is None or self._data_set is not None:
+                return original(data_set, *args)  # of validation
+            self._data_set = data_set
+            return original(self, *args)
+
+        def read(
+            original: Callable[..., Any], batches: CellBatches, place: Place, cell: Cell
+        ) -> Any:
+            self._reader = place.reader_of(cell.pipeline)
+            return original(batches, place, cell)
+
+        patches.wrap(training, "build_pretraining_data_loader", load)
+        original = CellBatches.read
+        patches.set(CellBatches, "read", lambda *args: read(original, *args))
+
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration; write down what those before it have read."""
+        path = Path(get_args().moe_ft_event_log) / f"samples_{os.environ['RANK']}.json"
+        path.write_text(json.dumps(self._read))
+        self._reader, self._iteration = None, iteration
+
+    def __len__(self) -> int:
+        return len(self._data_set)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data_set, name)
+
+    def __getitem__(self, index: int) -> Any:
+        reader = mpu.get_data_parallel_rank() if self._reader is None else self._reader
+        self._read.setdefault(self._iteration, {}).setdefault(reader, []).append(int(index))
+        return self._data_set[index]

@@ -1,7 +1,8 @@
 """Checkpoints of dead ranks, next to those of the live rank that speaks for them (engine/seats.py).
 
 Each dead rank has checkpoints as if it were alive, with its own part of the state, its own snapshots and
-replicas, and its own event log. At each seam of the loop all of them act together, each on its thread.
+replicas, and its own event log. Idle ranks, which are left of a group that has lost one, count as dead. At
+each seam of the loop all of them act together, each on its thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,12 +71,15 @@ class Together(LoopListener):
         dead: Mapping[int, DeadRank],
         seats: Seats,
         limit_s: float,
+        tell: Callable[[], None],
     ) -> None:
         """Start the threads.
 
         Args:
             limit_s: for dead ranks to finish a seam after this one has.
+            tell: tells idle ranks where the loop continues, once a recovery has set that.
         """
+        self._tell = tell
         self.own, self._dead, self._seats = own, dead, seats
         self._limit_s = limit_s
         device = torch.cuda.current_device()
@@ -124,6 +128,7 @@ class Together(LoopListener):
                 for rank, each in self._dead.items()
             },
         )
+        self._tell()
 
     @override
     def failed(self, error: Exception) -> None:
@@ -145,3 +150,21 @@ class Together(LoopListener):
         for each in dead.values():
             each.worker.close(_CLOSE_S)
             each.log.close()
+
+
+class Idle(LoopListener):
+    """Stands in for the checkpoints of an idle rank, for which its deputy speaks.
+
+    Its state is old. It takes part in no agreement, and continues where the others do. Owned by the training
+    thread.
+
+    Attributes:
+        own: checkpoints of this rank, which are suspended.
+    """
+
+    def __init__(self, own: Checkpoints, follow: Callable[[], None]) -> None:
+        self.own, self._follow = own, follow
+
+    @override
+    def after_setup(self, built: Built) -> None:
+        self._follow()

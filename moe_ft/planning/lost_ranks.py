@@ -65,6 +65,8 @@ class Layout:
     @property
     def refusal(self) -> str | None:
         """The reason why nobody can play a lost rank's role, None if peers can."""
+        if self.cp > 1:
+            return "jobs with context parallelism have then ended in other weights, and it is not known why"
         if self.num_groups > 1:
             return None
         if self.dp == 1:

@@ -27,7 +27,9 @@ NUM_ITERATIONS, BROKEN = 10, 4
 DEPUTIES = {0: 1, 1: 0, 2: 3, 3: 2}
 # Dropout, so that random numbers count.
 CHANGES: Mapping[str, Any] = {"attention_dropout": 0.1, "train_iters": NUM_ITERATIONS}
+PP = {"pp": 2}
 SCRIPT = ROOT / "tests" / "distributed" / "scripts" / "pretrain_playing.py"
+IN_TENSORS: Mapping[str, Any] = {"clip_grad": 0.0, "sequence_parallel": True}
 REROUTE = ("--moe-ft-without-spare", "reroute")
 
 
@@ -35,11 +37,17 @@ class Nodes:
     """Nodes with one rank each, two pipelines of two stages unless the layout is another."""
 
     def __init__(
-        self, job: RepairedJob, *faults: str, num_nodes: int = 4, store: int = 0, **changes: Any
+        self,
+        job: RepairedJob,
+        *faults: str,
+        num_nodes: int = 4,
+        store: int = 0,
+        layout: Mapping[str, int] = PP,
+        **changes: Any,
     ) -> None:
         self._job, job.num_ranks = job, 4
         strategy = (*DENSE, *REROUTE)
-        flags = job.flags(faults, strategy, {"pp": 2}, changes={**CHANGES, **changes})
+        flags = job.flags(faults, strategy, layout, changes={**CHANGES, **changes})
         self.names = [f"node{number}" for number in range(num_nodes)]
         self.nodes = KeptNodes(
             job.folder,
@@ -87,7 +95,12 @@ def shards(job: RepairedJob) -> dict[int, list[Any]]:
 
 
 def check_played(
-    job: RepairedJob, nodes: Nodes, codes: dict[str, int], dead: Sequence[int], expected: Any
+    job: RepairedJob,
+    nodes: Nodes,
+    codes: dict[str, int],
+    dead: Sequence[int],
+    expected: Any,
+    deputies: Mapping[int, int] = DEPUTIES,
 ) -> None:
     """Check that all others have trained to the end, and what the state of each role is then."""
     live = [rank for rank in range(4) if rank not in dead]
@@ -95,13 +108,13 @@ def check_played(
     assert codes == dict.fromkeys(there, 0), nodes.log[-6000:]
     for rank in live:
         assert len({line["pid"] for line in job.events("start", rank)}) == 1
-        played = {str(each): DEPUTIES[each] for each in dead}
+        played = {str(each): deputies[each] for each in dead}
         last = job.events("repair", rank)[-1]
         assert (last["played"], last["dead_ranks"]) == (played, [])
         assert last["recovered_iteration"] <= last["broken_iteration"]
         lines = job.events("state_digest", rank)
         assert [(each["sha256"], each["sha256_all"]) for each in lines] == [expected[rank]]
-    assert shards(job) == {each: [DEPUTIES[each], expected[each][0]] for each in dead}
+    assert shards(job) == {each: [deputies[each], expected[each][0]] for each in dead}
     logged = re.findall(r"iteration +(\d+)/ +\d+ \|", nodes.log)
     # Those of the last rank, and then of the rank that plays its role, in another file.
     assert sorted(map(int, logged)) == [*range(1, NUM_ITERATIONS + 1)], "each log line comes once"
@@ -161,6 +174,14 @@ def test_second_rank_of_another_stage_is_lost_while_a_role_is_played(
 
 
 @pytest.mark.rest
+def test_idle_rank_that_is_lost_changes_nothing(repaired: RepairedJob) -> None:
+    faults = (f"stop:3@{BROKEN}:backward", "stop:2@7:before-step")
+    nodes = Nodes(repaired, *faults, layout={"tp": 2}, **IN_TENSORS)
+    codes = nodes.run([3], [2])
+    check_played(repaired, nodes, codes, [2, 3], repaired.reference(), {2: 0, 3: 1})
+
+
+@pytest.mark.rest
 def test_deputy_that_is_lost_leaves_a_stage_without_ranks_and_the_job_says_so(
     repaired: RepairedJob,
 ) -> None:
@@ -186,10 +207,19 @@ def test_rank_that_dies_on_a_node_that_lives_is_forked_again_while_a_role_is_pla
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize(
+    ("layout", "changes", "played"),
+    [(PP, {"clip_grad": 0.0}, {"3": 2}), ({"tp": 2}, IN_TENSORS, {"2": 0, "3": 1})],
+    ids=["stages", "tensors, the rest of the group is idle"],
+)
 def test_node_that_comes_takes_its_ranks_back_and_no_bit_tells_that_it_was_away(
     repaired: RepairedJob,
+    layout: Mapping[str, int],
+    changes: Mapping[str, Any],
+    played: Mapping[str, int],
 ) -> None:
-    job = Nodes(repaired, f"stop:3@{BROKEN}:backward", clip_grad=0.0, train_iters=80)
+    fault = f"stop:3@{BROKEN}:backward"
+    job = Nodes(repaired, fault, layout=layout, **{**changes, "train_iters": 80})
     with job.nodes as nodes:
         nodes.start(*job.names)
         job.lose([3])
@@ -198,7 +228,7 @@ def test_node_that_comes_takes_its_ranks_back_and_no_bit_tells_that_it_was_away(
         codes = nodes.wait()
     assert codes == dict.fromkeys(("node0", "node1", "node2", "node4"), 0), job.log[-6000:]
     first, second = repaired.events("repair", 0)
-    assert (first["played"], first["dead_ranks"]) == ({"3": 2}, [])
+    assert (first["played"], first["dead_ranks"]) == (played, [])
     assert (second["played"], second["taken_over"]) == ({}, {"node3": "node4"})
     assert repaired.digests() == repaired.reference()
 

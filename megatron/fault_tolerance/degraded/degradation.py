@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training import get_args, training
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -19,13 +20,14 @@ from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
 from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
+from megatron.fault_tolerance.repair.catch_up import COUNTERS
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
 from moe_ft.events import EventLog
 from moe_ft.loop.checkpoints import Checkpoints, checkpoints_of_dead_rank
-from moe_ft.loop.dead_ranks import DeadRank, Together
-from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
+from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.planning.schedules import Pipelines, choose_deputies
 from moe_ft.saying import say
 
@@ -35,7 +37,7 @@ class Degradation:
 
     Attributes:
         deputies: shards of dead ranks that this rank has.
-        chosen: by dead rank, the live one that plays its role.
+        chosen: by dead or idle rank, the live one that plays its role.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Degradation:
         self._batches, self.deputies = CellBatches(), Deputies()
         self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
-        self._together: Together | None = None
+        self._stand_in: Together | Idle | None = None  # for the checkpoints of this rank
         self._patches = Patches()  # while ranks are dead
         self._has_room = False
         self._batches.install(patches)
@@ -114,7 +116,7 @@ class Degradation:
         if self.deputies.shards:
             self._patches.wrap(built[1], "step", partial(self._step, built[1]))
         last = dist.get_world_size() - 1
-        if last in lost:  # Megatron's last rank prints log lines
+        if last in chosen:  # Megatron's last rank prints log lines
             self._patches.set(
                 training, "print_rank_last", _print if chosen[last] == place.rank else _leave_out
             )
@@ -132,17 +134,25 @@ class Degradation:
             self._executor.leave()
         self._executor, self.chosen = None, {}
         self.deputies.shards.clear()
-        if self._together is not None:
-            listeners.replace(self._together, self._together.own)
-            self._together = None
+        if self._stand_in is not None:
+            listeners.replace(self._stand_in, self._stand_in.own)
+            self._stand_in = None
         listeners.find(Checkpoints).sit(None)
 
     def _share_checkpoints(
         self, chosen: Mapping[int, int], built: Built, listeners: Listeners, groups: LiveGroups
     ) -> None:
-        """Have the dead ranks for which this one speaks take part in checkpoints."""
+        """Have the dead and idle ranks for which this one speaks take part in checkpoints.
+
+        An idle rank takes no part itself: nobody may speak for a rank twice.
+        """
         assert self._executor is not None
         checkpoints, args = listeners.find(Checkpoints), get_args()
+        tell = partial(_tell_idle, groups, listeners.loop)
+        if dist.get_rank() in groups.idle:
+            self._stand_in = Idle(checkpoints, tell)
+            listeners.replace(checkpoints, self._stand_in)
+            return
         limit_s = 60.0 * args.distributed_timeout_minutes
         seats = Seats(
             {rank: chosen.get(rank, rank) for rank in range(dist.get_world_size())},
@@ -166,8 +176,8 @@ class Degradation:
                 log=log,
                 worker=ThreadWorker(f"rank-{rank}"),
             )
-        self._together = Together(checkpoints, dead, seats, limit_s)
-        listeners.replace(checkpoints, self._together)
+        self._stand_in = Together(checkpoints, dead, seats, limit_s, tell)
+        listeners.replace(checkpoints, self._stand_in)
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -198,6 +208,20 @@ class Degradation:
     def _step(self, optimizer: Any, original: Callable[..., Any]) -> Any:
         with self.deputies.stepping(optimizer):
             return original()
+
+
+def _tell_idle(groups: LiveGroups, loop: LoopState) -> None:
+    """Have idle ranks continue where a recovery has set the others. Called by all live ranks."""
+    if not groups.idle:
+        return
+    args = get_args()
+    source = min(set(groups.ranks) - groups.idle)
+    found = [{name: getattr(args, name) for name in ("iteration", *COUNTERS)}]
+    dist.broadcast_object_list(found, src=source, group=groups.everyone)
+    if dist.get_rank() in groups.idle:
+        vars(args).update(found[0])
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        loop.iteration = args.iteration
 
 
 def _print(message: str) -> None:

@@ -74,7 +74,7 @@ class Executor:
         self._groups, self._late, self._is_whole = groups, late, is_whole
         self._pipeline, self._stage = place.role
         self._is_last = self._stage == place.layout.num_stages - 1
-        self.randomness = RoleRandomness(self._pipeline)
+        self.randomness = RoleRandomness(self._pipeline, is_whole=is_whole)
         self._gradients = RoleGradients(chunk, self._pipeline)
 
     def __call__(

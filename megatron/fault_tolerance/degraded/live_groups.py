@@ -219,7 +219,8 @@ class LiveGroups:
             values = [None] * len(owners)
             dist.all_gather_object(values, obj, group=live)
         found = dict(zip(owners, values, strict=True))
-        speakers = [self._deputies.get(rank, rank) for rank in ranks]
+        absent = self._absent(group)
+        speakers = [self._deputies[rank] if rank in absent else rank for rank in ranks]
         if not found.keys() >= set(speakers):
             raise self._refusal("all_gather_object", group)
         object_list[:] = [found[each] for each in speakers]

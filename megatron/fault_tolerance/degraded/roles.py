@@ -106,8 +106,15 @@ class CellBatches:
 class RoleRandomness:
     """Random numbers of the roles of one rank: each role draws its own. Owned by the training thread."""
 
-    def __init__(self, own: int) -> None:
+    def __init__(self, own: int, *, is_whole: bool = True) -> None:
+        """Play the own role.
+
+        Args:
+            is_whole: whether other roles have numbers, from a recovery. Where peers share a role, those who
+                are not its deputy begin with their own.
+        """
         self._own = self._active = own
+        self._is_whole = is_whole
         self._states: dict[int, dict[str, Any]] = {}
 
     def play(self, pipeline: int) -> None:
@@ -115,6 +122,8 @@ class RoleRandomness:
         if pipeline == self._active:
             return
         self._states[self._active] = capture_rng()
+        if not self._is_whole:
+            self._states.setdefault(pipeline, self._states[self._own])
         restore_rng(self._states[pipeline])
         self._active = pipeline
 

@@ -31,7 +31,7 @@ from moe_ft.loop.training_loop import LoopParts
 
 Function = Callable[..., Any]
 
-_COUNTERS = (
+COUNTERS = (
     *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
     "num_floating_point_operations_so_far",
 )
@@ -179,7 +179,7 @@ def position_of(
         num_groups=num_groups,
         gathers_weights=any(getattr(each, "remove_forward_pre_hook_handles", ()) for each in model),
         evaluations_draw=evaluations_draw,
-        **{name: getattr(args, name) for name in _COUNTERS},
+        **{name: getattr(args, name) for name in COUNTERS},
         **{name: bool(getattr(args, name)) for name in _PARTS},
     )
 
@@ -187,7 +187,7 @@ def position_of(
 def set_counters(args: Any, position: Position) -> None:
     """Have Megatron's loop begin, or continue, at a position."""
     args.iteration = args.curr_iteration = position.iteration
-    for name in (*_COUNTERS, *_PARTS):
+    for name in (*COUNTERS, *_PARTS):
         setattr(args, name, getattr(position, name))
     update_num_microbatches(position.consumed_train_samples, consistency_check=False)
 

@@ -11,7 +11,7 @@ from moe_ft.planning.lost_ranks import Layout
 LAYOUTS = [
     Layout(num_stages=2, tp=1, cp=1, dp=2),
     Layout(num_stages=3, tp=2, cp=1, dp=4, ep=2),
-    Layout(num_stages=1, tp=1, cp=2, dp=3),
+    Layout(num_stages=1, tp=2, cp=1, dp=3),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
 from moe_ft.events import EventLog, event_path, read_events
-from moe_ft.loop.dead_ranks import DeadRank, Together
+from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
 
 LIMIT_S = 20.0
 
@@ -53,7 +53,7 @@ def both(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Toget
     shard = SimpleNamespace(name="shard")
     worker = ThreadWorker("rank-1")
     found = DeadRank(checkpoints=dead, shard=shard, log=dead.log, worker=worker)
-    together = Together(own, {1: found}, seats, LIMIT_S)
+    together = Together(own, {1: found}, seats, LIMIT_S, lambda: own.met.append("told"))
     yield together, acting
     together._end()
     acting[0].log.close()
@@ -68,7 +68,7 @@ def test_all_ranks_are_at_one_seam_at_the_same_time(
     together.before_step()
     together.suspend(5)
     together.close()  # of this rank alone: the dead one has ended
-    assert own.met == ["optimizer", [0, 1], 5, "closed"]
+    assert own.met == ["optimizer", "told", [0, 1], 5, "closed"]
     assert dead.met[1:] == [[0, 1], 5]
     assert dead.met[0].name == "shard"
     (line,) = read_events(event_path(tmp_path, 1))
@@ -86,3 +86,15 @@ def test_failure_of_a_rank_ends_the_wait_of_the_other(
     if failing:  # the own rank has waited for it
         assert "speaks for ranks [0, 1]" in str(raised.value)
         assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_idle_rank_follows_the_others_and_acts_at_no_seam(
+    both: tuple[Together, list[Acting]],
+) -> None:
+    _, (_, acting) = both
+    own: Any = acting
+    idle = Idle(own, lambda: acting.met.append("told"))
+    idle.after_setup(("model", "optimizer", "scheduler"))
+    idle.before_step()
+    idle.suspend(5)
+    assert (idle.own, acting.met) == (own, ["told"])

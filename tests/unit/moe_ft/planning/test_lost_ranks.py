@@ -53,6 +53,7 @@ def test_peer_that_plays_a_role_holds_as_many_micro_batches_as_there_are_stages(
         (layout(2, 2), [2, 3], "stage 1 has no live group"),
         (layout(2, 4, ep=2), [0, 2], "stage 0 has no live group"),
         (layout(2, 1, tp=2), [0], "only one data-parallel rank"),
+        (layout(2, 2, cp=2), [0], "jobs with context parallelism have"),
         (layout(2, 4, ep=4), [0], "every expert .* group of 4 expert-parallel ranks"),
     ],
 )
