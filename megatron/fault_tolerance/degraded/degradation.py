@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training import get_args, training
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts_of_dead
 from megatron.fault_tolerance.degraded.executor import Executor
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
-from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room
+from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.repair.catch_up import COUNTERS
 from megatron.fault_tolerance.seams.patching import Patches
@@ -89,7 +88,6 @@ class Degradation:
         Raises:
             ConfigError: if peers cannot play roles in this job.
             PlanError: if nobody can play a role of these ranks.
-            RepairError: if this rank cannot hold a shard.
         """
         self.end(listeners)
         args, lost = get_args(), frozenset(dead)
@@ -107,7 +105,9 @@ class Degradation:
             for role, pipeline in choose_deputies(pipelines, roles).items()
             for rank, deputy in zip(ranks_of(role), ranks_of((pipeline, role[1])), strict=True)
         }
-        groups = LiveGroups(lost, chosen, _name_of(lost), recording, connect_s)
+        # A repair has a store of its own for each round.
+        name = f"without_{'_'.join(map(str, sorted(lost)))}"
+        groups = LiveGroups(lost, chosen, name, recording, connect_s)
         groups.install(self._patches)
         self._executor = Executor(
             place, roles, built[0], self._batches, groups, self._late, is_whole=self._is_whole
@@ -182,6 +182,7 @@ class Degradation:
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if get_args().use_distributed_optimizer:  # roles are refused without
+            check_weights(result[0])
             RoleNorm(result[1], self.deputies).install()
         return result
 
@@ -230,11 +231,3 @@ def _print(message: str) -> None:
 
 def _leave_out(message: str) -> None:
     """Leave a log line to the rank that plays the role of the last one."""
-
-
-def _name_of(lost: frozenset[int]) -> str:
-    """Return a name that this loss has on all live ranks, and no earlier one of the job."""
-    name = f"without_{'_'.join(map(str, sorted(lost)))}"
-    num_live = dist.get_world_size() - len(lost)
-    count = _get_default_store().add(f"moe_ft/{name}", 1) - 1
-    return f"{name}_{count // num_live}"

@@ -17,7 +17,6 @@ from megatron.training import training
 
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.engine.seats import Seat
-from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.random_states import Randomness
@@ -71,15 +70,8 @@ class Deputies:
         """Become the deputy of a dead rank; return the optimizer of its shard, which has no state yet.
 
         A recovery of that rank's checkpoints fills it. Not collective.
-
-        Raises:
-            RepairError: if weights are frozen: all ranks keep those together.
         """
         model, optimizer, _ = built
-        if any(not each.requires_grad for chunk in model for each in chunk.parameters()):
-            raise RepairError(
-                f"nobody can stand in for rank {dead}: weights of this model are frozen"
-            )
         shard = self._build_for(dead, model)
         for inner, own in _pairs(shard, optimizer):
             # One collective answers for both: others expect no second one.

@@ -136,6 +136,19 @@ _RULES = (
 )
 
 
+def check_weights(model: Sequence[Any]) -> None:
+    """Raise ConfigError if weights are frozen.
+
+    Args:
+        model: chunks of this rank.
+    """
+    if any(not each.requires_grad for chunk in model for each in chunk.parameters()):
+        raise ConfigError(
+            f"a model with frozen weights {_PROBLEM}: all ranks keep these together. Train all weights, or "
+            "leave --moe-ft-without-spare out."
+        )
+
+
 def memory_of_role(model: Sequence[Any]) -> RoleMemory:
     """Return what this rank needs to play another role of its stage.
 

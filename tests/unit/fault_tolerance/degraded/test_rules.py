@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.fault_tolerance.degraded import rules
-from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room
+from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from moe_ft.errors import ConfigError
 from tests.unit.fault_tolerance.parsing import parse
 
@@ -119,3 +119,11 @@ def test_peer_without_memory_for_another_role_is_refused_with_what_it_needs(
         ConfigError, match=r"rank 0 has 21.0 MB and needs 21.0: 4.0 .* 6.0 .* 1.0 for 1 micro"
     ):
         check_room(args, [chunk], 0, used, needed - 1)
+
+
+def test_frozen_weights_are_refused_when_they_are_made() -> None:
+    model = torch.nn.Linear(2, 2)
+    check_weights([model])
+    model.bias.requires_grad = False
+    with pytest.raises(ConfigError, match=r"frozen weights .* leave --moe-ft-without-spare out"):
+        check_weights([model])

@@ -31,7 +31,6 @@ REFUSED = {
     f"{SLOTS} 1 --spec module function": "cannot be used with --spec: slots go into Megatron's own spec",
     f"{SLOTS} 1 --save DIR": "cannot be used with --save: Megatron's checkpoints hold experts",
     f"{SLOTS} 1 --load DIR": "cannot be used with --load",
-    f"{SLOTS} 1 --moe-ft-layout any": "cannot be used with --moe-ft-layout any",
 }
 
 
