@@ -86,3 +86,18 @@ class Space:
             runs.append(best)
             missing -= self.shown_by([best])
         return runs
+
+    def choose(self, wanted: Iterable[Pair], runs: Sequence[Values]) -> list[Values]:
+        """Return a few of the runs that together show the wanted pairs.
+
+        How many they are counts more than their costs: each brings its faults and checks.
+        """
+        shown, missing = [self.shown_by([run]) for run in runs], set(wanted)
+        found = list[Values]()
+        while missing:
+            best = max(
+                range(len(runs)), key=lambda n: len(shown[n] & missing) / self.cost(runs[n]) ** 0.3
+            )
+            found.append(runs[best])
+            missing -= shown[best]
+        return found

@@ -212,6 +212,9 @@ def run_case(case: Case, place: Place) -> None:
         has_breakpoints=case.has_breakpoints,
     )
     check_case(case, job.faults_fired(), job.recoveries)
+    if case.family == "selective":
+        sent = [line for rank in range(case.world_size) for line in job.events("replicate", rank)]
+        assert any(line["followed"] for line in sent), f"{case}: peers have followed no expert"
     if not case.is_exact:
         check_losses(
             place.folder / "events",

@@ -29,9 +29,9 @@ _FOLDER = "tests/distributed/"
 
 
 def _run_with(**values: str) -> str:
-    """Return the first run of the covering array in `make test` that has these values."""
+    """Return the first run of the covering array that has these values."""
     wanted = {"left": "windows", **values}  # where the checks are strict
-    found = next(run for run in runs("test") if wanted.items() <= run.items())
+    found = next(run for run in runs() if wanted.items() <= run.items())
     name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
     return f"test_covering_array.py::{name}[{case_of(found)}]"
 
