@@ -308,9 +308,10 @@ class PlayedSlots:
         self._again_s = time.monotonic() + _AGAIN_S
 
     def is_vain(self, slot: int | None, rounds: Rounds) -> bool:
-        """Return whether ranks came back in a round in which no iteration was finished."""
-        number = None if slot is None else self._returns.get(slot)
-        return number is not None and not rounds.is_finished(number)
+        """Return whether ranks came back, and no iteration was finished since."""
+        if slot is None or (number := self._returns.get(slot)) is None:
+            return False
+        return not any(map(rounds.is_finished, range(number, rounds.newest(number) + 1)))
 
 
 def of_node(node: str, what: str) -> str:
