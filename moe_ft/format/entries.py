@@ -49,7 +49,8 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             of the index; empty for the index's own file.
         routed_tokens: number of tokens that an expert has received so far.
         gaps: ranges of an expert's tokens whose updates recoveries have dropped.
-        num_repeated: optimizer steps that a peer has made with other rounding since it got state.
+        num_repeated: optimizer steps that a peer has made with other rounding since it got state; unset if
+            none, since earlier versions refuse it.
     """
 
     offset: Count
@@ -62,7 +63,7 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = ""
     routed_tokens: Count = 0
     gaps: Gaps = ()
-    num_repeated: Count = 0
+    num_repeated: Annotated[int, msgspec.Meta(ge=1)] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def version(self) -> tuple[int, int]:

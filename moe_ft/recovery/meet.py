@@ -260,7 +260,7 @@ def _read_live_state(
     places = find_places(model, facts.groups.dp_cp)
     parameters = with_places(parameters, places)
     if config.memory.sends_gradients:
-        check_repeatable(parameters, allows_lossy=config.precision.allow_lossy)
+        check_repeatable(parameters, facts.places, allows_lossy=config.precision.allow_lossy)
         if facts.rank == 0 and any(map(is_lossy, parameters)):
             say("warning: peers round optimizer steps otherwise: a recovery from them is not exact")
     catalog = UnitCatalog(

@@ -13,7 +13,7 @@ import torch
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.format.updates import AdamStep
-from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.parameters import LocalParameter, StatePlaces
 from moe_ft.state.slices import dtype_name, own_slice
 
 _FLAG = f"{flag_of('replicate')}=gradients"
@@ -23,7 +23,9 @@ _FUSED = {("transformer_engine", "FusedAdam"), ("apex", "FusedAdam")}
 _CLIP_EPS = 1.0e-6  # as Megatron's clip_grad_by_total_norm_fp32 adds it
 
 
-def check_repeatable(parameters: Sequence[LocalParameter], *, allows_lossy: bool = False) -> None:
+def check_repeatable(
+    parameters: Sequence[LocalParameter], places: StatePlaces, *, allows_lossy: bool = False
+) -> None:
     """Raise ConfigError unless the steps of a rank's optimizers can be repeated elsewhere.
 
     Args:
@@ -54,7 +56,7 @@ def check_repeatable(parameters: Sequence[LocalParameter], *, allows_lossy: bool
                     f"something else. {remedy}."
                 )
         if is_lossy(local):
-            _check_lossy(local, remedy, allows_lossy=allows_lossy)
+            _check_lossy(local, places, remedy, allows_lossy=allows_lossy)
         if is_raw(local) and getattr(local.parameter, "grad_norm_group", None):
             raise ConfigError(
                 f"{_FLAG} with gradients that are reduced in 16 bits cannot follow parameter {local.name}, "
@@ -62,16 +64,33 @@ def check_repeatable(parameters: Sequence[LocalParameter], *, allows_lossy: bool
             )
 
 
-def _check_lossy(local: LocalParameter, remedy: str, *, allows_lossy: bool) -> None:
+def _check_lossy(
+    local: LocalParameter, places: StatePlaces, remedy: str, *, allows_lossy: bool
+) -> None:
     if not allows_lossy:
         raise ConfigError(
             f"{_FLAG} is not exact with fused Adam or on a GPU (parameter {local.name}): peers repeat the "
             f"step on their CPU, which rounds otherwise. {remedy}, or add --moe-ft-allow-lossy."
         )
-    if not local.is_sharded:  # another rank would recover it from another peer
+    # Another rank with the same state would recover it from another peer.
+    twins = f"ranks that have the same state (parameter {local.name}) could recover other bits each"
+    if not local.is_sharded:
         raise ConfigError(
-            f"{_FLAG} that is not exact needs --use-distributed-optimizer: ranks that have the same state "
-            f"(parameter {local.name}) could recover other bits each. Add it, or: {remedy}."
+            f"{_FLAG} that is not exact needs --use-distributed-optimizer: {twins}. Add it, or: {remedy}."
+        )
+    name, place = "tensor-model", places.tp
+    if local.is_expert:
+        name, place = "expert-tensor", places.expt_tp
+    if place.size > 1 and local.entry.tp_dim < 0:
+        raise ConfigError(
+            f"{_FLAG} that is not exact cannot be used with --{name}-parallel-size={place.size}: {twins}. "
+            f"Give 1, or: {remedy}."
+        )
+    if getattr(local.parameter, "shared_embedding", False):
+        raise ConfigError(
+            f"{_FLAG} that is not exact cannot be used with --pipeline-model-parallel-size above 1 without "
+            f"--untie-embeddings-and-output-weights, or with --mtp-num-layers: {twins}. Untie them, use one "
+            f"stage, or: {remedy}."
         )
 
 

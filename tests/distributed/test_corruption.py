@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import TWO_NODES, CheckpointJob, flip_byte
+from tests.shares import share_of
 
 KILL = "kill:1@4:backward"
 Damage = Callable[[Path], None]
@@ -36,8 +37,7 @@ def remove_index(index: Path) -> None:
 DAMAGES = (flip_data, truncate_data, flip_index, truncate_index, remove_index)
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", share_of(DAMAGES, flip_data))
 def test_damaged_own_memory_is_replaced_by_the_peers_copy(
     damage: Damage,
     job: CheckpointJob,

@@ -20,6 +20,7 @@ from moe_ft.state.digest import digest_state
 from moe_ft.state.record import IterationFacts
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import run_ranks
+from tests.shares import share_of
 
 NUM_RANKS = 2
 NUM_STARTS = 3
@@ -103,8 +104,7 @@ def start_again_and_again(flags: list[str], folder: Path, memory_dir: Path) -> N
     pretrain_gpt_moe.main(flags)
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("is_sharded", share_of([True, False], True))
 def test_each_start_in_a_process_recovers_what_the_one_before_has_left(
     dataset_flags: list[str], tmp_path: Path, memory_dir: Path, is_sharded: bool
 ) -> None:

@@ -31,6 +31,7 @@ from moe_ft.files.storage import Storage
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.resumption import Replay, Resumption
+from moe_ft.loop.routers import Routers
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.branches import order_starts
@@ -207,6 +208,12 @@ def own_vote_counts(patches: Patches) -> None:
         return own, tokens
 
     patches.set(Decisions, "_read", read)
+
+
+@mutation
+def lost_tokens_not_made_up(patches: Patches) -> None:
+    """Experts that are owed tokens keep their capacity."""
+    patches.set(Routers, "make_up", lambda self, debts, *_: setattr(self, "_debts", debts))
 
 
 @mutation

@@ -247,7 +247,11 @@ _NEAR: dict[str, AnySchedule] = {
         ),
     ),
     **dict.fromkeys(  # the second failure comes while experts are owed tokens
-        ("debts-left-out-of-the-record", "breakpoint-owes-what-it-has-paid"),
+        (
+            "debts-left-out-of-the-record",
+            "breakpoint-owes-what-it-has-paid",
+            "lost-tokens-not-made-up",
+        ),
         Schedule(
             seed=1,
             setup=Setup(

@@ -154,7 +154,7 @@ def _with_own_checksums(base: Index, index: Index, region: memoryview) -> Index:
     for name, unit in index.units.items():
         found = checksum(region[unit.offset : unit.offset + unit.num_bytes])
         if not unit.file and found != unit.checksum:
-            count = base.units[name].num_repeated + 1
+            count = (base.units[name].num_repeated or 0) + 1
             units[name] = msgspec.structs.replace(unit, checksum=found, num_repeated=count)
     return msgspec.structs.replace(index, units=units)
 

@@ -20,7 +20,7 @@ from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import ParameterEntry, UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.state.gradients import check_repeatable
-from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.parameters import GroupPlace, LocalParameter, StatePlaces
 from moe_ft.state.slices import describe, live_tensor
 from moe_ft.topology import RankInfo
 from moe_ft.units import Level, UnitId, UnitKind
@@ -34,6 +34,8 @@ UNITS = {
     "layer.0.expert.1": UnitId(kind=UnitKind.EXPERT, layer=0, expert=1),
 }
 CLIP = 0.5
+ALONE = GroupPlace(rank=0, size=1)
+PLACES = StatePlaces(dp=ALONE, expt_dp=ALONE, tp=ALONE, expt_tp=ALONE)
 
 
 class Owner:
@@ -64,7 +66,7 @@ class Owner:
         config = SimpleNamespace(optimizer="adam", clip_grad=CLIP)
         self.inner = SimpleNamespace(optimizer=optimizer, config=config, grad_scaler=scaler)
         self.parameters = [self._parameter(name, each) for name, each in masters.items()]
-        check_repeatable(self.parameters, allows_lossy=True)
+        check_repeatable(self.parameters, PLACES, allows_lossy=True)
         in_slots = [each for each in self.parameters if each.name == rotating]
         in_region = [each for each in self.parameters if each.name != rotating]
         self.rotating = frozenset(each.unit for each in in_slots)

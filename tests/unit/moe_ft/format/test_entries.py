@@ -12,10 +12,15 @@ from moe_ft.format.entries import (
     tensor_bytes,
     tensor_pieces,
 )
-from moe_ft.format.identity import changed_settings, differing_settings, incomparable_settings
+from moe_ft.format.identity import (
+    changed_settings,
+    differing_settings,
+    has_other_layout,
+    incomparable_settings,
+)
 from moe_ft.format.packings import Packing
 from moe_ft.format.records import IterationRecord, OptimizerRecord, numbers_of
-from tests.unit.moe_ft.builders import make_record
+from tests.unit.moe_ft.builders import make_identity, make_record
 from tests.unit.moe_ft.format.bodies import small_index
 
 
@@ -100,3 +105,19 @@ def test_settings_that_were_changed_added_or_left_out_are_described() -> None:
         "--d: not given there, 4 now",
     ]
     assert changed_settings(ours, dict(ours)) == []
+
+
+def test_slots_are_compared_with_none_and_other_settings_only_where_both_runs_have_them() -> None:
+    run = make_identity()
+    sizes = run.fingerprint
+    slots = {**sizes, "--moe-ft-expert-slots": 2}
+    with_slots = msgspec.structs.replace(run, fingerprint=slots)
+    assert has_other_layout(run, slots, run.world_size)
+    assert has_other_layout(with_slots, sizes, run.world_size)
+    assert not has_other_layout(with_slots, slots, run.world_size)
+    assert differing_settings(slots, sizes) == ["--moe-ft-expert-slots: 0 there, 2 now"]
+    assert differing_settings(sizes, slots) == ["--moe-ft-expert-slots: 2 there, 0 now"]
+    assert incomparable_settings(sizes, slots) == []
+    later = {**sizes, "--use-distributed-optimizer": True}  # earlier versions do not say
+    assert not has_other_layout(run, later, run.world_size)
+    assert incomparable_settings(later, sizes) == ["--use-distributed-optimizer"]

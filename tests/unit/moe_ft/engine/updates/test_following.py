@@ -58,7 +58,7 @@ def test_replica_of_fused_adam_has_checksums_of_its_own_and_gets_state_after_a_h
             kept = owner.peer.indexes()[iteration]
             units, content = kept.units, owner.peer.committed()[iteration]
             # One whose bits come out as the rank's begins again.
-            assert max(each.num_repeated for each in units.values()) <= (iteration - 1) % 101
+            assert max(each.num_repeated or 0 for each in units.values()) <= (iteration - 1) % 101
             for unit in units.values():
                 assert checksum(content[unit.offset :][: unit.num_bytes]) == unit.checksum
             if iteration == 101:
