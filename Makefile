@@ -34,8 +34,10 @@ demo: .venv/installed
 	@$(BIN)/python examples/demo.py
 
 test: .venv/installed
-	$(PYTEST) tests/simulation tests/unit tests/device --numprocesses 2 --quiet
-	$(PYTEST) tests/slurm tests/distributed tests/gpu --numprocesses 2 --dist worksteal
+	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
+	$(PYTEST) tests/simulation
+	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
+	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
 	$(PYTEST) tests/unit tests/device tests/simulation tests/distributed tests/slurm -m "rest or chaos"
@@ -91,7 +93,7 @@ docs-serve: .venv/installed
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout kernel_code streams paper_tables gradient_replicas replica_sources simulator_vs_measured \
-    report_speed spare_nodes played_roles
+    report_speed spare_nodes elastic_nodes played_roles
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

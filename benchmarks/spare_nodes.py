@@ -1,26 +1,29 @@
-"""Seconds from the loss of a node until training continues: a spare node that takes over, and a restart.
+"""Seconds from the loss of a node until training continues: with a spare, peers that play, and a restart.
 
-    python -m benchmarks.spare_nodes [--kinds NAME ...] [--repeats N] [--lost-after SECONDS] [--nvrx DIR]
-        [--quick] [--output FILE.md]
+    python -m benchmarks.spare_nodes [--nodes N] [--kinds NAME ...] [--repeats N] [--lost-after SECONDS]
+        [--nvrx DIR] [--quick] [--output FILE.md]
 
-Two nodes with two ranks each train the demo model of the tests, and a third one waits. Each has a network
-namespace of its own. Needs root, and `ip` (iproute2). Kinds:
+Two nodes with two ranks each train the demo model of the tests, and a third one waits; or four with one
+rank each, PP 2 x DP 2, and a fifth. Each has a network namespace of its own. Needs root, and `ip` (iproute2).
+Kinds:
 
 power     The link of a node is cut, and all its processes are killed: no connection ends. It is silent for
           --lost-after before it is lost.
 killed    All its processes are killed, and their connections end: 2 s of silence are enough then.
 rank      One rank of a node is killed, and its own node replaces it: what a repair takes without a verdict.
+played    As `killed`, without a spare: peers play the role of its rank. Of four nodes.
 restart   As `power`, without a spare that waits: the job ends, and `keep` is started on both nodes again. The
           time is that of a launcher that does so at once.
 nvrx      As `power`, in the in-process wrapper of nvidia-resiliency-ext (benchmarks/inprocess.py), from the
-          folder --nvrx, with its own intervals. The ranks of the third node are in reserve. A rank is lost
+          folder --nvrx, with its own intervals. The ranks of the last node are in reserve. A rank is lost
           after --lost-after here too, instead of its own 30 s.
 
-After each loss the node comes back as a spare; `restart` and `nvrx` are jobs with one loss each. Seconds
-count from the loss to the end of the next iteration on the slowest rank: with a repair, of the one that was
-broken off. Phases are of the event "repair": free on the slowest survivor, the others on the slowest
-replacement. Notice is the silence before the verdict, as `keep` logs it; of `rank`, the time until the
-slowest survivor knows. Survivors leave their iteration (free) while the replacements are built.
+After each loss the node comes back as a spare, or takes its rank back; `restart` and `nvrx` are jobs with
+one loss each. Seconds count from the loss to the end of the next iteration on the slowest rank: with a
+repair, of the one that was broken off. Phases are of the event "repair": free on the slowest survivor, the
+others on the slowest replacement; of `played`, all on the slowest survivor. Notice is the silence before
+the verdict, as `keep` logs it; of `rank`, the time until the slowest survivor knows. Survivors leave their
+iteration (free) while the replacements are built.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -48,12 +51,13 @@ from tests.namespaces import Namespaces, why_none
 from tests.processes import kill_all
 from tests.waiting import wait_for
 
-KINDS = ("rank", "killed", "power", "restart", "nvrx")
-_NODES = ("node0", "node1", "node2")
-_RANKS_PER_NODE, _NUM_RANKS = 2, 4
+KINDS = ("rank", "killed", "power", "played", "restart", "nvrx")
+_NUM_RANKS = 4
+_LAYOUTS = {2: {"pp": 2, "ep": 2}, 4: {"pp": 2}}  # by number of nodes
 _WARM_ITERATIONS = 8  # before the first loss, and between two
 _DEADLINE_S = 300.0
 _ENDLESS = 100_000  # iterations: the job ends with its last loss
+_PLAYED = ("--moe-ft-without-spare", "reroute")
 _OF_SURVIVORS = ("notice", "free")
 _SILENT = re.compile(r"is lost: silent for ([\d.]+) s")
 
@@ -74,10 +78,16 @@ class Watched:
     """A job whose nodes are lost, and what its ranks have logged."""
 
     def __init__(
-        self, place: JobFolder, networks: Namespaces, nodes: KeptNodes | WrappedNodes
+        self,
+        place: JobFolder,
+        networks: Namespaces,
+        nodes: KeptNodes | WrappedNodes,
+        names: Sequence[str],
     ) -> None:
         self._place, self._networks, self._nodes = place, networks, nodes
-        self._active, self._spare = "node1", "node2"
+        *self._others, self._active, self._spare = names
+        per_node = _NUM_RANKS // (len(names) - 1)
+        self._lost = list(range(_NUM_RANKS - per_node, _NUM_RANKS))
 
     def events(self, kind: str, rank: int) -> list[dict[str, Any]]:
         """Return the events of a kind that a rank has logged so far."""
@@ -108,8 +118,7 @@ class Watched:
 
     def take_over(self, nodes: KeptNodes, *, is_cut: bool) -> Loss:
         """Lose a node, and have it come back as a spare when another one has taken over."""
-        number = len(self.events("repair", 0))
-        loss = self._repaired(number, self.lose(is_cut=is_cut), [2, 3])
+        loss = self._repaired(self.lose(is_cut=is_cut), self._lost)
         silent_s = float(_SILENT.findall(nodes.log("node0"))[-1])
         # Of a replacement, `build` begins when its node was heard last.
         loss.phases_s.update(notice=silent_s, build=loss.phases_s["build"] - silent_s)
@@ -121,120 +130,132 @@ class Watched:
         self._active, self._spare = self._spare, self._active
         return loss
 
+    def play(self, nodes: KeptNodes) -> Loss:
+        """Lose a node, and have peers play the role of its rank."""
+        loss = self._repaired(self.lose(is_cut=False), [], played=self._lost)
+        loss.phases_s["notice"] = float(_SILENT.findall(nodes.log("node0"))[-1])
+        return loss
+
+    def bring_back(self, nodes: KeptNodes) -> None:
+        """Have the lost node take the rank back that peers play."""
+        back_s = time.time()
+        nodes.start(self._active, first=len(self._others))
+        self._repaired(back_s, self._lost)
+
     def replace_rank(self, nodes: KeptNodes) -> Loss:
         """Kill a rank of the node that does not keep the store."""
-        number = len(self.events("repair", 0))
         pid = self.events("start", 3)[-1]["pid"]
         killed_s = time.time()
         kill_all([each for each in nodes.processes(self._active) if each.pid == pid])
-        return self._repaired(number, killed_s, [3])
+        return self._repaired(killed_s, [3])
 
-    def _repaired(self, number: int, lost_s: float, dead: Sequence[int]) -> Loss:
-        """Return what the next repair has taken, after so many before."""
-        wait_for(
-            lambda: all(len(self.events("repair", r)) > number for r in range(_NUM_RANKS)),
-            "the repair",
-            _DEADLINE_S,
-            poll_s=0.5,
-        )
-        repairs = [self.events("repair", rank)[number] for rank in range(_NUM_RANKS)]
-        assert all(each["dead_ranks"] == list(dead) for each in repairs), repairs
-        timed = [each["phases_s"] for each in repairs]
+    def restart(self, nodes: KeptNodes) -> Loss:
+        """Lose a node without a spare; start the others and a new one when the job has ended."""
+        nodes.start(*self._others, self._active)
+        self.wait_for_iterations(0.0, _WARM_ITERATIONS)
+        lost_s = self.lose(is_cut=True)
+        assert nodes.wait() == dict.fromkeys(self._others, 1), nodes.log("node0")[-3000:]
+        nodes.start(*self._others, self._spare, restart=1)
+        return self.until_trained(lost_s)
+
+    def until_trained(self, lost_s: float) -> Loss:
+        """Wait for the iteration after a loss, and return its seconds."""
+        # What ended just before the loss may be logged after it.
+        return Loss(seconds=self.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
+
+    def _repaired(self, lost_s: float, dead: Sequence[int], played: Sequence[int] = ()) -> Loss:
+        """Return what the first repair after a time has taken."""
+        live = [rank for rank in range(_NUM_RANKS) if rank not in played]
+
+        def found() -> list[dict[str, Any]]:
+            later = [
+                [each for each in self.events("repair", rank) if each["time"] > lost_s]
+                for rank in live
+            ]
+            return [each[0] for each in later] if all(later) else []
+
+        repairs = wait_for(found, "the repair", _DEADLINE_S, poll_s=0.5)
+        for each in repairs:
+            assert each["dead_ranks"] == list(dead), repairs
+            assert [*map(int, each["played"])] == list(played), repairs
         phases_s = {
             name: max(
-                each.get(name, 0.0)
-                for rank, each in enumerate(timed)
-                if (rank in dead) is (name not in _OF_SURVIVORS)
+                each["phases_s"].get(name, 0.0)
+                for rank, each in zip(live, repairs, strict=True)
+                if not dead or (rank in dead) is (name not in _OF_SURVIVORS)
             )
             for name in REPAIR_PHASES
         }
         return Loss(seconds=max(each["time"] for each in repairs) - lost_s, phases_s=phases_s)
 
 
-def run(
-    kind: str, repeats: int, lost_after_s: int, data: Sequence[str], folder: Path, nvrx: Path
-) -> list[Loss]:
+def run(kind: str, data: Sequence[str], folder: Path, options: argparse.Namespace) -> list[Loss]:
     """Run jobs of a kind, and return what each loss has taken.
 
     Raises:
         AssertionError: if a loss is not answered as it should be.
     """
     found: list[Loss] = []
-    is_one_job = kind in ("rank", "killed", "power")
-    for _ in range(1 if is_one_job else repeats):
-        with job_folder(folder) as place, Namespaces(*_NODES) as networks:
-            flags = _flags(data, place)
+    names = [f"node{number}" for number in range(options.nodes + 1)]
+    per_node, lost_after_s = _NUM_RANKS // options.nodes, options.lost_after
+    is_one_job = kind not in ("restart", "nvrx")
+    for _ in range(1 if is_one_job else options.repeats):
+        with job_folder(folder) as place, Namespaces(*names) as networks:
+            flags = _flags(data, place, _LAYOUTS[options.nodes])
             if kind == "nvrx":
-                found.append(_wrapped(place, networks, flags, lost_after_s, nvrx))
+                with WrappedNodes(
+                    flags,
+                    networks,
+                    names,
+                    ranks_per_node=per_node,
+                    lost_after_s=lost_after_s,
+                    nvrx=options.nvrx,
+                    log_path=place.log / "output",
+                ) as wrapped:
+                    watched = Watched(place, networks, wrapped, names)
+                    watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
+                    found.append(watched.until_trained(watched.lose(is_cut=True)))
             else:
+                flags += ["--moe-ft-repair", "auto", *(_PLAYED if kind == "played" else ())]
                 with KeptNodes(
                     place.log,
-                    ["pretrain_gpt_moe.py", *flags, "--moe-ft-repair", "auto"],
-                    num_nodes=2,
-                    ranks_per_node=_RANKS_PER_NODE,
+                    ["pretrain_gpt_moe.py", *flags],
+                    num_nodes=options.nodes,
+                    ranks_per_node=per_node,
                     lost_after_s=lost_after_s,
                     networks=networks,
                     imports=True,
                 ) as nodes:
-                    watched = Watched(place, networks, nodes)
+                    watched = Watched(place, networks, nodes, names)
                     if is_one_job:
-                        found += _repair(kind, repeats, watched, nodes)
+                        nodes.start(*(names[:-1] if kind == "played" else names))
+                        found += _repair(kind, options.repeats, watched, nodes)
                     else:
-                        found.append(_restart(watched, nodes))
+                        found.append(watched.restart(nodes))
             check_not_degraded([events(place.events, rank) for rank in range(_NUM_RANKS)])
     return found
 
 
 def _repair(kind: str, repeats: int, watched: Watched, nodes: KeptNodes) -> Iterator[Loss]:
-    nodes.start(*_NODES)
     since_s = 0.0
-    for _ in range(repeats):
+    for number in range(repeats):
+        if number and kind == "played":
+            watched.bring_back(nodes)
         watched.wait_for_iterations(since_s, _WARM_ITERATIONS)
-        yield (
-            watched.replace_rank(nodes)
-            if kind == "rank"
-            else watched.take_over(nodes, is_cut=kind == "power")
-        )
+        if kind == "rank":
+            yield watched.replace_rank(nodes)
+        elif kind == "played":
+            yield watched.play(nodes)
+        else:
+            yield watched.take_over(nodes, is_cut=kind == "power")
         since_s = time.time()
 
 
-def _restart(watched: Watched, nodes: KeptNodes) -> Loss:
-    """Lose a node without a spare; start the other one and a new one when the job has ended."""
-    nodes.start(*_NODES[:2])
-    watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
-    lost_s = watched.lose(is_cut=True)
-    assert nodes.wait() == {"node0": 1}, nodes.log("node0")[-3000:]
-    nodes.start("node0", "node2", restart=1)
-    return _until_trained(watched, lost_s)
-
-
-def _wrapped(
-    place: JobFolder, networks: Namespaces, flags: Sequence[str], lost_after_s: int, nvrx: Path
-) -> Loss:
-    """Lose a node whose ranks have others in reserve."""
-    with WrappedNodes(
-        flags,
-        networks,
-        _NODES,
-        ranks_per_node=_RANKS_PER_NODE,
-        lost_after_s=lost_after_s,
-        nvrx=nvrx,
-        log_path=place.log / "output",
-    ) as nodes:
-        watched = Watched(place, networks, nodes)
-        watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
-        return _until_trained(watched, watched.lose(is_cut=True))
-
-
-def _until_trained(watched: Watched, lost_s: float) -> Loss:
-    # What ended just before the loss may be logged after it.
-    return Loss(seconds=watched.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
-
-
-def _flags(data: Sequence[str], place: JobFolder) -> list[str]:
+def _flags(data: Sequence[str], place: JobFolder, layout: Mapping[str, int]) -> list[str]:
     return [
-        *model_flags(train_iters=_ENDLESS),
-        *layout_flags({"pp": 2, "ep": 2}),
+        # Log lines of experts need collectives between iterations: a death in one ends the job.
+        *model_flags(train_iters=_ENDLESS, log_interval=_ENDLESS),
+        *layout_flags(layout),
         *data,
         *event_flags(place.events),
         *("--moe-ft-strategy", "dense"),
@@ -255,6 +276,7 @@ def rows(found: dict[str, list[Loss]]) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     """Lose nodes, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, choices=_LAYOUTS, default=2, help="that train")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=5, help="losses of a kind")
     parser.add_argument("--lost-after", type=int, default=10, metavar="SECONDS")
@@ -267,14 +289,15 @@ def main() -> None:
     if "nvrx" in options.kinds and (problem := find_problem(options.nvrx)):
         options.kinds.remove("nvrx")
         parts.append(f"nvrx: not run: {problem}")
+    if "played" in options.kinds and options.nodes != _NUM_RANKS:
+        options.kinds.remove("played")
+        parts.append(f"played: not run: give --nodes {_NUM_RANKS}; of two nodes each has a stage.")
     found = {}
     with tempfile.TemporaryDirectory(prefix="spare_nodes_") as name:
         data = write_data(Path(name))
         for kind in options.kinds:
             print(kind, file=sys.stderr, flush=True)
-            found[kind] = run(
-                kind, options.repeats, options.lost_after, data, Path(name), options.nvrx
-            )
+            found[kind] = run(kind, data, Path(name), options)
     headers = ("kind", "to the next iteration, s", *(f"{name}, s" for name in REPAIR_PHASES))
     parts += ["Seconds from the loss", markdown_table(rows(found), headers)]
     show(parts, options.output)

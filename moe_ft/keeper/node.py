@@ -39,7 +39,7 @@ from moe_ft.keeper.protocol import (
     send_request,
     send_signal,
 )
-from moe_ft.keeper.seats import PERIOD_S, NodeSeat, Order
+from moe_ft.keeper.roster import PERIOD_S, NodeSeat, Order
 from moe_ft.keeper.target import LEAVING_S
 from moe_ft.processes import set_process_name
 

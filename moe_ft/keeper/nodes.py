@@ -23,8 +23,7 @@ from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
-from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
-from moe_ft.keeper.seats import (
+from moe_ft.keeper.roster import (
     GATHER_S,
     OVER,
     SAVE,
@@ -35,6 +34,7 @@ from moe_ft.keeper.seats import (
     Slots,
     of_node,
 )
+from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
 
 _MISSING_S = 30.0  # for a node to come, after the last one that came
 _PLAYED = "no spare is left: peers play the roles of ranks {} (--moe-ft-without-spare)"
@@ -294,7 +294,9 @@ class Coordinator:
         is_small = self._start and self._num_training < self._num_nodes and not self._open
         is_calm = time.monotonic() - self._arrived_s > GATHER_S and not self._roster.is_leaving
         if is_small and is_calm and self._num_free() > 0:
-            self._begin_start("a node has come")
+            # In the middle of a repair, all would lose what it brings back.
+            if self._rounds.is_finished(self._rounds.newest(self._newest)):
+                self._begin_start("a node has come")
         elif self._num_free() < 0:  # fewer are needed now than when they were lost
             self._begin_start("no spare is left")
 

@@ -13,7 +13,7 @@ import torch
 from tests.simulation import power
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.repairs.mutations import OF_REPAIRS
-from tests.simulation.repairs.schedule import RepairSchedule, draw_with_spares
+from tests.simulation.repairs.schedule import RepairSchedule, draw_elastic, draw_with_spares
 from tests.simulation.schedule import Schedule, draw_changing
 from tests.simulation.soak import AnySchedule, Campaign
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--repairs", action="store_true", help="of repairs in place")
     which.add_argument("--spares", action="store_true", help="of repairs with spare nodes, all")
+    which.add_argument("--elastic", action="store_true", help="of jobs with --nodes MIN:N, all")
     which.add_argument(
         "--layouts",
         action="store_true",
@@ -79,10 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _schedules(arguments: argparse.Namespace) -> Iterator[AnySchedule]:
-    is_of_repairs = arguments.repairs or arguments.spares or arguments.mutation in OF_REPAIRS
+    is_of_repairs = arguments.repairs or arguments.spares or arguments.elastic
+    is_of_repairs = is_of_repairs or arguments.mutation in OF_REPAIRS
     make = power.drawer_for(arguments.mutation, is_of_repairs=is_of_repairs)
     if arguments.layouts or arguments.spares:
         make = draw_changing if arguments.layouts else draw_with_spares
+    if arguments.elastic:
+        make = draw_elastic
     if arguments.schedule is not None:
         kind = RepairSchedule if is_of_repairs else Schedule
         yield msgspec.json.decode(arguments.schedule.read_bytes(), type=kind)

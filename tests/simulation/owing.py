@@ -68,7 +68,8 @@ class Owing:
             self.possible[outcome.start, stage, at] |= owed
             for life in ranks:
                 if len(owed) == 1 and at + 1 in life.tokens:
-                    yield from _check_made_up(life, at + 1, layers, *owed, len(ranks))
+                    (debt,) = owed
+                    yield from _check_made_up(life, at + 1, layers, debt, len(ranks))
             made_up = [life.made_up[at + 1] for life in ranks if at + 1 in life.made_up]
             # An iteration that was skipped leaves the debts as they are.
             expected = owed if not made_up else {_paid(each, made_up) for each in owed}

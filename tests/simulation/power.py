@@ -19,9 +19,14 @@ from tests.simulation.dead_ranks import FAILED_SEAT, OF_DEAD, draw_dead, draw_so
 from tests.simulation.job import Setup
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
-from tests.simulation.repairs.mutations import OF_HANGS, OF_NODES, OF_REPAIRS
+from tests.simulation.repairs.mutations import OF_ELASTIC, OF_HANGS, OF_NODES, OF_REPAIRS
 from tests.simulation.repairs.schedule import Fault as RepairFault
-from tests.simulation.repairs.schedule import RepairSchedule, draw_hangs, draw_with_spares
+from tests.simulation.repairs.schedule import (
+    RepairSchedule,
+    draw_elastic,
+    draw_hangs,
+    draw_with_spares,
+)
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.schedule import (
     Fault,
@@ -366,6 +371,8 @@ def drawer_for(
         return draw_with_spares
     if mutation in OF_HANGS:
         return draw_hangs
+    if mutation in OF_ELASTIC:
+        return draw_elastic
     if is_of_repairs or mutation in OF_REPAIRS:
         return draw_repairs
     if mutation in OF_UPDATES:

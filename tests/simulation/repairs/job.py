@@ -1,16 +1,15 @@
 """A job whose ranks are repaired: its nodes, its launcher, and its starts until training has ended."""
 
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_ft.keeper import worker
+from moe_ft.keeper.link import START
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
-from tests.simulation.processes import _HANDLERS
-from tests.simulation.repairs.machine import LINK, MACHINE, Machine
+from tests.simulation.repairs.machine import LINK, MACHINE, Machine, handler_of
 from tests.simulation.repairs.rank import Group, Rank
 from tests.simulation.repairs.schedule import RepairSchedule
 
@@ -36,6 +35,8 @@ class Start:
         is_told_to_end: whether the launcher has ended it.
         keeper: number of the node that keeps the store, if `keep` has started the nodes.
         had_to_be_killed: whether some worker had not ended long after it was told to.
+        layout: number of an elastic start of all ranks, within that of the launcher.
+        layouts: those after the first one, of which there are groups alone.
     """
 
     number: int
@@ -45,6 +46,8 @@ class Start:
     is_told_to_end: bool = False
     keeper: int | None = None
     had_to_be_killed: bool = False
+    layout: int = 0
+    layouts: dict[int, "Start"] = field(default_factory=dict)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -72,14 +75,16 @@ class Job:
 
     def __init__(self, world: World, schedule: RepairSchedule, oracle: "Oracle") -> None:
         self.world, self.oracle, self.size = world, oracle, schedule.ranks
-        self.iterations, self._nodes = schedule.iterations, schedule.nodes
+        self.iterations, self.num_nodes = schedule.iterations, schedule.nodes
         self.machine = Machine(world, self)
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
+        self.fewest = schedule.fewest
         self.plays, self.words = schedule.plays, WORDS + PLAYS * schedule.plays
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart
         self._memory: dict[tuple[int, str], dict[int, int]] = {}
         self._homes: dict[int, str] = {}  # of ranks
+        self._before = {0: 0}  # states of each rank, by iteration, before this layout
         self.starts: list[Start] = []
         self._agents: dict[str, Process] = {}
 
@@ -90,11 +95,11 @@ class Job:
     @property
     def is_kept(self) -> bool:
         """True if `keep` starts the nodes, and spares among them."""
-        return self.num_spares > 0
+        return self.num_spares > 0 or self.fewest > 0
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank: the one where it was started last, else where it is to be started."""
-        return self._homes.get(rank, f"node{rank * self._nodes // self.size}")
+        return self._homes.get(rank, f"node{rank * self.num_nodes // self.size}")
 
     def memory_on(self, rank: int, node: str) -> dict[int, int]:
         """Return a rank's states by iteration, on the node where it starts.
@@ -105,7 +110,7 @@ class Job:
         if (home := self._homes.setdefault(rank, node)) != node:
             self._memory[rank, node] = dict(self._memory[rank, home])
             self._homes[rank] = node
-        return self._memory.setdefault((rank, node), {0: 0})
+        return self._memory.setdefault((rank, node), dict(self._before))
 
     def memory_of(self, rank: int) -> dict[int, int]:
         """Return the states of a rank whose node is lost, as peers have them."""
@@ -141,33 +146,68 @@ class Job:
             started.workers.append(made)
         return started
 
+    @property
+    def newest_start(self) -> Start:
+        """The start, or its last layout."""
+        return [self.starts[-1], *self.starts[-1].layouts.values()][-1]
+
+    def start_of(self, process: Process) -> Start:
+        """Return the start of a rank: in an elastic job that of its layout."""
+        started, layout = self.starts[-1], int(process.environ.get(START, 0))
+        if layout and layout not in started.layouts:
+            size = int(process.environ["WORLD_SIZE"])
+            started.layouts[layout] = Start(number=started.number, size=size, layout=layout)
+            self._share_memory()
+            self.oracle.begin_layout(layout)
+        return started.layouts[layout] if layout else started
+
+    def _share_memory(self) -> None:
+        """Have all ranks of another layout begin with what the slowest one has."""
+        known = [self._memory[rank, home] for rank, home in self._homes.items()]
+        slowest = min((max(each) for each in known), default=None)
+        self._before = next((dict(each) for each in known if max(each) == slowest), self._before)
+        self._memory.clear()
+        self._homes.clear()
+
+    def come_back(self, node: str, started: Start) -> None:
+        """Start a node again that was lost, if its job runs."""
+        assert started.keeper is not None
+        if started is self.starts[-1] and started.workers[started.keeper].is_alive:
+            self._start_node(int(node.removeprefix("node")), started)
+
     def _start_nodes(self, started: Start) -> None:
         """Start the agents of nodes and spares."""
-        for number in range(max(self._nodes + self.num_spares, self.keeper + 1)):
-            node = f"node{number}"
-            environ = {
-                "GROUP_RANK": str(number),
-                "GROUP_WORLD_SIZE": str(self._nodes),
-                "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(self.size // self._nodes),
-                "MASTER_ADDR": f"node{self.keeper}",
-                "MASTER_PORT": str(_FIRST_PORT + started.number),
-                "TORCHELASTIC_RUN_ID": "job",
-                "TORCHELASTIC_RESTART_COUNT": str(started.number),
-                "MOE_FT_NODE_ID": node,
-                "MOE_FT_KEEP_TOKEN": "secret",
-                "MOE_FT_KEEP_STORE_ON": str(self.keeper),
-                "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
-                "MOE_FT_KEEP_GRACE_S": str(GRACE_S),
-                "MOE_FT_KEEP_STATUS": "",
-            }
-            launcher = self.world.kernel.make_process("launcher", node)
-            launcher.local[MACHINE] = self.machine
-            started.workers.append(
-                self.machine.make_process(
-                    f"agent {number}", node, launcher, environ, lambda: worker.main(self.words)
-                )
+        if self.fewest:
+            self._share_memory()
+        for number in range(max(self.num_nodes + self.num_spares, self.keeper + 1)):
+            self._start_node(number, started)
+
+    def _start_node(self, number: int, started: Start) -> None:
+        node = f"node{number}"
+        environ = {
+            "GROUP_RANK": str(number),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size // self.num_nodes),
+            "MASTER_ADDR": f"node{self.keeper}",
+            "MASTER_PORT": str(_FIRST_PORT + started.number),
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_RESTART_COUNT": str(started.number),
+            "MOE_FT_NODE_ID": node,
+            "MOE_FT_KEEP_TOKEN": "secret",
+            "MOE_FT_KEEP_STORE_ON": str(self.keeper),
+            "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
+            "MOE_FT_KEEP_GRACE_S": str(GRACE_S),
+            "MOE_FT_KEEP_STATUS": "",
+            "MOE_FT_KEEP_FEWEST": str(self.fewest),
+        }
+        launcher = self.world.kernel.make_process("launcher", node)
+        launcher.local[MACHINE] = self.machine
+        started.workers.append(
+            self.machine.make_process(
+                f"agent {number}", node, launcher, environ, lambda: worker.main(self.words)
             )
+        )
 
     def _agent_on(self, node: str) -> Process:
         if node not in self._agents or not self._agents[node].is_alive:
@@ -189,8 +229,7 @@ class Job:
         self.world.kernel.call_later(GRACE_S, lambda: self._kill(started))
 
     def _terminate(self, process: Process) -> None:
-        handler: Callable[..., Any] | None = process.local.get(_HANDLERS, {}).get(signal.SIGTERM)
-        if handler is None:
+        if (handler := handler_of(process, signal.SIGTERM)) is None:
             self.world.kernel.kill(process, -signal.SIGTERM)
             return
 
@@ -220,6 +259,15 @@ class Job:
         return [
             each for each in self.world.kernel.processes if each.name == name and LINK in each.local
         ]
+
+    def tell(self, node: str) -> None:
+        """Tell a node that it is to end, as a batch system does, and end it after a while."""
+        for each in self.starts[-1].workers:
+            if each.node == node and each.is_alive:
+                self._terminate(each)
+                self.world.kernel.call_later(
+                    GRACE_S, lambda each=each: self.world.kernel.kill(each)
+                )
 
     def lose(self, node: str) -> None:
         """Lose a node with its processes and its memory; another one gets its name."""

@@ -9,17 +9,18 @@ import signal
 import socket
 import sys
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from moe_ft.keeper import job_store, node, worker, zygote
+from moe_ft.keeper.nodes import Coordinator
 from moe_ft.keeper.protocol import IMPORTING, RankRequest
 from moe_ft.keeper.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
-from tests.simulation.processes import PARENT
+from tests.simulation.processes import _HANDLERS, PARENT
 from tests.simulation.store import Values
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class Listener:
     def __init__(self, machine: Machine, process: Process) -> None:
         self.machine, self.process = machine, process
         self.pending: deque[Connection] = deque()
-        self.values = Values(FORGED, spared=("run", "seat"))
+        # By prefix: of the starts that one store serves.
+        self.starts = defaultdict[str, Values](lambda: Values(FORGED, spared=("run", "seat")))
         self.server: Process | None = None
 
     @property
@@ -264,13 +266,15 @@ class _System:
         return pid, -code if code < 0 else code << 8
 
     def killpg(self, pid: int, number: int) -> None:
-        """Send a signal to a rank; it takes a while to end after SIGTERM."""
+        """Send a signal to a rank, which takes a while to end after SIGTERM, or to a node's process."""
         machine = machine_here()
         process, kernel = machine.process_of(pid), machine.world.kernel
         if not process.is_alive:
             raise ProcessLookupError(3, "No such process")
         if number == signal.SIGKILL:
             kernel.kill(process, -number)
+        elif (handler := handler_of(process, number)) is not None:
+            kernel.spawn(process, lambda: handler(number, None), "signal")
         else:
             delay_s = kernel.random.random() * _LONGEST_END_S
             kernel.call_later(delay_s, lambda: _end_unless_stopped(process, number))
@@ -284,6 +288,12 @@ class _System:
     def execv(self, path: str, words: Sequence[str]) -> None:
         """Refuse: a worker without a zygote."""
         raise AssertionError("a rank starts without its zygote")
+
+
+def handler_of(process: Process, number: int) -> Callable[..., Any] | None:
+    """Return what a process does at a signal; None if it ends."""
+    found: Callable[..., Any] | None = process.local.get(_HANDLERS, {}).get(number)
+    return found
 
 
 def _end_unless_stopped(process: Process, number: int) -> None:
@@ -370,6 +380,7 @@ def install(patches: Patches) -> None:
     for module in (zygote, node):
         patches.set(module, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
     patches.set(node, "set_process_name", lambda name: None)
+    patches.set(Coordinator, "_begin_start", _observed(Coordinator._begin_start))
     patches.set(node, "send_request", _send_request)
     patches.set(node, "_connect", _connect_here)
     patches.set(zygote, "why_not_to_fork", lambda: "")
@@ -386,6 +397,20 @@ def install(patches: Patches) -> None:
     patches.set(worker, "select", SimpleNamespace(select=_select))
     patches.divert(signal, "pidfd_send_signal", _send_signal)
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))
+
+
+def _observed(
+    begin_start: Callable[[Coordinator, str], None],
+) -> Callable[[Coordinator, str], None]:
+    """Have the oracle see when a coordinator has all ranks begin again."""
+
+    def begin(self: Coordinator, why: str) -> None:
+        machine = machine_here()
+        of_nodes, of_start = (each._store._store.values for each in (self, self._rounds))
+        machine.job.oracle.begins_again(of_nodes, of_start, why, machine.world.kernel.now)
+        begin_start(self, why)
+
+    return begin
 
 
 def _send_signal(world: World, descriptor: int, number: int) -> None:

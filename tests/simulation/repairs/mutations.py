@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ft.faults import Section
-from moe_ft.keeper import rounds, seats, zygote
+from moe_ft.keeper import job_store, roster, rounds, zygote
 from moe_ft.keeper.link import Link, Pulse
 from moe_ft.keeper.node import Node
 from moe_ft.keeper.nodes import Coordinator
@@ -26,6 +26,7 @@ from tests.simulation.repairs.product import (
 OF_REPAIRS: set[str] = set()
 OF_NODES: set[str] = set()
 OF_HANGS: set[str] = set()
+OF_ELASTIC: set[str] = set()
 
 
 def repair_mutation(make: Mutation) -> Mutation:
@@ -43,6 +44,12 @@ def node_mutation(make: Mutation) -> Mutation:
 def hang_mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list of all, and note that hangs in sections of the loop show it."""
     OF_HANGS.add(name_of(make))
+    return repair_mutation(make)
+
+
+def elastic_mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list of all, and note that starts on another number of nodes show it."""
+    OF_ELASTIC.add(name_of(make))
     return repair_mutation(make)
 
 
@@ -278,11 +285,30 @@ def silent_nodes_are_waited_for(patches: Patches) -> None:
 @node_mutation
 def ends_kept_to_oneself(patches: Patches) -> None:
     """A node does not say that its ranks have ended."""
-    original = seats.NodeSeat.beat
-    patches.set(seats.NodeSeat, "beat", lambda self, code, start: original(self, None))
+    original = roster.NodeSeat.beat
+    patches.set(roster.NodeSeat, "beat", lambda self, code, start: original(self, None))
 
 
 @node_mutation
 def orders_ignored(patches: Patches) -> None:
     """A node does not run the ranks that it is given."""
     patches.set(Node, "_take", lambda self, order: None)
+
+
+@elastic_mutation
+def starts_share_a_store(patches: Patches) -> None:
+    """Ranks of all starts use the same keys in the store."""
+    patches.set(job_store, "_prefix", lambda environment: "moe_ft")
+
+
+@elastic_mutation
+def starts_after_all_are_to_save(patches: Patches) -> None:
+    """All ranks begin again when a node is lost, although they were to save and end."""
+    original = Coordinator._lose
+
+    def lose(self: Coordinator, lost: Any, why: str) -> None:
+        self._ends, ends = False, self._ends
+        original(self, lost, why)
+        self._ends = ends
+
+    patches.set(Coordinator, "_lose", lose)

@@ -6,13 +6,17 @@ A job may start again only for a reason that docs/repair.md names. All else is a
 import json
 from collections.abc import Sequence
 
+from moe_ft.keeper.link import START
+from moe_ft.keeper.roster import SAVE
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.job import Job, Start
 from tests.simulation.repairs.machine import FORGED, LINK
 from tests.simulation.repairs.rank import IS_EXPLAINED, Group, Operation, Rank, final_states
+from tests.simulation.store import Values
 
 _LOOKS_S = 3.0  # for those who look for hangs
+_LATE_S = 5.0  # until a fault is seen in the store
 _REPLACED_S = 15.0  # since a node may know that it was silent, until its lost ranks have ended
 
 
@@ -27,7 +31,11 @@ class Oracle:
         self.limit_s = 0.0  # for the end of a repair; 0 if there is none
         self.halted: set[Process] = set()  # that do not run, or whose thread hangs
         self.num_losses = 0  # of nodes
+        self.fault_s = 0.0  # of the last one
+        self.layout = self._trained_layout = 0  # of an elastic start
         self.silences: list[tuple[list[Process], float]] = []  # of nodes, until when
+        self.away_s: dict[str, float] = {}  # by node, until when it may not be there
+        self.num_untrained = 0  # losses of nodes since an iteration was finished
         self._begin()
 
     def _begin(self) -> None:
@@ -43,6 +51,13 @@ class Oracle:
         self.num_deaths, self.limit_s = 0, 0.0
         self.num_losses = 0
         self.silences.clear()
+        self.away_s.clear()
+        self.num_untrained = self.layout = self._trained_layout = 0
+        self._begin()
+
+    def begin_layout(self, layout: int) -> None:
+        """Begin with the first rank of an elastic start: what earlier ones say counts no more."""
+        self.layout, self.num_deaths, self.limit_s = layout, 0, 0.0
         self._begin()
 
     def violate(self, what: str) -> None:
@@ -54,7 +69,7 @@ class Oracle:
         known = group.ends.get(rank, (process, None))[0]
         if known is not process:
             self.violate(f"two processes are rank {rank} in round {group.number}")
-        if group.number == 0:
+        if group.number == 0 and group.layout == self.layout:
             self._trains[rank] = process
 
     def completes(self, group: Group, operation: Operation) -> None:
@@ -64,9 +79,40 @@ class Oracle:
         dead = [rank for rank, (process, _) in group.ends.items() if not process.is_alive]
         if dead:
             self.violate(f"{sorted(operation.names)} is done with ranks {dead}, which are dead")
+        if group.layout < self._trained_layout:
+            self.violate(f"start {group.layout} goes on after {self._trained_layout} has begun")
+        self._trained_layout = group.layout
+        nodes = {process.node for process, _ in group.ends.values()}
+        for each in next(iter(group.ends.values()))[0].kernel.processes if group.layout else ():
+            is_earlier = LINK in each.local and int(each.environ.get(START, 0)) < group.layout
+            if each.is_alive and is_earlier and each.node in nodes and "RANK" in each.environ:
+                self.violate(f"{each} of an earlier start lives on a node of start {group.layout}")
+
+    def is_replaceable(self, rank: Rank) -> None:
+        """Note that an iteration was finished in a start."""
+        if rank._start.layout == self.layout:
+            self.num_untrained = 0
+
+    def begins_again(self, values: Values, of_start: Values, why: str, now_s: float) -> None:
+        """Check that all ranks may begin again.
+
+        Args:
+            values: of the nodes, and of the start before.
+        """
+        self.log.append(f"{now_s:.3f} s: all ranks begin again: {why}")
+        if SAVE in _said(values):
+            self.violate("all ranks begin again, and were to save")
+        number, said = 0, _said(of_start)
+        while f"round_{number + 1}/declared" in said:
+            number += 1
+        is_finished = not number or f"round_{number}/finished" in said
+        if why == "a node has come" and not is_finished and now_s > self.fault_s + _LATE_S:
+            self.violate(f"a node has all ranks begin again in the middle of round {number}")
 
     def meets(self, rank: Rank, members: Sequence[Member]) -> None:
         """Check that a rank sees the same round as the others, and in it who it is."""
+        if rank._start.layout < self.layout:
+            return
         number = rank.membership.round
         seen = json.dumps([[each.rank, each.died_s, each.hung_s, each.facts] for each in members])
         if self._members.setdefault(number, seen) != seen:
@@ -90,6 +136,8 @@ class Oracle:
             self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
 
     def finishes(self, rank: Rank) -> None:
+        if rank._start.layout < self.layout:
+            return
         kernel = rank._process.kernel
         number = rank.membership.round
         if number >= self._since.get(
@@ -98,7 +146,7 @@ class Oracle:
             self._since[rank.rank], self._trains[rank.rank] = number, rank._process
         self._finished.add(number)
         self.check_silenced(rank._job)
-        now = [rank._job.process_of(each) for each in range(rank._job.size)]
+        now = [rank._job.process_of(each) for each in range(rank._start.size)]
         self.num_repairs += 1
         self.num_deaths = sum(
             each is None or not each.is_alive or each in self.halted for each in now
@@ -128,7 +176,8 @@ class Oracle:
 
     def has_trained(self, rank: Rank) -> None:
         """Note that a rank has trained to the end: what dies now is not replaced."""
-        self._final |= rank.states
+        if rank._start.layout == self.layout:
+            self._final |= rank.states
         if "a rank has trained to the end" not in self.excuses:
             self.excuses.append("a rank has trained to the end")
 
@@ -144,8 +193,9 @@ class Oracle:
             self.violate(f"start {start.number} does not end")
             return
         if start.has_ended_well:
-            expected = final_states(job.size, job.iterations)
-            if (found := [self._final.get(rank) for rank in range(job.size)]) != expected:
+            size = job.newest_start.size
+            expected = final_states(size, job.iterations, job.fewest > 0)
+            if (found := [self._final.get(rank) for rank in range(size)]) != expected:
                 self.violate(f"training ends in {found}, and not in {expected}")
             return
         if not self.excuses:
@@ -165,7 +215,9 @@ class Oracle:
                 continue
             rank = int(process.environ["RANK"])
             newest = job.process_of(rank)
-            if process.is_alive and (rank in self.absent or newest not in (None, process)):
+            is_earlier = int(process.environ.get(START, 0)) < self.layout
+            is_replaced = is_earlier or rank in self.absent or newest not in (None, process)
+            if process.is_alive and is_replaced:
                 self.violate(
                     f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank, or a "
                     "peer its role"
@@ -181,8 +233,8 @@ class Oracle:
         """Check how many rounds were broken in a row."""
         if (listener := job.machine.ports.get(start.address)) is None:
             return
-        said = {key for key, text in listener.values.texts.items() if text != FORGED}
-        number = broken = 0
+        *_, values = listener.starts.values()
+        said, number, broken = _said(values), 0, 0
         while f"round_{number + 1}/declared" in said:
             number += 1
             broken = 0 if number in self._finished else broken + 1
@@ -190,3 +242,8 @@ class Oracle:
                 self.violate(f"{broken} rounds in a row are broken, up to round {number}")
         if broken >= MOST_UNFINISHED:
             self.excuses.append("too many rounds were broken")
+
+
+def _said(values: Values) -> set[str]:
+    """Return the keys of what no stranger has written."""
+    return {key for key, text in values.texts.items() if text != FORGED}

@@ -57,11 +57,13 @@ class Group:
 
     Attributes:
         size: number of ranks that are not absent.
+        layout: of an elastic start, in which the round is.
         ends: ``[rank]`` the process and its links.
     """
 
     number: int
     size: int
+    layout: int = 0
     ends: dict[int, tuple[Process, "Ends"]] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
 
@@ -111,7 +113,7 @@ class Ends:
         """Connect to all ranks of a round. Nobody learns meanwhile that one of them has died."""
         self._kernel.event("swap")
         size = self._start.size - num_absent
-        group = self._start.groups.setdefault(number, Group(number, size))
+        group = self._start.groups.setdefault(number, Group(number, size, self._start.layout))
         self._job.oracle.connects(group, self._rank, self._process)
         group.ends[self._rank] = self._process, self
         self._job.machine.changed()
@@ -180,7 +182,7 @@ class Rank:
         process = world.process
         self._kernel, self._process = world.kernel, process
         self._job, self.link = process.local[MACHINE].job, process.local[LINK]
-        self.rank, self._start = int(process.environ["RANK"]), self._job.starts[-1]
+        self.rank, self._start = int(process.environ["RANK"]), self._job.start_of(process)
         self._memory = self._job.memory_on(self.rank, process.node)
         self.is_alone = self.link.is_replacement
         # By rank: the own one, and absent ones whose roles this one plays.
@@ -340,6 +342,7 @@ class Rank:
         with self._ends.waiting():
             size = self._start.size
             self.membership.become_replaceable([[[r] for r in range(size)]] * self._job.plays)
+        self._job.oracle.is_replaceable(self)
         self._heart.start()
 
     def _iterate(self, iteration: int) -> None:
@@ -350,6 +353,8 @@ class Rank:
         own, *played = ([each, state] for each, state in self.states.items())
         name, by_role = f"backward:{iteration}", {each[0]: each for each in played}
         told = self._ends.gather(name, own, self._timeout_s, by_role)
+        if self._job.fewest:  # the state of another number of ranks is the same
+            told = sorted({state for _, state in told})
         self._listeners.enter(Phase.BEFORE_STEP)
         self._pass("in step")
         self.states = {each: next_state(state, told) for each, state in self.states.items()}
@@ -428,10 +433,11 @@ def next_state(state: int, told: list[Any]) -> int:
     return zlib.crc32(repr((state, told)).encode())
 
 
-def final_states(size: int, iterations: int) -> list[int]:
+def final_states(size: int, iterations: int, is_elastic: bool) -> list[int]:
     """Return the states of all ranks after a training that nothing disturbs."""
     states = [0] * size
     for _ in range(iterations):
-        told = [[rank, state] for rank, state in enumerate(states)]
+        told: list[Any] = [[rank, state] for rank, state in enumerate(states)]
+        told = sorted(set(states)) if is_elastic else told
         states = [next_state(state, told) for state in states]
     return states

@@ -30,6 +30,16 @@ WITH_SPARES = {
     "slow-store": 1,
     "stranger-in-store": 1,
 }
+OF_ELASTIC = {
+    "lose-node": 8,
+    "silence-node": 4,
+    "cut-node": 4,
+    "tell-node": 3,
+    "kill": 4,
+    "slow-store": 1,
+    "stranger-in-store": 1,
+    "stop-store": 1,
+}
 # Of schedules that are about hangs: also what must not be taken for one.
 OF_HANGS = {
     "hang": 8,
@@ -90,6 +100,8 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         hang_limit: of --moe-ft-hang-limit.
         evaluation_steps: of each evaluation, of which there are some, as there are checkpoints; 0 for none.
         spares: nodes that wait. With any, `keep` starts the nodes, and without them the launcher.
+        fewest: nodes with which all ranks begin again; with any, `keep` starts the nodes. 0 if none may be
+            missing.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
         plays: whether peers play the roles of ranks that no spare takes; all are in one stage.
         switching: probability with which another thread runs after an event.
@@ -99,6 +111,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 3
     nodes: int = 1
     spares: int = 0
+    fewest: int = 0
     keeps_apart: bool = False
     plays: bool = False
     iterations: int = 6
@@ -111,6 +124,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         head = f"seed {self.seed}, switching {self.switching}: {self.ranks} ranks on {self.nodes} nodes"
         head += f" and {self.spares} spares" * bool(self.spares)
+        head += f", {self.fewest} at least" * bool(self.fewest)
         head += ", and one for the store" * self.keeps_apart
         head += ", roles are played" * self.plays + " without repairs" * (not self.repairs)
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
@@ -124,17 +138,50 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             replace(self, faults=faults[:place] + faults[place + 1 :])
             for place in range(len(faults))
         ]
-        simpler = {"nodes": 1 + bool(self.spares), "spares": 1, "ranks": 2, "iterations": 3}
+        is_kept = bool(self.spares or self.fewest)
+        simpler = {
+            "nodes": 1 + is_kept,
+            "spares": 0 if self.fewest else 1,
+            "ranks": 2,
+            "iterations": 3,
+        }
         return found + [
             replace(self, **{name: value})
             for name, value in simpler.items()
-            if getattr(self, name) > value and not (name == "ranks" and self.nodes > value)
+            if getattr(self, name) > value
+            and not (name == "ranks" and self.nodes > value)
+            and not (name in ("ranks", "nodes") and self.fewest)
         ]
 
 
 def draw_with_spares(seed: int) -> RepairSchedule:
     """Draw a schedule with spare nodes."""
     return draw(seed, with_spares=1.0)
+
+
+def draw_elastic(seed: int) -> RepairSchedule:
+    """Draw a schedule of a job that begins again on fewer nodes, and on more when some come back."""
+    rng = random.Random(f"elastic {seed}")
+    nodes, iterations = rng.choice((2, 3, 3)), rng.choice((4, 6, 8))
+    ranks = nodes * rng.choice((1, 1, 2))
+    return RepairSchedule(
+        seed=seed,
+        ranks=ranks,
+        nodes=nodes,
+        spares=rng.choice((0, 0, 1)),
+        fewest=rng.choice((1, 1, 2)),
+        keeps_apart=rng.random() < 0.7,
+        iterations=iterations,
+        faults=tuple(
+            _draw(rng, OF_ELASTIC, moments, 0, ranks, 1 + rng.randrange(most))
+            for moments, most in rng.choices(
+                ((IN_ITERATIONS, ranks * iterations), (OF_STARTS, 6 * ranks), (IN_REPAIRS, ranks)),
+                (3, 2, 1),
+                k=rng.choice((1, 2, 3, 5, 8)),
+            )
+        ),
+        switching=rng.choice((0.02, 0.1, 0.3)),
+    )
 
 
 def draw_hangs(seed: int) -> RepairSchedule:

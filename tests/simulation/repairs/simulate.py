@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from moe_ft.keeper.rounds import MOST_UNFINISHED
 from tests.simulation.active import active
 from tests.simulation.job import make_world
 from tests.simulation.kernel import HangError, Kernel, Process, Thread
@@ -30,6 +31,8 @@ from tests.simulation.simulate import Verdict
 _MORE_STARTS = 4
 _HELP_S = 200.0  # until somebody ends what nobody watches
 _LONGEST_SILENCE_S = 60.0
+_COMES_BACK, _LONGEST_ABSENCE_S = 0.7, 60.0  # of nodes that are lost
+_BACK_S = 60.0  # from then until it is there again
 _LONGEST_PAUSE_S, _LONGEST_STOP_S, _FOR_EVER_S = 40.0, 120.0, 1e9
 _AFTER_S = 3.0  # from the end of a start to that of all its processes
 _SLOW_S = 0.2
@@ -43,7 +46,7 @@ _EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
     "slow-storage": lambda amount: {STORES_S: amount * 0.8 * TIMEOUT_S},
     "write-long": lambda amount: {WRITES_S: amount * 0.8 * TIMEOUT_S},
 }
-_OF_NODES = ("lose-node", "silence-node", "cut-node", "pause-node")
+_OF_NODES = ("lose-node", "silence-node", "cut-node", "pause-node", "tell-node")
 
 
 class Injection:
@@ -73,10 +76,10 @@ class Injection:
         job, oracle, kernel = self._job, self._oracle, self._kernel
         rank = fault.target if fault.target >= 0 else int(there.environ.get("RANK", 0))
         process = there if fault.target < 0 and LINK in there.local else job.process_of(rank)
+        oracle.fault_s = kernel.now
         oracle.log.append(f"{kernel.now:.3f} s: {fault.kind}: {process or f'rank {rank}'}")
         oracle.num_deaths += fault.kind in _DEATHS
-        if oracle.num_deaths >= job.size:
-            oracle.excuses.append("all ranks may have died")
+        self._judge_deaths()
         if job.is_kept and fault.kind in _OF_NODES:
             self._judge_loss(job.node_of(rank))
         elif fault.kind in _EXPLAINED:
@@ -129,18 +132,37 @@ class Injection:
         """Note why the loss of a node, or a silence that may be taken for one, may end the start."""
         job, oracle = self._job, self._oracle
         oracle.num_losses += 1
+        for rank in range(job.size):
+            oracle.num_deaths += job.node_of(rank) == node
+        self._judge_deaths()
+        if job.fewest:
+            self._judge_elastic_loss(node)
+            return
         if oracle.num_losses > job.num_spares and not job.plays:
             oracle.excuses.append("there may be no spare")
         if node == f"node{job.keeper}":
             oracle.excuses.append("the job's store is lost")
         for rank in range(job.size):
             process = job.process_of(rank)
-            if job.node_of(rank) == node:
-                oracle.num_deaths += 1
             if process is None or not process.local[LINK].is_armed:
                 oracle.excuses.append("a rank is not armed")
-        if oracle.num_deaths >= job.size:
-            oracle.excuses.append("all ranks may have died")
+
+    def _judge_deaths(self) -> None:
+        """Note that nothing may be left to repair; if nodes alone are lost, an elastic job begins again."""
+        is_mended = self._job.fewest and not any(each.kind in _DEATHS for each in self._faults)
+        if self._oracle.num_deaths >= self._job.newest_start.size and not is_mended:
+            self._oracle.excuses.append("all ranks may have died")
+
+    def _judge_elastic_loss(self, node: str) -> None:
+        job, oracle = self._job, self._oracle
+        oracle.num_untrained += 1
+        if oracle.num_untrained > MOST_UNFINISHED:
+            oracle.excuses.append("too many nodes were lost before an iteration was finished")
+        if node == f"node{job.keeper}":
+            oracle.excuses.append("the job's store is lost")
+        away = {each for each, until_s in oracle.away_s.items() if until_s > self._kernel.now}
+        if job.num_nodes + job.num_spares - len({*away, node}) < job.fewest:
+            oracle.excuses.append("there may be too few nodes")
 
     def _silence_node(self, fault: Fault, rank: int) -> None:
         """Stop a whole node."""
@@ -162,6 +184,7 @@ class Injection:
         """Return the processes of a node that is silent; after some seconds those of lost ranks must end."""
         kernel, node = self._kernel, self._job.node_of(rank)
         silent = [each for each in kernel.processes if each.is_alive and each.node == node]
+        self._oracle.away_s[node] = kernel.now + seconds + _BACK_S
         self._oracle.halted.update(silent)
         self._oracle.silences.append((silent, kernel.now + seconds))
         return silent
@@ -214,7 +237,18 @@ class Injection:
         self._suspend(self._store(), fault.amount * _LONGEST_STOP_S)
 
     def _lose_node(self, fault: Fault, rank: int) -> None:
-        self._job.lose(self._job.node_of(rank))
+        node, started = self._job.node_of(rank), self._job.starts[-1]
+        self._job.lose(node)
+        self._oracle.away_s[node] = _FOR_EVER_S
+        if self._job.fewest and fault.amount < _COMES_BACK and node != f"node{self._job.keeper}":
+            seconds = fault.amount * _LONGEST_ABSENCE_S
+            self._oracle.away_s[node] = self._kernel.now + seconds + _BACK_S
+            self._kernel.call_later(seconds, lambda: self._job.come_back(node, started))
+
+    def _tell_node(self, fault: Fault, rank: int) -> None:
+        node = self._job.node_of(rank)
+        self._oracle.away_s[node] = _FOR_EVER_S
+        self._job.tell(node)
 
     def _kill_worker(self, fault: Fault, rank: int) -> None:
         self._kernel.kill(self._job.starts[-1].workers[rank])

@@ -3,6 +3,7 @@
 All that is signed and read in it is the product's.
 """
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, override
 
@@ -43,19 +44,17 @@ class _Sockets:
 
 
 class TCPStore(Store):
-    """A connection to the job's store, or its server; any prefix is left out."""
+    """A connection to the job's store, or its server; its values are those of a prefix."""
 
     def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
         self._machine, self._kernel = machine_here(), machine_here().world.kernel
         self._node = self._machine.world.process.node
         if is_master:
             self._listener: Listener = options["master_listen_fd"]
-            self.values = self._listener.values
             self._listener.server = self._machine.world.process
             self._machine.changed()
             return
         self._listener = self._machine.ports[host, port]
-        self.values = self._listener.values
         timeout_s = options["timeout"].total_seconds()
         if not self._machine.wait_for(self._answers, timeout_s):
             raise RuntimeError("The client socket has timed out")
@@ -85,10 +84,16 @@ class TCPStore(Store):
         return self.values.texts[key].encode()
 
 
+def _with_prefix(prefix: str, store: TCPStore) -> TCPStore:
+    view = copy(store)
+    view.values = store._listener.starts[prefix]
+    return view
+
+
 def install(patches: Patches) -> None:
     """Have the keeper and its ranks use simulated stores."""
     patches.set(rounds, "_MIN_POLL_S", _LOOK_S)
     patches.set(job_store, "listen", _listen)
     patches.set(job_store, "socket", _Sockets())
     patches.set(job_store, "TCPStore", TCPStore)
-    patches.set(job_store, "PrefixStore", lambda prefix, store: store)
+    patches.set(job_store, "PrefixStore", _with_prefix)

@@ -1,18 +1,18 @@
 """Memory directory and limits of a real process: too little room and leftovers are named; nothing stays."""
 
-import multiprocessing
+import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moe_ft.doctor import machine
-from moe_ft.doctor.machine import check_limits, check_memory, free_memory
+from moe_ft.doctor.machine import check_memory, free_memory
 from moe_ft.doctor.rows import Result, Row
 from tests.unit.moe_ft.recovery.jobs import leave_job, site_of
 
@@ -155,12 +155,17 @@ def test_system_without_groups_has_no_limit(tmp_path: Path) -> None:
     assert free_memory(tmp_path / "missing", tmp_path) is None
 
 
-def _limited(queue: Any, which: int, value: int, pattern: str, path: Path) -> None:
-    hard = resource.getrlimit(which)[1] if which != resource.RLIMIT_NOFILE else value
-    resource.setrlimit(which, (value, hard))
-    path.write_text(pattern)
-    machine.CORE_PATTERN = path
-    queue.put(check_limits("n0", 64, 32))
+# A fresh process: a fork would have what tests before have left open, which counts against the limit.
+_LIMITED = """
+import json, resource, sys
+from pathlib import Path
+from moe_ft.doctor import machine
+which, value = map(int, sys.argv[1:3])
+hard = resource.getrlimit(which)[1] if which != resource.RLIMIT_NOFILE else value
+resource.setrlimit(which, (value, hard))
+machine.CORE_PATTERN = Path(sys.argv[3])
+print(json.dumps({row.check: row.result for row in machine.check_limits("n0", 64, 32)}))
+"""
 
 
 @pytest.mark.parametrize(
@@ -180,12 +185,7 @@ def test_limit_of_a_process(
     hard = resource.getrlimit(which)[1]
     if hard != resource.RLIM_INFINITY and hard < value:
         pytest.skip("the hard limit of this machine is lower")
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(
-        target=_limited, args=(queue, which, value, pattern, tmp_path / "pattern")
-    )
-    process.start()
-    rows: list[Row] = queue.get()
-    process.join()
-    assert {row.check: row.result for row in rows}[check] is result
+    (tmp_path / "pattern").write_text(pattern)
+    words = [sys.executable, "-c", _LIMITED, str(which), str(value), str(tmp_path / "pattern")]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    assert found[check] == result

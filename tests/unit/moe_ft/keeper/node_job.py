@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.keeper.nodes import Coordinator
-from moe_ft.keeper.seats import NodeSeat
+from moe_ft.keeper.roster import NodeSeat
 from tests.unit.signed import signed
 
 

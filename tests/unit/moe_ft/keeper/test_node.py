@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.keeper import job_store, node, seats
+from moe_ft.keeper import job_store, node, roster
 from moe_ft.keeper.node import PlannedEnd
 from tests.unit.moe_ft.keeper.node_job import Job
 
@@ -111,7 +111,7 @@ def test_node_says_under_its_newest_name_that_it_is_told_to_end(
 
     def decide(self: node.Node, timeout_s: float) -> None:
         job.coordinator.step()
-        advance(seats.GATHER_S)
+        advance(roster.GATHER_S)
 
     member = node.Node(environment, SAVING, reach)
     monkeypatch.setattr(node.Node, "_hear", decide)

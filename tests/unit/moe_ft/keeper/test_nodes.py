@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.keeper import nodes, seats
+from moe_ft.keeper import nodes, roster
+from moe_ft.keeper.roster import PlayedSlots
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Rounds
-from moe_ft.keeper.seats import PlayedSlots
 from tests.unit.moe_ft.keeper.node_job import Job, ranks
 
 
@@ -46,7 +46,7 @@ def test_ranks_are_kept_for_nodes_of_the_last_start_that_may_come(
     job = Job(status, len(before))
     there = [job.come(name, number) for number, name in enumerate(names)]
     found = [ranks(seat) for seat in there]
-    advance(seats.GATHER_S + 1)
+    advance(roster.GATHER_S + 1)
     job.coordinator.step()
     assert [at + ranks(seat) for at, seat in zip(found, there, strict=True)] == soon
     advance(nodes._MISSING_S + 1)
@@ -105,7 +105,7 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
     for number in told:
         there[number].leave()
     job.coordinator.step()
-    advance(seats.GATHER_S + 0.5)
+    advance(roster.GATHER_S + 0.5)
     job.coordinator.step()
     assert [seat.is_to_save() for seat in there] == [saves] * 3
     assert [seat.is_lost() for seat in there] == [not saves and n in told for n in range(3)]
@@ -122,7 +122,7 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
         there[1].leave()
         more[1].leave()
         job.coordinator.step()
-        advance(seats.GATHER_S + 0.5)
+        advance(roster.GATHER_S + 0.5)
         job.coordinator.step()
         assert not any(seat.is_lost() for seat in there), "ranks that save are left alone"
 
@@ -228,7 +228,12 @@ def test_elastic_job_begins_again_on_the_nodes_that_are_left_and_when_one_comes(
     assert job.orders() == {"host0": [(1, 3, [0])], "host2": [(1, 3, [1])], "host3": [(1, 3, [2])]}
     job.come("host5", 5)
     assert not any(job.orders().values()), "more may come"
-    advance(seats.GATHER_S + 1)
+    advance(roster.GATHER_S + 1)
+    rounds = Rounds(job.starts[1], 0, 3)
+    number = rounds.declare_lost(())
+    job.coordinator.step()
+    assert not any(job.orders().values()), "a repair is not finished"
+    rounds.finish(number)
     job.coordinator.step()
     expected = {name: [(2, 4, [rank])] for rank, name in enumerate(job.seats)}
     assert job.orders() == expected
@@ -296,7 +301,7 @@ def test_node_that_is_told_to_end_leaves_an_elastic_job_smaller(
     job = elastic_job()
     job.seats["host2"].leave()
     job.coordinator.step()
-    advance(seats.GATHER_S + 0.5)
+    advance(roster.GATHER_S + 0.5)
     job.coordinator.step()
     assert job.seats["host2"].is_lost() and not job.seats["host0"].is_to_save()
     del job.seats["host2"]
@@ -368,7 +373,7 @@ def test_losses_of_nodes_that_come_are_counted_in_a_row_alone(
         start = 2 * number + 1
         Rounds(job.starts[start], 0, 3).finish(0)
         job.come("host3", 3)
-        advance(seats.GATHER_S + 1)
+        advance(roster.GATHER_S + 1)
         job.coordinator.step()
         job.lose("host3")
     assert job.coordinator.over is None
@@ -406,7 +411,7 @@ def test_peers_play_the_roles_of_a_node_that_is_told_to_end(
     Rounds(job.store, 0, 4).finish(0, STAGES)
     there[3].leave()
     job.coordinator.step()
-    advance(seats.GATHER_S + 0.5)
+    advance(roster.GATHER_S + 0.5)
     job.coordinator.step()
     assert there[3].is_lost() and not there[0].is_to_save()
     assert Rounds(job.store, 0, 4).absent(1) == {3}
