@@ -160,7 +160,7 @@ class Watched:
 
     def until_trained(self, lost_s: float) -> Loss:
         """Wait for the iteration after a loss, and return its seconds."""
-        # What ended just before the loss may be logged after it.
+        # An iteration that ended just before the loss may be logged after it.
         return Loss(seconds=self.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
 
     def _repaired(self, lost_s: float, dead: Sequence[int], played: Sequence[int] = ()) -> Loss:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from moe_ft.faults import Section
 
 _FLAG = "--moe-ft-repair"
-# Which start of the job it is since `keep` has started, in another layout than the one before.
+# Number of the start since `keep` began: each start has another layout than the one before.
 START = "MOE_FT_KEEP_START"
 _NUM_CELLS = 6
 _ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S, _SECTION = range(_NUM_CELLS)
