@@ -97,9 +97,9 @@ def test_time_limit_while_storage_is_full_saves_and_requeues_the_job_when_there_
     cluster.call(*limit, "TimeLimit=60")
     job.release()
     assert job.wait_for_end() == "COMPLETED 0:0"
-    # Where storage is slow, they may have to try again more than once.
+    # Where storage is slow they try again more than once, the last time without another iteration.
     *again, requeued = targets = job.targets()
-    assert again and targets == sorted(set(targets)) and targets[0] >= 15
+    assert again and targets == sorted(targets) and targets[0] >= 15
     assert [job.tiers(number) for number in range(len(again))] == [[{"memory"}] * 2] * len(again)
     assert job.tiers(-1) == [{"storage"}] * 2
     assert job.digests() == expected
