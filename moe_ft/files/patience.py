@@ -4,6 +4,7 @@ A thread that watches another one cannot tell them from a hang otherwise. It als
 that reads for long gets further. Any thread may ask about any other.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -70,9 +71,12 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         what: the operation, for the message.
 
     Raises:
+        OSError: at once, on a thread that serves storage. A finalizer may run there, and would wait for itself.
         TimeoutError: if the call has not returned in time.
         BaseException: whatever the call raises.
     """
+    if _has_event_loop():
+        raise OSError(f"{what} is asked for by the thread that is to serve it")
     outcome: Future[Result] = Future()
     thread = threading.Thread(target=_run, args=(act, outcome), name="moe_ft-patience", daemon=True)
     with waiting(patience_s):
@@ -87,6 +91,15 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         return outcome.result()
     finally:
         del outcome  # its error leads to this frame and to those of all callers: see `_run`
+
+
+def _has_event_loop() -> bool:
+    """Return whether this thread runs the coroutines of others, such as fsspec's of all object stores."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run[Result](act: Callable[[], Result], outcome: Future[Result]) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import fsspec
 import pytest
 
 from moe_ft.engine.persist.manifests import find_manifests
@@ -91,3 +92,21 @@ def test_requests_and_their_repetition_draw_no_random_number_of_training(s3: Obj
     assert fault.struck == 3
     assert complete_iterations(storage) == [1]
     assert random.getstate() == before
+
+
+def test_finalizer_on_the_thread_that_serves_a_store_does_not_wait_for_itself(
+    stored: Storage,
+) -> None:
+    patient, errors = stored.with_patience(30.0), list[OSError]()
+
+    async def finalize() -> None:
+        try:
+            patient.exists("moe_ft.lock")
+        except OSError as error:
+            errors.append(error)
+
+    fsspec.asyn.sync(fsspec.asyn.get_loop(), finalize)
+    assert [str(each).partition(" is ")[2] for each in errors] == [
+        "asked for by the thread that is to serve it"
+    ]
+    assert not patient.exists("moe_ft.lock")
