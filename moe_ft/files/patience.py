@@ -71,7 +71,7 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         what: the operation, for the message.
 
     Raises:
-        OSError: at once, on a thread that serves storage. A finalizer may run there, and would wait for itself.
+        OSError: at once, on a thread that serves storage: a finalizer there would wait for itself.
         TimeoutError: if the call has not returned in time.
         BaseException: whatever the call raises.
     """
