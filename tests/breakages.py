@@ -247,18 +247,15 @@ def replay_one_iteration_too_few() -> None:
     """End a replay before its last iteration."""
     from moe_ft.loop.resumption import Replay
 
-    run, num_iterations = Replay.run, Replay.num_iterations
+    original = Replay._run_iteration
 
-    def changed(replay: Replay, loop: Any) -> None:
-        whole = num_iterations.fget(replay)  # type: ignore[attr-defined]
-        _set_method(Replay, "num_iterations", property(lambda _: whole - 1))
+    def changed(replay: Replay, run_again: Any, before: Any, after: Any, frozen: Any) -> bool:
+        if after.iteration < replay.last_record.iteration:
+            return original(replay, run_again, before, after, frozen)
         mark()
-        try:
-            run(replay, loop)
-        finally:
-            _set_method(Replay, "num_iterations", num_iterations)
+        return False
 
-    _set_method(Replay, "run", changed)
+    _set_method(Replay, "_run_iteration", changed)
 
 
 @breakage("played")

@@ -29,16 +29,16 @@ _FOLDER = "tests/distributed/"
 
 
 def _run_with(**values: str) -> str:
-    """Return the first run of the covering array that has these values."""
+    """Return the first run that has these values, of those that `make test` runs with nothing broken."""
     wanted = {"left": "windows", **values}  # where the checks are strict
-    found = next(run for run in runs() if wanted.items() <= run.items())
+    found = next(run for run in runs("test") if wanted.items() <= run.items())
     name = "test_run_with_faults_recovers_and_ends_in_the_state_of_a_run_without"
     return f"test_covering_array.py::{name}[{case_of(found)}]"
 
 
 TESTS = {
-    "dense": _run_with(strategy="dense-1", optimizer="distributed"),
-    "buffers": _run_with(strategy="dense-2", model="expert-bias"),
+    "dense": _run_with(strategy="dense-2", optimizer="distributed"),
+    "buffers": _run_with(strategy="sparse-2", model="expert-bias"),
     "scaled": _run_with(strategy="sparse-2", precision="fp16"),
     "partial": _run_with(strategy="partial-4", precision="bf16"),
     "played": "test_played_roles.py::test_peers_train_without_ranks_as_if_these_had_never_died_bit_for_bit"
