@@ -60,7 +60,7 @@ test-power: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -W ignore -m tests.simulation --jobs 0 --seconds $(or $(SECONDS),inf) --shrink \
-	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(SPARES),--spares) \
+	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(SPARES),--spares) $(if $(ELASTIC),--elastic) \
 	    $(if $(FIRST),--first $(FIRST),--random)
 
 chaos: .venv/installed

@@ -186,7 +186,8 @@ class Node:
                 except TimeoutError as error:
                     if self._end.is_told:  # as a spare it would take ranks again
                         self._end_ranks(signal.SIGKILL)
-                        over = 0, f"it is told to end, and is cut off ({error})"
+                        code = _FAILED * _keeps_store(self._environment)  # the job ends with it
+                        over = code, f"it is told to end, and is cut off ({error})"
                     else:
                         self._give_up(f"is cut off ({error})")
                         self._come_again()
@@ -194,13 +195,12 @@ class Node:
             over = _FAILED, f"{self._store_name} cannot be reached: {error}"
         except ConnectionError as error:
             over = _FAILED, f"the process that forks ranks has ended: {error}"
-        code, why = over
-        if why:
-            say(f"node {self._name} ends: {why}")
+        if over[1]:
+            say(f"node {self._name} ends: {over[1]}")
         self._end_ranks(signal.SIGTERM)
         if _keeps_store(self._environment):
             time.sleep(_LINGER_S)
-        return code
+        return over[0]
 
     def _step(self) -> tuple[int, str] | None:
         """Do what is to be done now; return how the job has ended, or None."""

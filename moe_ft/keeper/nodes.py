@@ -227,8 +227,11 @@ class Coordinator:
             return "without --moe-ft-repair auto no node is replaced"
         if not self._rounds.has_trained():
             return "no iteration was finished before"
-        if self._rounds.has_broken_too_many(self._rounds.newest(self._newest) + 1):
+        newest = self._rounds.newest(self._newest)
+        if self._rounds.has_broken_too_many(newest + 1):
             return _BROKEN
+        if self._rounds.survivors(newest) <= {*self._ranks_of(*slots)}:
+            return "no rank is left that knows where training is"
         free = self._num_free()
         if not self._waits and len(slots) > free and not self._to_play(slots, free):
             why = "; peers cannot play the roles of all ranks of a stage" * self._played.is_allowed
@@ -246,11 +249,7 @@ class Coordinator:
     def _bring_back(self) -> None:
         """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
         slots = self._played.to_return(self._num_free())
-        if (
-            not slots
-            or self._ends
-            or not self._rounds.is_finished(self._rounds.newest(self._newest))
-        ):
+        if not slots or self._ends or not self._rounds.is_newest_finished(self._newest):
             return
         absent, now_s = {*self._played.slots}.difference(slots), time.time()
         self._newest = self._rounds.declare_lost(
@@ -295,7 +294,7 @@ class Coordinator:
         is_calm = time.monotonic() - self._arrived_s > GATHER_S and not self._roster.is_leaving
         if is_small and is_calm and self._num_free() > 0:
             # In the middle of a repair, all would lose what it brings back.
-            if self._rounds.is_finished(self._rounds.newest(self._newest)):
+            if self._rounds.is_newest_finished(self._newest):
                 self._begin_start("a node has come")
         elif self._num_free() < 0:  # fewer are needed now than when they were lost
             self._begin_start("no spare is left")

@@ -80,6 +80,10 @@ class Rounds:
         """Return whether an iteration was finished in a round."""
         return number == 0 or self._has(number, "finished")
 
+    def is_newest_finished(self, since: int) -> bool:
+        """Return whether one was in the last round that has begun, at or after one that has."""
+        return self.is_finished(self.newest(since))
+
     def has_trained(self) -> bool:
         """Return whether an iteration was finished in this start."""
         return self._has(0, "finished")
@@ -155,6 +159,15 @@ class Rounds:
         while not self._declare(number, verdict):
             number += 1
         return number
+
+    def survivors(self, number: int) -> set[int]:
+        """Return the ranks that know where training is, up to a round; those who met in a round know it."""
+        left = set(range(self._world_size)) - self.absent(number)
+        while not self.is_finished(number) and not self._has(number, "all_members"):
+            said = self._store.values(_key(number, "members"))
+            left -= {*self.replaced(number), *(each["rank"] for each in said if not each["facts"])}
+            number -= 1
+        return left
 
     def has_broken_too_many(self, number: int) -> bool:
         """Return whether as many rounds before this one as may be were broken."""

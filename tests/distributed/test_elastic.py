@@ -337,3 +337,30 @@ def test_nodes_of_keep_are_lost_and_come_back_while_the_others_train(
     repaired, shrunk, grown = events(log, 0, "recovery")
     assert repaired["restored_iteration"] < shrunk["restored_iteration"]
     assert shrunk["sources"].keys() <= {"memory", "peer"} >= grown["sources"].keys()
+
+
+@pytest.mark.rest
+def test_spares_begin_again_from_storage_when_all_nodes_that_train_are_lost(
+    tmp_path: Path, memory_dir: Path
+) -> None:
+    model = {"num_layers": 2, "train_iters": 60, "calculate_per_token_loss": True}
+    log = tmp_path / "events"
+    words = [
+        *("pretrain_gpt_moe.py", *model_flags(**model), *ELASTIC, "--mock-data"),
+        *("--moe-ft-strategy", "dense", "--moe-ft-interval", "1", "--moe-ft-repair", "auto"),
+        *("--moe-ft-persist-dir", str(tmp_path / "storage"), "--moe-ft-persist-interval", "2"),
+        *("--moe-ft-memory-dir", str(memory_dir), *event_flags(log)),
+    ]
+    with KeptNodes(tmp_path, words, num_nodes=2, ranks_per_node=1, fewest=1, store=4) as nodes:
+        nodes.start("node0", "node1", "node2", "node3", "node4")
+        wait_for(lambda: event_path(log, 0).exists() and events(log, 0, "persist"), "storage", 200)
+        for name in ("node0", "node1"):
+            nodes.kill(name)
+            shutil.rmtree(memory_dir / "nodes" / name)
+        codes = nodes.wait()
+        assert codes == dict.fromkeys(("node2", "node3", "node4"), 0), nodes.log("node4")[-3000:]
+    why = "no rank is left that knows where training is"
+    assert re.search(rf"begin again on nodes node[23], node[23]: {why}", nodes.log("node4"))
+    for rank in (0, 1):
+        (recovery,) = events(log, rank, "recovery")
+        assert set(recovery["sources"]) == {"storage"} and recovery["restored_iteration"] >= 2

@@ -6,35 +6,13 @@ import msgspec
 
 from tests.simulation.dead_ranks import FAILED_SEAT
 from tests.simulation.job import Setup
-from tests.simulation.repairs.schedule import Fault as RepairFault
+from tests.simulation.repairs.near import NEAR_OF_REPAIRS
 from tests.simulation.repairs.schedule import RepairSchedule
 from tests.simulation.schedule import Fault, Schedule
 from tests.simulation.shape import Shape
 from tests.simulation.soak import AnySchedule
 
 _STAGES = Setup(stages=3, dp=1, ep=1, nodes=1, replication="0", breakpoints=True, upstream_log=True)
-# A thread that hangs in what looks like a wait for others: they time out.
-_LOST_MESSAGE = RepairSchedule(
-    seed=1,
-    iterations=8,
-    faults=(RepairFault(kind="hang", start=0, moment="forward", time=12, amount=0.2),),
-)
-_PLAYED_AGAIN = (
-    RepairSchedule(  # the spare is lost too; then a rank dies, and a further node is lost
-        seed=1,
-        nodes=3,
-        spares=1,
-        keeps_apart=True,
-        plays=True,
-        iterations=12,
-        faults=(
-            RepairFault(kind="lose-node", start=0, moment="forward", time=6, target=1),
-            RepairFault(kind="lose-node", start=0, moment="forward", time=14, target=1),
-            RepairFault(kind="kill", start=0, moment="forward", time=20, target=0),
-            RepairFault(kind="lose-node", start=0, moment="forward", time=26, target=2),
-        ),
-    )
-)
 _POWER_LOSS = Schedule(
     seed=186,
     setup=msgspec.structs.replace(
@@ -66,51 +44,7 @@ _POWER_LOSS = Schedule(
 # By mistake. Each change of the product moves the place of an event, so the same faults are tried at other
 # places too.
 NEAR: dict[str, AnySchedule] = {
-    "own-stop-held-against-the-thread": RepairSchedule(
-        seed=66,
-        ranks=4,
-        iterations=3,
-        faults=(
-            RepairFault(kind="kill", start=0, moment="between", time=5),
-            RepairFault(kind="pause-node", start=0, moment="backward", time=9, amount=0.95),
-        ),
-        switching=0.1,
-    ),
-    "broken-rounds-waited-for": RepairSchedule(
-        seed=187,
-        iterations=3,
-        faults=(
-            RepairFault(kind="stop", start=0, moment="forward", time=6),
-            RepairFault(kind="kill", start=0, moment="build", time=3, target=1),
-        ),
-        switching=0.6,
-    ),
-    "rounds-without-end": RepairSchedule(  # a rank dies in each
-        seed=1,
-        ranks=6,
-        iterations=4,
-        faults=(
-            RepairFault(kind="kill", start=0, moment="forward", time=14, target=0),
-            *(
-                RepairFault(kind="kill", start=0, moment="restore", time=time)
-                for time in (12, 18, 24, 30)
-            ),
-        ),
-    ),
-    "roles-played-for-no-spare-alone": _PLAYED_AGAIN,
-    "absence-forgotten": _PLAYED_AGAIN,
-    "absent-ranks-of-before-forgotten": _PLAYED_AGAIN,
-    "hang-not-ended": _LOST_MESSAGE,
-    "timeouts-kept-to-oneself": _LOST_MESSAGE,
-    "survivors-never-freed": _LOST_MESSAGE,
-    "slow-writes-are-silence": RepairSchedule(
-        seed=1,
-        ranks=2,
-        iterations=8,
-        hang_limit="25",
-        evaluation_steps=2,
-        faults=(RepairFault(kind="write-long", start=0, moment="between", time=11, amount=0.95),),
-    ),
+    **NEAR_OF_REPAIRS,
     "leader-speaks-for-its-group": Schedule(
         seed=207,
         setup=msgspec.structs.replace(

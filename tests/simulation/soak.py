@@ -157,8 +157,11 @@ class Campaign:
         if verdict.violations:
             self._failed += 1
             self._keep(schedule, schedule, verdict, "")
-            kind = "--repairs " * isinstance(schedule, RepairSchedule)
-            kind = "--spares " if self._options.spares else kind  # another schedule of that seed
+            # The same seed is another schedule of another kind.
+            kinds = ("elastic", "spares", "repairs", "layouts")
+            drawn = [each for each in kinds if getattr(self._options, each)]
+            drawn += ["repairs"] * isinstance(schedule, RepairSchedule)
+            kind = f"--{drawn[0]} " if drawn else ""
             again = f"python -m tests.simulation {kind}--seed {schedule.seed} --verbose"
             print(f"again: {again}", flush=True)
         return bool(verdict.violations)

@@ -312,3 +312,58 @@ def starts_after_all_are_to_save(patches: Patches) -> None:
         self._ends = ends
 
     patches.set(Coordinator, "_lose", lose)
+
+
+@elastic_mutation
+def ends_of_an_earlier_start_count(patches: Patches) -> None:
+    """Ranks that have failed in the start before count as those of the present one."""
+    original = roster.Roster.hear
+
+    class AnyStart(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    patches.set(roster.Roster, "hear", lambda self, start, asked: original(self, AnyStart(), asked))
+
+
+@elastic_mutation
+def growth_in_the_middle_of_a_round(patches: Patches) -> None:
+    """All ranks begin again when a node comes, although a repair is not finished."""
+    original = Coordinator._grow
+
+    def grow(self: Coordinator) -> None:
+        finished = Patches()
+        finished.set(self._rounds, "is_finished", lambda number: True)
+        try:
+            original(self)
+        finally:
+            finished.restore()
+
+    patches.set(Coordinator, "_grow", grow)
+
+
+@elastic_mutation
+def untrained_starts_counted_for_ever(patches: Patches) -> None:
+    """Nodes lost before an iteration was finished count, although one was finished since."""
+    original = Coordinator._begin_start
+
+    def begin_start(self: Coordinator, why: str) -> None:
+        before = self._num_untrained
+        original(self, why)
+        self._num_untrained = before
+
+    patches.set(Coordinator, "_begin_start", begin_start)
+
+
+@elastic_mutation
+def nobody_left_is_no_reason(patches: Patches) -> None:
+    """A job whose nodes were all lost in turn repairs, although no rank knows where training is."""
+    patches.set(Rounds, "survivors", lambda self, number: {*range(self._world_size)} | {-1})
+
+
+@elastic_mutation
+def lost_nodes_live_on(patches: Patches) -> None:
+    """A node that wakes up does not learn that it was called lost, and its ranks train on."""
+    patches.set(roster.NodeSeat, "is_lost", lambda self: False)

@@ -13,7 +13,7 @@ from tests.simulation.kernel import HangError, Kernel, Process, Thread
 from tests.simulation.processes import lines_of
 from tests.simulation.repairs.job import LOST_AFTER_S, Job
 from tests.simulation.repairs.machine import LINK
-from tests.simulation.repairs.oracle import Oracle
+from tests.simulation.repairs.oracle import AFTER_S, Oracle
 from tests.simulation.repairs.product import FLOOR_S, STUCK_S, WAITS, forget_threads
 from tests.simulation.repairs.rank import (
     COMPUTES_S,
@@ -34,7 +34,6 @@ _LONGEST_SILENCE_S = 60.0
 _COMES_BACK, _LONGEST_ABSENCE_S = 0.7, 60.0  # of nodes that are lost
 _BACK_S = 60.0  # from then until it is there again
 _LONGEST_PAUSE_S, _LONGEST_STOP_S, _FOR_EVER_S = 40.0, 120.0, 1e9
-_AFTER_S = 3.0  # from the end of a start to that of all its processes
 _SLOW_S = 0.2
 _REPAIR_S = (
     75.0  # from the last fault to the end of a repair: the build, and connections that time out
@@ -299,7 +298,7 @@ def _run_starts(schedule: RepairSchedule, job: Job, oracle: Oracle) -> None:
         oracle.after(start, job, has_ended=has_ended)
         if not has_ended or start.has_ended_well:
             return
-        kernel.run(lambda: False, kernel.now + _AFTER_S)
+        kernel.run(lambda: False, kernel.now + AFTER_S)
         oracle.after_a_while(job)
         kernel.run(lambda: False, kernel.now + kernel.random.uniform(0.0, 10.0))
     oracle.violate("training does not end, although nothing disturbs it any more")

@@ -78,15 +78,22 @@ class Cut:
         return getattr(self._store, name)
 
 
+@pytest.mark.parametrize(("store_on", "code"), [("0", 0), ("2", 1)], ids=["node", "of the store"])
 def test_node_that_is_told_to_end_and_cut_off_does_not_come_again(
-    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+    store_on: str,
+    code: int,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(node, "_LINGER_S", 0.0)
+    environment["MOE_FT_KEEP_STORE_ON"] = store_on
     job = Job()
     store: Any = Cut(job.store)
     member = node.Node(environment, SAVING, lambda limit_s: store)
     member.on_signal(signal.SIGTERM)
     store.is_cut = True
-    assert member.run() == 0
+    assert member.run() == code, "the job ends with the node of its store, and is not done"
     assert job.store.length("nodes/arrived") == 1
     assert "node host2 ends: it is told to end, and is cut off" in capsys.readouterr().err
 

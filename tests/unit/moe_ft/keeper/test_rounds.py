@@ -113,3 +113,21 @@ def test_rank_whose_node_was_lost_together_with_another_begins_a_round_of_its_ow
     assert [rounds.declare_lost([2]), rounds.declare_lost([3])] == [1, 2]
     Rounds(store, 3, 4).join(2, Member(rank=3, died_s=4.0, node="spare", lost_node="node1"))
     assert declare(store, rank=3, world_size=4, died_s=5.0, since=2) == 3
+
+
+def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_other_does() -> None:
+    store = signed()
+    rounds, facts = Rounds(store, 0, 3), {"iteration": 7}
+    assert rounds.declare_lost([1]) == 1
+    rounds.join(1, Member(rank=0, facts=facts))
+    rounds.join(1, Member(rank=1, died_s=4.0))
+    assert declare(store, rank=2, world_size=3, died_s=5.0) == 1
+    assert rounds.survivors(1) == {0}
+    rounds.wait_for_all(1, 0.0)
+    assert rounds.declare_lost([0]) == 2
+    rounds.join(2, Member(rank=1, died_s=4.0, facts=facts))
+    assert rounds.survivors(2) == {1, 2}
+    assert rounds.declare_lost([1], 2, [2]) == 3
+    assert rounds.survivors(3) == set()
+    rounds.finish(3)
+    assert rounds.survivors(3) == {0, 1}

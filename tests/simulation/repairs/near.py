@@ -1,0 +1,144 @@
+"""Schedules of repairs near which mistakes show that few random ones show, as those in tests/simulation/near.py.
+
+Without a mistake they break no promise.
+"""
+
+from tests.simulation.repairs.schedule import Fault, RepairSchedule
+
+# A thread that hangs in what looks like a wait for others: they time out.
+_LOST_MESSAGE = RepairSchedule(
+    seed=1,
+    iterations=8,
+    faults=(Fault(kind="hang", start=0, moment="forward", time=12, amount=0.2),),
+)
+_PLAYED_AGAIN = (
+    RepairSchedule(  # the spare is lost too; then a rank dies, and a further node is lost
+        seed=1,
+        nodes=3,
+        spares=1,
+        keeps_apart=True,
+        plays=True,
+        iterations=12,
+        faults=(
+            Fault(kind="lose-node", start=0, moment="forward", time=6, target=1),
+            Fault(kind="lose-node", start=0, moment="forward", time=14, target=1),
+            Fault(kind="kill", start=0, moment="forward", time=20, target=0),
+            Fault(kind="lose-node", start=0, moment="forward", time=26, target=2),
+        ),
+    )
+)
+NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
+    "own-stop-held-against-the-thread": RepairSchedule(
+        seed=66,
+        ranks=4,
+        iterations=3,
+        faults=(
+            Fault(kind="kill", start=0, moment="between", time=5),
+            Fault(kind="pause-node", start=0, moment="backward", time=9, amount=0.95),
+        ),
+        switching=0.1,
+    ),
+    "broken-rounds-waited-for": RepairSchedule(
+        seed=187,
+        iterations=3,
+        faults=(
+            Fault(kind="stop", start=0, moment="forward", time=6),
+            Fault(kind="kill", start=0, moment="build", time=3, target=1),
+        ),
+        switching=0.6,
+    ),
+    "rounds-without-end": RepairSchedule(  # a rank dies in each
+        seed=1,
+        ranks=6,
+        iterations=4,
+        faults=(
+            Fault(kind="kill", start=0, moment="forward", time=14, target=0),
+            *(
+                Fault(kind="kill", start=0, moment="restore", time=time)
+                for time in (12, 18, 24, 30)
+            ),
+        ),
+    ),
+    "roles-played-for-no-spare-alone": _PLAYED_AGAIN,
+    "absence-forgotten": _PLAYED_AGAIN,
+    "absent-ranks-of-before-forgotten": _PLAYED_AGAIN,
+    "hang-not-ended": _LOST_MESSAGE,
+    "timeouts-kept-to-oneself": _LOST_MESSAGE,
+    "survivors-never-freed": _LOST_MESSAGE,
+    "slow-writes-are-silence": RepairSchedule(
+        seed=1,
+        ranks=2,
+        iterations=8,
+        hang_limit="25",
+        evaluation_steps=2,
+        faults=(Fault(kind="write-long", start=0, moment="between", time=11, amount=0.95),),
+    ),
+    # One node falls silent after the other one, whose ranks the spare has not brought back.
+    "nobody-left-is-no-reason": RepairSchedule(
+        seed=169835069324,
+        ranks=2,
+        nodes=2,
+        spares=1,
+        fewest=1,
+        keeps_apart=True,
+        faults=(
+            Fault(kind="silence-node", start=0, moment="leave", time=1, amount=0.723),
+            Fault(kind="silence-node", start=0, moment="end", time=10, amount=0.183),
+        ),
+        switching=0.1,
+    ),
+    # A rank fails at its start, as a node is lost, and its node still says so when the next one begins.
+    "ends-of-an-earlier-start-count": RepairSchedule(
+        seed=1,
+        ranks=2,
+        nodes=2,
+        fewest=1,
+        keeps_apart=True,
+        iterations=4,
+        faults=(
+            Fault(kind="slow-store", start=0, moment="swap", time=1, amount=1.0),
+            Fault(kind="lose-node", start=0, moment="recover", time=3, amount=0.99),
+        ),
+        switching=0.1,
+    ),
+    # A node comes back while a rank is built that has died.
+    "growth-in-the-middle-of-a-round": RepairSchedule(
+        seed=1,
+        nodes=3,
+        fewest=1,
+        keeps_apart=True,
+        iterations=30,
+        faults=(
+            Fault(kind="lose-node", start=0, moment="backward", time=10, target=2, amount=0.3),
+            Fault(kind="kill", start=0, moment="forward", time=51, target=0),
+        ),
+        switching=0.1,
+    ),
+    # One node is lost in each start of three nodes, before an iteration, and comes back while two train.
+    "untrained-starts-counted-for-ever": RepairSchedule(
+        seed=1,
+        nodes=3,
+        fewest=1,
+        keeps_apart=True,
+        iterations=70,
+        faults=tuple(
+            Fault(kind="lose-node", start=0, moment="restore", time=time, target=2, amount=0.2)
+            for time in (3, 8, 13, 18)
+        ),
+        switching=0.1,
+    ),
+    # All ranks are on one node, which falls silent; the other one comes back, and trains when it wakes up.
+    "lost-nodes-live-on": RepairSchedule(
+        seed=4,
+        ranks=2,
+        nodes=2,
+        fewest=1,
+        keeps_apart=True,
+        iterations=90,
+        faults=(
+            Fault(kind="lose-node", start=0, moment="recover", time=3, target=1, amount=0.47),
+            Fault(kind="silence-node", start=0, moment="forward", time=21, target=0),
+        ),
+        switching=0.1,
+    ),
+}
