@@ -35,8 +35,8 @@ from benchmarks.paired_jobs import (
 from benchmarks.sparse_jobs import Changes, JobFolder, write_data
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from moe_ft.engine.boundary.log import BoundaryLog
-from moe_ft.engine.boundary.reading import open_log
 from tests.demo_model import layout_flags
+from tests.unit.moe_ft.engine.boundary.logs import open_log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

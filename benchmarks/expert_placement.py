@@ -9,29 +9,25 @@ the tokens of one sample, and gets those of the next.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts
 from moe_ft.planning.replica_counts import allocate
-from moe_ft.planning.replica_survival import (
-    compact,
-    overlapping,
-    recovery_probability,
-    spread,
-    surviving,
-)
-from moe_ft.planning.slot_moves import arrange, arrange_greedily, count_moves
+from moe_ft.planning.replica_survival import overlapping, recovery_probability
 from moe_ft.planning.slot_tables import (
     Table,
     balanced,
-    closest,
     contiguous,
+    count_moves,
+    cut,
     imbalance,
     replicas_of,
     skewed,
@@ -90,6 +86,75 @@ PLACEMENTS: dict[str, Place] = {
 }
 
 
+def spread(counts: Sequence[int], num_ranks: int) -> Table:
+    """Return a table whose replicas go around the ranks, expert after expert."""
+    dealt = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    return tuple(tuple(dealt[rank::num_ranks]) for rank in range(num_ranks))
+
+
+def compact(counts: Sequence[int], num_ranks: int) -> Table:
+    """Return a table whose experts are on as few ranks as can be, one after the other."""
+    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    return cut(experts, len(experts) // num_ranks)
+
+
+def arrange_greedily(previous: Table, table: Table) -> Table:
+    """Give the rows of a table to ranks, one rank after the other, each the row it has most of.
+
+    Source: Lazarus, section 5, the greedy mapping of nodes.
+    """
+    left, rows = list(table), []
+    for had in previous:
+        row = max(left, key=lambda each: _overlap(had, each))
+        left.remove(row)
+        rows.append(row)
+    return tuple(rows)
+
+
+def arrange(previous: Table, table: Table) -> Table:
+    """Give the rows of a table to ranks so that they fetch as few replicas as can be."""
+    kept = [[_overlap(had, row) for row in table] for had in previous]
+    return tuple(table[row] for row in _assign(-np.array(kept)))
+
+
+def _overlap(had: Sequence[int], row: Sequence[int]) -> int:
+    return (Counter(had) & Counter(row)).total()
+
+
+def _assign(costs: npt.NDArray[np.int64]) -> list[int]:
+    """Return ``[row]`` the column of a square matrix, each once, whose costs have the least sum.
+
+    Source: the Hungarian method by shortest augmenting paths, O(n^3): Jonker and Volgenant 1987.
+    """
+    size = len(costs)
+    column_of, row_of = [-1] * size, [-1] * size
+    prices = np.zeros(size, dtype=np.int64)  # of columns
+    for start in range(size):
+        row, came_from = start, np.full(size, -1)
+        paid = np.zeros(size, dtype=np.int64)  # by the way to each column, once it is taken
+        distance = np.full(size, np.iinfo(np.int64).max // 2)
+        taken = np.zeros(size, dtype=bool)
+        base = 0
+        while True:
+            own = costs[row] - prices
+            reduced = base + own - (own[column_of[row]] if column_of[row] >= 0 else 0)
+            closer = ~taken & (reduced < distance)
+            distance[closer], came_from[closer] = reduced[closer], row
+            column = int(np.where(taken, np.iinfo(np.int64).max, distance).argmin())
+            taken[column], base = True, int(distance[column])
+            paid[column] = base
+            if row_of[column] < 0:
+                break
+            row = row_of[column]
+        prices[taken] += paid[taken] - base
+        while column >= 0:
+            row = int(came_from[column])
+            column_of[row], next_column = column, column_of[row]
+            row_of[column] = row
+            column = next_column
+    return column_of
+
+
 def skew_table(num_experts: int, num_ranks: int) -> str:
     """Return the imbalance with made-up loads of 1:1 to 8:1."""
     least = num_experts // num_ranks
@@ -132,10 +197,10 @@ def play(loads: Sequence[Counts], place: Place, shape: Shape, found: Played) -> 
         counts = replicas_of(table, len(load)).sum(axis=1)
         found.copies.append(int(counts[counts > 1].sum()))
         if previous is not None:
-            kept = closest(previous, load.tolist(), counts.tolist())
-            tables = (table, arrange_greedily(previous, table), arrange(previous, table), kept)
-            first, second, third, fourth = (count_moves(previous, each) for each in tables)
-            found.moves.append((first, second, third, fourth))
+            tables = (table, arrange_greedily(previous, table), arrange(previous, table))
+            first, second, third = (count_moves(previous, each) for each in tables)
+            missing = counts - replicas_of(previous, len(load)).sum(axis=1)
+            found.moves.append((first, second, third, int(missing.clip(min=0).sum())))
         previous = table
 
 
@@ -215,7 +280,6 @@ def survival_table(iterations: Sequence[int], tokens: Counts, num_layers: int | 
         # The most loaded experts of each layer, as the paper makes its trace; of every second layer.
         loads = -np.sort(-tokens[sample][:: len(tokens[sample]) // layers or 1], axis=1)
         for name, place in {
-            "Lazarus, mended": surviving,
             "maximum rank overlap": overlapping,
             "spread": spread,
             "compact": compact,

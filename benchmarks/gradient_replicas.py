@@ -1,6 +1,6 @@
-"""Replicas by gradients: bytes to peers, what training pays, and the processor's time at the peer.
+"""Replicas by gradients: bytes to peers, and what training pays.
 
-    python -m benchmarks.gradient_replicas [--rounds N] [--iterations N] [--factor N] [--quick]
+    python -m benchmarks.gradient_replicas [--rounds N] [--iterations N] [--quick]
         [--output FILE.md]
 
 Two ranks on two nodes of one machine train a small model, dense, with a snapshot in every iteration that goes
@@ -9,35 +9,27 @@ jobs take turns, round after round. Bytes are what a rank sent to its peer in an
 until the peer has committed the replica; "stall" how long checkpoints held an iteration up, with the copy of
 the gradients. Over iterations and rounds: median (range) of the medians of jobs.
 
-The second table is about one peer alone: time of its processor in the thread that receives replicas, per GB
-of state (10^9 bytes) that it then has, from a rank that sends them over a loopback connection. It contains
-receiving, the optimizer's step, and the checksums of the result.
+What a peer's processor pays is in benchmarks/replica_sources.py.
 
-The third table has all strategies, as in the first one. "memory" are the bytes of a rank's own store and of
+The second table has all strategies, as in the first one. "memory" are the bytes of a rank's own store and of
 the replica that it keeps, "process" the largest resident set of a rank, in which these are mapped.
 """
 
 import argparse
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
-import torch
 
 from benchmarks.conditions import conditions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from moe_ft.engine.links.messages import Put
-from moe_ft.engine.links.server import ReplicaKeeper
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events, run_training
 from tests.jobs import NUM_RANKS, TWO_NODES
-from tests.unit.moe_ft.followed import SIZES, Owner
 
 _WARM_UP = 4  # iterations
 _STATE, _FP32, _BF16 = "state", "gradients in fp32", "gradients in bf16"
@@ -49,7 +41,6 @@ _STRATEGIES = {
     "sparse": ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
     "selective": ("--moe-ft-strategy", "selective", *_INTERVAL),
 }
-_PEERS = {_STATE: torch.float32, _FP32: torch.float32, _BF16: torch.bfloat16}
 _COMMAND = "python -m benchmarks.gradient_replicas"
 
 
@@ -164,61 +155,19 @@ def table_of_jobs(rounds: int, num_iterations: int) -> str:
     return markdown_table(rows, headers)
 
 
-def receive_s(name: str, factor: int, num_iterations: int) -> Iterator[float]:
-    """Yield the processor's seconds per GB of state in the thread that receives each replica."""
-    taken: list[float] = []
-    original = ReplicaKeeper.receive
-
-    def receive(self: ReplicaKeeper, connection: Any, request: Put) -> Any:
-        begin = time.thread_time()
-        reply = original(self, connection, request)
-        taken.append(time.thread_time() - begin)
-        return reply
-
-    ReplicaKeeper.receive = receive  # type: ignore[method-assign]
-    state_gb = 12 * factor * sum(SIZES.values()) / 1e9
-    try:
-        with (
-            tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-            closing(Owner(Path(folder), _PEERS[name], factor=factor)) as owner,
-        ):
-            for _ in range(num_iterations):
-                owner.train()
-                if name == _STATE:
-                    owner.complete = None  # nothing to follow from
-                owner.save()
-                yield taken[-1] / state_gb
-    finally:
-        ReplicaKeeper.receive = original  # type: ignore[method-assign]
-
-
-def table_of_peers(factor: int, num_iterations: int) -> str:
-    """Return what a peer pays for a replica, by what it gets."""
-    torch.set_num_threads(1)
-    rows = []
-    for name in _PEERS:
-        found = [*receive_s(name, factor, num_iterations + 2)][2:]  # the first is state
-        rows.append((name, spread(found, ".2f")))
-    return markdown_table(rows, ["received", "s of a core per GB"])
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(prog=_COMMAND)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=30, help="of a job")
-    parser.add_argument("--only-strategies", action="store_true", help="the third table alone")
-    parser.add_argument("--factor", type=int, default=20_000, help="size of the peer's replica")
-    options = parse_options(parser, words, rounds=1, iterations=8, factor=100)
+    parser.add_argument("--only-strategies", action="store_true", help="the second table alone")
+    options = parse_options(parser, words, rounds=1, iterations=8)
     say = conditions("2 ranks (ep 2), each on a node of its own; both nodes are this machine.")
     if options.only_strategies:
         show([say, table_of_strategies(options.iterations)], options.output)
         return
     jobs = table_of_jobs(options.rounds, options.iterations)
-    peers = table_of_peers(options.factor, 2 if options.quick else 10)
-    size_mb = 12 * options.factor * sum(SIZES.values()) / 1e6
-    about = f"A replica of {size_mb:,.0f} MB, one thread:"
-    show([say, jobs, about, peers, table_of_strategies(options.iterations)], options.output)
+    show([say, jobs, table_of_strategies(options.iterations)], options.output)
 
 
 if __name__ == "__main__":

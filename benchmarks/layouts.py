@@ -17,11 +17,10 @@ from statistics import median
 from benchmarks.conditions import conditions
 from benchmarks.output import markdown_table, parse_options, show
 from benchmarks.quickstart import SIZES
-from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
+from benchmarks.sparse_jobs import write_data
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import JobResult, events, run_ranks, run_training
 from tests.stock import train_and_digest
-from tools.prepare_text import standard_library
 
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _WARM_UP = 2
@@ -107,8 +106,7 @@ def main() -> None:
     options = parse_options(parser, iterations=4, repetitions=1, most_ranks=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_dataset(TextSource(paths=standard_library()), folder / "text")
-        data = ["--data-path", str(folder / "text"), "--split", "100,0,0"]
+        data = write_data(folder)
         layouts = layout_rows(data, options.iterations, options.most_ranks, folder)
         seams = seam_rows(data, options.iterations, options.repetitions, folder)
         parts = [

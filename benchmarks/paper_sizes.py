@@ -163,19 +163,6 @@ def paper_workload(
     return Workload(tuple(rotation))
 
 
-def is_imbalanced(shape: ModelShape, k: int, layout: PaperLayout) -> bool:
-    """Return whether equal sharding leaves ranks with more experts than others.
-
-    Source: MoC-System, equation 9. Its second condition asks whether whole experts can be divided among
-    the groups: it does not arise with fractions of experts.
-    """
-    selected = k * shape.num_moe_layers
-    if selected % layout.ep:
-        return True
-    has_whole_experts = layout.expert_unit is ExpertUnit.EXPERT
-    return has_whole_experts and selected // layout.ep % layout.num_groups != 0
-
-
 def _experts_of(shape: ModelShape, ep: int) -> ExpertLayout:
     return ExpertLayout(num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=ep)
 

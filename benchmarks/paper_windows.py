@@ -94,23 +94,3 @@ def generate_schedule[Operator](
         )
         schedule.append(snapshot)  # 28
     return schedule  # 29
-
-
-def schedule_sparse_checkpoints[Operator](
-    profile: OperatorProfile, ordered: Sequence[Operator]
-) -> list[ScheduledSnapshot[Operator]]:
-    """Return the schedule of a profile as printed (SparseCheckpointSchedule, lines 30 to 32).
-
-    Args:
-        profile: of the operators.
-        ordered: the operators by ascending popularity, as many as in the profile.
-
-    Raises:
-        PlanError: if they are not as many.
-    """
-    if len(ordered) != profile.num_operators:
-        raise PlanError(
-            f"{len(ordered)} operators were given, but the profile is of {profile.num_operators}"
-        )
-    window, num_active = find_window_size(profile)  # 31
-    return generate_schedule(ordered, window, num_active)  # 32

@@ -18,7 +18,6 @@ missed       snapshots that were due and not taken, because the one before was n
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 from collections import defaultdict
@@ -29,10 +28,9 @@ from statistics import median
 
 from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
+from benchmarks.sparse_jobs import job_folder, write_data
 from tests.demo_model import layout_flags, model_flags
-from tests.harness import JobResult, events, run_training
-from tools.prepare_text import standard_library
+from tests.harness import events, run_training
 
 NUM_RANKS = 2
 INTERVAL = 2
@@ -128,32 +126,26 @@ class Samples:
 
 def run(name: str, data: Sequence[str], num_windows: int, folder: Path) -> Samples:
     """Run a candidate's job once."""
+    os.sync()  # what jobs before have left to be written must not fall on this one
     candidate = CANDIDATES[name]
-    work = Path(tempfile.mkdtemp(prefix="run_", dir=folder))
-    memory = Path(tempfile.mkdtemp(prefix="moe_ft_overhead_", dir="/dev/shm"))
     changes = {
         **MODEL,
         "use_distributed_optimizer": candidate.distributed,
         "train_iters": NUM_WARM_UP + WINDOW * num_windows,
     }
     flags = [*model_flags(**changes), *layout_flags({"ep": NUM_RANKS}), *data, *candidate.flags]
-    flags += ["--moe-ft-event-log", str(work / "events")]
-    if candidate.own:
-        flags += ["--moe-ft-memory-dir", str(memory), "--moe-ft-job-id", "overhead"]
-        flags += ["--moe-ft-persist-dir", str(work / "saved")]
-    elif candidate.flags:
-        flags += ["--save", str(work / "saved")]
-    try:
-        result: JobResult = run_training(flags, NUM_RANKS, log_dir=work, deadline_s=400)
-        result.check()
-        samples = read_events(work / "events", num_windows)
+    with job_folder(folder) as job:
+        flags += ["--moe-ft-event-log", str(job.events)]
+        if candidate.own:
+            flags += ["--moe-ft-memory-dir", str(job.memory), "--moe-ft-job-id", "overhead"]
+            flags += ["--moe-ft-persist-dir", str(job.log / "saved")]
+        elif candidate.flags:
+            flags += ["--save", str(job.log / "saved")]
+        run_training(flags, NUM_RANKS, log_dir=job.log, deadline_s=400).check()
+        samples = read_events(job.events, num_windows)
         if candidate.flags and not candidate.own:
-            samples.bytes = list(file_bytes(work / "saved"))
+            samples.bytes = list(file_bytes(job.log / "saved"))
         return samples
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(memory, ignore_errors=True)
-        os.sync()  # what is still to be written must not fall on the next job
 
 
 def read_events(folder: Path, num_windows: int) -> Samples:
@@ -286,9 +278,7 @@ def main() -> None:
     found = {name: Samples() for name in names}
     with tempfile.TemporaryDirectory(prefix="overhead_") as folder_name:
         folder = Path(folder_name)
-        write_dataset(TextSource(paths=standard_library()), folder / "text")
-        data = ["--data-path", str(folder / "text"), "--split", "100,0,0"]
-        data += ["--data-cache-path", str(folder / "cache")]
+        data = write_data(folder)
         for number in range(options.rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 if name not in found:

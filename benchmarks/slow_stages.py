@@ -29,13 +29,13 @@ from megatron.core.pipeline_parallel import schedules
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.faults import FaultSpec
 from moe_ft.loop import checkpoints
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.faults import Faults
 from moe_ft.loop.resumption import Replay
 from moe_ft.recovery import start as starting
+from tests.unit.moe_ft.engine.boundary.logs import open_log
 
 _ENGINE_S = 0.3  # for commits of the other ranks, which take milliseconds
 

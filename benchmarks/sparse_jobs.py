@@ -1,4 +1,4 @@
-"""Jobs of the stock training loop that the benchmarks of strategy `sparse` measure: models, data, folders."""
+"""Jobs of the stock training loop that several benchmarks measure: models, data, folders."""
 
 import shutil
 import tempfile

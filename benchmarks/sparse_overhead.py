@@ -16,7 +16,7 @@ link         likewise, and copies take as long as over a link that brings a dens
 Iterations are those of the event log, from one end to the next. Of a turn there is their median, "of none" by
 that without snapshots in the same round; over rounds, median (range) of that. "processor" is the time of all
 threads of a rank per iteration, which hardly grows with what else runs on the machine. "stall" is the mean
-wait at the fence per iteration, and per snapshot that was taken, "copy" until the weights may change,
+wait at the fence per iteration, "copy" until the weights may change,
 "commit" until the snapshot is committed, "missed" how many were due and not taken. Bytes are of the rank
 with the most.
 
@@ -97,7 +97,6 @@ class Samples:
     cpu_s: list[float] = field(default_factory=list)
     cpu_ratio: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
-    snapshot_stall_s: list[float] = field(default_factory=list)
     forward_backward_s: list[float] = field(default_factory=list)
     copy_s: list[float] = field(default_factory=list)
     commit_s: list[float] = field(default_factory=list)
@@ -239,7 +238,6 @@ def cost_rows(found: Mapping[str, Samples]) -> Iterator[Row]:
             spread(samples.cpu_s),
             spread(samples.cpu_ratio, ".2f"),
             spread(samples.stall_s),
-            spread(samples.snapshot_stall_s),
             spread(samples.copy_s),
             spread(samples.commit_s),
             str(samples.num_missed),
@@ -275,7 +273,6 @@ COST_HEADERS = (
     "processor s",
     "of none",
     "stall s",
-    "per snapshot",
     "copy s",
     "commit s",
     "missed",

@@ -26,12 +26,20 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} MEGATRON_LOGGING_LEVEL=${MEGATRON_LOGGING_LEVEL:-40}
 export TORCH_LOGS=${TORCH_LOGS:--torch.utils.cpp_extension}
 
+if ! [[ $MASTER_PORT =~ ^[0-9]{1,5}$ ]]; then
+    echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT must be the number of a port. Set it to one that is free." >&2
+    exit 2
+fi
 if (: <>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
     echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT is in use: ranks must meet at a free port." \
         "Set MASTER_PORT to another one." >&2
     exit 2
 fi
-mkdir -p "$RUN_DIR"
+if ! mkdir -p "$RUN_DIR"; then
+    echo "quickstart.sh: error: RUN_DIR=$RUN_DIR must be a folder, or a path where one can be created." \
+        "Set RUN_DIR to another one." >&2
+    exit 2
+fi
 exec 9>"$RUN_DIR/lock"  # torchrun and its ranks close it
 if ! flock --nonblock 9; then
     echo "quickstart.sh: error: RUN_DIR=$RUN_DIR is used by another run. Set RUN_DIR to another folder," \
@@ -80,7 +88,7 @@ torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id 
     2>&1 | tee -i "$RUN_DIR/output.log" || status=$?
 
 echo
-if [ -d "$RUN_DIR/events" ]; then
+if compgen -G "$RUN_DIR/events/rank_*.jsonl" >/dev/null; then
     python -m moe_ft report "$RUN_DIR/events" || true
 fi
 echo "output      $RUN_DIR/output.log"

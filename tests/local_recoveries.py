@@ -145,7 +145,7 @@ def train_with_lengths(flags: list[str]) -> None:
     forward_step._read_batch = read_part  # type: ignore[assignment]
     begin = Listeners.begin_training
 
-    def begin_training(self: Listeners, parts: LoopParts) -> None:
+    def begin_training(self: Any, parts: LoopParts) -> None:
         parts.config.variable_seq_lengths = True  # no flag of Megatron sets it for a GPT
         begin(self, parts)
 

@@ -341,9 +341,9 @@ class _Values:
         missing = [flag_of(name) for name in needed if name not in self.found]
         if missing:
             raise ConfigError(
-                f"--moe-ft-strategy not given, or --json or --html: ETTR is calculated, and "
-                f"{', '.join(missing)} must be known. Give it before the --, or --cluster NAME, or "
-                "--from-run DIR; or name a strategy, whose sizes need none of them."
+                f"{', '.join(missing)} must be known to calculate useful time (ETTR). Give each before the "
+                "--, or --cluster NAME, or --from-run DIR. Sizes need none of them: they are printed for one "
+                "--moe-ft-strategy, without --json and --html."
             )
         for source in self.cluster.sources if self.cluster else ():
             self.assume("source", "", source)

@@ -47,15 +47,6 @@ class RunSummary:
     left_out: tuple[str, ...]
 
 
-def summarize(directory: Path) -> RunSummary:
-    """Read the first and last rank's events, and the ends of all other files.
-
-    Raises:
-        ConfigError: if the directory holds no event log, or none that can be read.
-    """
-    return summarize_run(read_run(directory, all_ranks=False))
-
-
 def summarize_run(run: Run) -> RunSummary:
     """Return what a run comes to in a few numbers."""
     course = run.course

@@ -81,6 +81,7 @@ class MemoryConfig(Part):
         1,
         "connections that share what two ranks exchange; more than 1 for networks that limit each",
         bounds=Bounds(at_least=1, at_most=8),
+        remedy="Give a number of connections, or leave the flag out",
     )
     job_id: str | None = setting(
         None,

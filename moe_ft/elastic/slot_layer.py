@@ -26,8 +26,14 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.elastic.homes import Homes
-from moe_ft.planning.slot_moves import count_moves
-from moe_ft.planning.slot_tables import Replicas, Table, balanced, first_table, replicas_of
+from moe_ft.planning.slot_tables import (
+    Replicas,
+    Table,
+    balanced,
+    count_moves,
+    first_table,
+    replicas_of,
+)
 from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
 

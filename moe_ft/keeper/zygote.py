@@ -238,7 +238,7 @@ class Zygote:
                 "module out of --preload, or let it do that when a rank first uses it"
             )
         except OSError as error:
-            say(f"rank {request.environment.get('RANK')} cannot be forked: {error}")
+            say(f"{_name_of(request)} cannot be forked: {error}")
         for each in streams:
             os.close(each)
         with suppress(OSError), connection:
@@ -335,10 +335,8 @@ class Zygote:
             rank.link.retire()
         if heard is None:
             self._selector.unregister(rank.connection)
-            name = rank.request.environment.get("RANK")
-            say(
-                f"the small process of rank {name}, which torchrun started, has ended: the rank is killed"
-            )
+            name = _name_of(rank.request)
+            say(f"the process that stood for {name} has ended: {name} is killed")
         if number in signal.valid_signals():
             _send(rank, number)
 
@@ -371,6 +369,12 @@ class Zygote:
         with suppress(OSError):
             send_answer(rank.connection, Answer.ENDED, status)
         rank.connection.close()
+
+
+def _name_of(request: RankRequest) -> str:
+    """Return what messages call a process: `keep --nodes` has one without a number for each node."""
+    number = request.environment.get("RANK")
+    return "the node's process" if number is None else f"rank {number}"
 
 
 def _end_of(status: int) -> str:

@@ -8,7 +8,7 @@ each seam of the loop all of them act together, each on its thread.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, override
+from typing import Any, override
 
 import torch
 
@@ -17,7 +17,7 @@ from moe_ft.engine.seats import Seats
 from moe_ft.events import EventLog
 from moe_ft.files.patience import awaiting
 from moe_ft.loop.checkpoints import Checkpoints
-from moe_ft.loop.listeners import Built, LoopListener
+from moe_ft.loop.listeners import Built, LoopListener, of_each
 
 _CLOSE_S = 5.0
 
@@ -37,17 +37,6 @@ class DeadRank:
     worker: ThreadWorker
 
 
-def _together[**Given](
-    seam: Callable[Concatenate[LoopListener, Given], None],
-) -> Callable[Concatenate["Together", Given], None]:
-    """Return what calls a seam of the checkpoints of all ranks."""
-
-    def call(self: "Together", /, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        self._call(lambda each: getattr(each, seam.__name__)(*args, **kwargs))
-
-    return call
-
-
 class Together(LoopListener):
     """Checkpoints of this rank and of the dead ranks for which it speaks. Owned by the training thread.
 
@@ -55,15 +44,15 @@ class Together(LoopListener):
         own: checkpoints of this rank.
     """
 
-    begin_training = _together(LoopListener.begin_training)
-    after_recovery = _together(LoopListener.after_recovery)
-    before_batch = _together(LoopListener.before_batch)
-    begin_iteration = _together(LoopListener.begin_iteration)
-    before_step = _together(LoopListener.before_step)
-    end_iteration = _together(LoopListener.end_iteration)
-    after_iteration = _together(LoopListener.after_iteration)
-    end_training = _together(LoopListener.end_training)
-    end = _together(LoopListener.end)
+    begin_training = of_each(LoopListener.begin_training)
+    after_recovery = of_each(LoopListener.after_recovery)
+    before_batch = of_each(LoopListener.before_batch)
+    begin_iteration = of_each(LoopListener.begin_iteration)
+    before_step = of_each(LoopListener.before_step)
+    end_iteration = of_each(LoopListener.end_iteration)
+    after_iteration = of_each(LoopListener.after_iteration)
+    end_training = of_each(LoopListener.end_training)
+    end = of_each(LoopListener.end)
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, Self
+from typing import Any, Concatenate, Protocol, Self
 
 import torch
 
@@ -205,14 +205,19 @@ class LoopListener:
         """Release what the listener holds, also after a failure."""
 
 
-def _of_each[**Given](
-    seam: Callable[Concatenate[LoopListener, Given], None],
-) -> Callable[Concatenate["Listeners", Given], None]:
-    """Return what calls a seam of all listeners."""
+class _Several(Protocol):
+    """Several listeners, called one after the other or at the same time."""
 
-    def call(self: "Listeners", /, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        for each in self._listeners:
-            getattr(each, seam.__name__)(*args, **kwargs)
+    def _call(self, act: Callable[[Any], None]) -> None: ...
+
+
+def of_each[**Given](
+    seam: Callable[Concatenate[LoopListener, Given], None],
+) -> Callable[Concatenate[_Several, Given], None]:
+    """Return what calls a seam of several listeners."""
+
+    def call(self: _Several, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        self._call(lambda each: getattr(each, seam.__name__)(*args, **kwargs))
 
     return call
 
@@ -220,14 +225,14 @@ def _of_each[**Given](
 class Listeners:
     """All listeners of one run, with the state of the loop. Owned by the training thread."""
 
-    before_setup = _of_each(LoopListener.before_setup)
-    begin_training = _of_each(LoopListener.begin_training)
-    replay_if_due = _of_each(LoopListener.replay_if_due)
-    before_batch = _of_each(LoopListener.before_batch)
-    begin_attempt = _of_each(LoopListener.begin_attempt)
-    after_repair = _of_each(LoopListener.after_repair)
-    note_reduced_gradients = _of_each(LoopListener.note_reduced_gradients)
-    note_final_gradients = _of_each(LoopListener.note_final_gradients)
+    before_setup = of_each(LoopListener.before_setup)
+    begin_training = of_each(LoopListener.begin_training)
+    replay_if_due = of_each(LoopListener.replay_if_due)
+    before_batch = of_each(LoopListener.before_batch)
+    begin_attempt = of_each(LoopListener.begin_attempt)
+    after_repair = of_each(LoopListener.after_repair)
+    note_reduced_gradients = of_each(LoopListener.note_reduced_gradients)
+    note_final_gradients = of_each(LoopListener.note_final_gradients)
 
     def __init__(self, loop: LoopState, listeners: Sequence[LoopListener]) -> None:
         self.loop = loop
@@ -241,6 +246,10 @@ class Listeners:
 
     def __exit__(self, *error: object) -> None:
         _call_all([each.close for each in reversed(self._listeners)])
+
+    def _call(self, act: Callable[[LoopListener], None]) -> None:
+        for each in self._listeners:
+            act(each)
 
     def find[Kind: LoopListener](self, kind: type[Kind]) -> Kind:
         """Return the listener of a kind of which there is one."""

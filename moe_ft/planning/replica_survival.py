@@ -6,29 +6,15 @@ slots that homes fill it is not, and replicas of state count instead (placement.
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import combinations
 from math import comb
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.slot_tables import Table, cut
+from moe_ft.planning.slot_tables import Table
 
 MOST_EXACT = 20  # ranks of which every set of dead ones is looked at
-_MOST_MENDED = 12  # ranks of tables that are searched, which looks at all sets many times
-
-
-def spread(counts: Sequence[int], num_ranks: int) -> Table:
-    """Return a table whose replicas go around the ranks, expert after expert."""
-    dealt = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    return tuple(tuple(dealt[rank::num_ranks]) for rank in range(num_ranks))
-
-
-def compact(counts: Sequence[int], num_ranks: int) -> Table:
-    """Return a table whose experts are on as few ranks as can be, one after the other."""
-    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    return cut(experts, len(experts) // num_ranks)
 
 
 def overlapping(counts: Sequence[int], num_ranks: int) -> Table:
@@ -66,55 +52,11 @@ def overlapping(counts: Sequence[int], num_ranks: int) -> Table:
     return tuple(tuple(sorted(row)) for row in rows)
 
 
-def surviving(counts: Sequence[int], num_ranks: int) -> Table:
-    """Return a table that survives dead ranks as likely as can be: one dead rank first, then two, and so on.
-
-    That is maximum rank overlap, unless its last group has fewer ranks than its first expert has replicas:
-    then it may not be the best, and slots are swapped as long as that helps, from it and from `spread`.
-    Tables of more than 12 ranks are not searched: the better one of the two is taken, by the ranks of
-    the expert that is on the fewest.
-
-    Args:
-        counts: ``[expert]`` replicas, whose sum is that of the slots of all ranks.
-    """
-    table = overlapping(counts, num_ranks)
-    if not _is_truncated(counts, num_ranks):
-        return table
-    tables = (table, spread(counts, num_ranks))
-    if num_ranks > _MOST_MENDED:
-        return max(tables, key=lambda each: min(map(int.bit_count, ranks_of([each]))))
-    return min((_climb(each) for each in tables), key=lambda each: lost_sets([each]))
-
-
 def _slots_per_rank(counts: Sequence[int], num_ranks: int) -> int:
     slots, rest = divmod(sum(counts), num_ranks)
     if rest or min(counts) < 1 or len(counts) > sum(counts):
         raise PlanError(f"{num_ranks} ranks cannot have equally many of the replicas {counts}")
     return slots
-
-
-def _is_truncated(counts: Sequence[int], num_ranks: int) -> bool:
-    slots = _slots_per_rank(counts, num_ranks)
-    return len(counts) > slots and sum(sorted(counts)[::slots]) > num_ranks
-
-
-def _climb(table: Table) -> Table:
-    """Swap slots of two ranks as long as fewer sets of dead ranks lose an expert."""
-    rows = [list(row) for row in table]
-    best, is_better = lost_sets([table]), True
-    while is_better:
-        is_better = False
-        for one, two in combinations(rows, 2):
-            for i in range(len(one)):
-                for j in range(len(two)):
-                    if one[i] == two[j]:
-                        continue
-                    one[i], two[j] = two[j], one[i]
-                    if (found := lost_sets([rows])) < best:
-                        best, is_better = found, True
-                    else:
-                        one[i], two[j] = two[j], one[i]
-    return tuple(tuple(sorted(row)) for row in rows)
 
 
 def ranks_of(tables: Iterable[Sequence[Sequence[int]]]) -> set[int]:

@@ -65,23 +65,14 @@ class Pipelines:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
-    """Durations of operations of a stage, in any one unit; `backward` is without that of the weights."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    weights: float = 1.0
-    send: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """Operations of each live rank, in order.
 
     Attributes:
         operations: by role of a live rank, which plays others too.
         runners: ``[cell, stage]`` the pipeline whose rank of the stage runs it.
-        duration: of an iteration, without the optimizer step, in the unit of `Times`.
+        duration: of an iteration, without the optimizer step: a forward pass, or either half of a
+            backward pass, takes 1 at a stage, and a message nothing.
         most_held: by role of a live rank, micro-batches whose activations it holds at once, at most.
     """
 
@@ -170,7 +161,6 @@ def choose_runners(
 def plan_schedule(
     pipelines: Pipelines,
     dead: Set[Role] = frozenset(),
-    times: Times = Times(),  # noqa: B008 - frozen
     *,
     is_split: bool = False,
     is_whole: bool = False,
@@ -193,7 +183,7 @@ def plan_schedule(
     runners = choose_runners(pipelines, dead, is_whole=is_whole)
     is_large = len(runners) > _MOST_TRIED
     found = [
-        _Simulation(pipelines, runners, times, is_split, rule, more).run()
+        _Simulation(pipelines, runners, is_split, rule, more).run()
         # Of equal ones the one that needs less memory is the first.
         for more in ([most_more_held] if is_large else sorted({0, most_more_held}))
         for rule in (_RULES[:1] if is_split or is_large else _RULES)
@@ -281,17 +271,16 @@ class _Simulation:
         self,
         pipelines: Pipelines,
         runners: Mapping[tuple[Cell, int], int],
-        times: Times,
         is_split: bool,
         rule: _Rule,
         more: int,
     ) -> None:
-        self._pipelines, self._runners, self._send = pipelines, runners, times.send
+        self._pipelines, self._runners = pipelines, runners
         self._rule, self._is_split = rule, is_split
         self._duration = {
-            OpKind.FORWARD: times.forward,
-            OpKind.BACKWARD: times.backward + (0 if is_split else times.weights),
-            OpKind.WEIGHTS: times.weights,
+            OpKind.FORWARD: 1.0,
+            OpKind.BACKWARD: 1.0 if is_split else 2.0,
+            OpKind.WEIGHTS: 1.0,
         }
         live = sorted({(runner, stage) for (_, stage), runner in runners.items()})
         self._ranks = {role: _Rank(pipelines.num_stages - role[1] + more) for role in live}
@@ -333,12 +322,12 @@ class _Simulation:
         rank.is_busy = False
         if kind is OpKind.FORWARD:
             if stage + 1 < self._pipelines.num_stages:
-                self._note(clock + self._send, stage + 1, operation)
+                self._note(clock, stage + 1, operation)
             else:
                 rank.add(Operation(OpKind.BACKWARD, cell))
             return
         if kind is OpKind.BACKWARD and stage:
-            self._note(clock + self._send, stage - 1, operation)
+            self._note(clock, stage - 1, operation)
         if kind is OpKind.BACKWARD and self._is_split:
             rank.add(Operation(OpKind.WEIGHTS, cell))
         else:

@@ -3,6 +3,7 @@
 Tables here level the load. Those that survive lost nodes are in replica_survival.py.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
@@ -78,31 +79,22 @@ def contiguous(load: Sequence[int], num_ranks: int, slots_per_rank: int) -> Tabl
     return cut(experts, slots_per_rank)
 
 
-def closest(previous: Table, load: Sequence[int], counts: Sequence[int]) -> Table:
-    """Return a table with given replicas that changes as few slots of another one as can be.
-
-    Replicas that are too many go from the busiest ranks; those that are missing come to the freed slots as in
-    `balanced`.
-
-    Args:
-        previous: a table of as many slots as there are replicas.
-        load: ``[expert]`` tokens.
-        counts: ``[expert]`` replicas.
-
-    Returns:
-        ``[rank][slot]`` experts, ascending on each rank.
-    """
-    placing = _Placing(load, counts, [list(row) for row in previous], len(previous[0]))
-    placing.thin(counts)
-    placing.fill(counts)
-    return placing.table()
-
-
 def replicas_of(table: Table, num_experts: int) -> Replicas:
     """Return ``[expert, rank]`` how many slots of a rank have an expert."""
     found = np.zeros((num_experts, len(table)), dtype=np.int64)
     np.add.at(found, (np.array(table), np.arange(len(table))[:, None]), 1)
     return found
+
+
+def count_moves(previous: Sequence[Sequence[int]], table: Table) -> int:
+    """Return the replicas that ranks did not have in the previous table.
+
+    Args:
+        previous: ``[rank][slot]`` experts of the same ranks; rows that are missing had nothing.
+    """
+    had = [Counter(row) for row in previous[: len(table)]]
+    had += [Counter[int]() for _ in range(len(table) - len(had))]
+    return sum((Counter(row) - old).total() for row, old in zip(table, had, strict=True))
 
 
 def cut(experts: Sequence[int], slots_per_rank: int) -> Table:
@@ -158,17 +150,6 @@ class _Placing:
                 self._work[rank] += self._each[expert]
                 if self._is_free(rank):
                     heappush(free, self._key(expert, rank))
-
-    def thin(self, counts: Sequence[int]) -> None:
-        """Remove replicas that are too many, from the ranks that have several, then from the busiest."""
-        for expert, placed in enumerate(self._placed(len(counts))):
-            for _ in range(placed - counts[expert]):
-                rank = max(
-                    (rank for rank, row in enumerate(self._rows) if expert in row),
-                    key=lambda rank: (self._rows[rank].count(expert), self._work[rank], -rank),
-                )
-                self._rows[rank].remove(expert)
-                self._work[rank] -= self._each[expert]
 
     def _placed(self, num_experts: int) -> list[int]:
         placed = [0] * num_experts

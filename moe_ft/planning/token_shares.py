@@ -27,8 +27,8 @@ def divide(totals: Numbers, weights: Numbers) -> Numbers:
     return found
 
 
-def shares(tokens: Numbers, replicas: Numbers) -> Numbers:
-    """Return how many tokens for each expert each rank sends to each other.
+def share_of(tokens: Numbers, replicas: Numbers, source: int) -> tuple[Numbers, Numbers]:
+    """Return how many tokens for each expert one rank sends to each other, and what all ranks get.
 
     Every rank gets tokens of an expert in proportion to its replicas: its own first, then those that others
     have left, in order of the ranks.
@@ -38,8 +38,8 @@ def shares(tokens: Numbers, replicas: Numbers) -> Numbers:
         replicas: ``[expert, rank]`` slots of a rank that have the expert.
 
     Returns:
-        ``[expert, source, destination]``. The sum over destinations is `tokens`; that over sources is less
-        than one token from the exact share.
+        ``[expert, destination]``, whose sum over destinations are the rank's tokens; ``[rank]`` tokens that a
+        rank gets, of each expert less than one from the exact share.
 
     Raises:
         PlanError: if an expert has no replica.
@@ -48,21 +48,9 @@ def shares(tokens: Numbers, replicas: Numbers) -> Numbers:
     """
     own, sent, free = _left(tokens, replicas)
     # Lay the tokens left to send and the room left on one line: where two pieces overlap, tokens go.
-    found = _overlap(sent.cumsum(axis=1)[:, :, None], sent[:, :, None], free)
-    index = np.arange(len(tokens))
-    found[:, index, index] += own
-    return found
-
-
-def share_of(tokens: Numbers, replicas: Numbers, source: int) -> tuple[Numbers, Numbers]:
-    """Return the share of one rank, in the time that it takes for one, and what all ranks get.
-
-    Returns:
-        ``[expert, destination]``, of `shares` what this rank sends; ``[rank]`` tokens that a rank gets.
-    """
-    own, sent, free = _left(tokens, replicas)
-    end = sent[:, : source + 1].sum(axis=1, keepdims=True)
-    found = _overlap(end[:, None], sent[:, source, None, None], free)[:, 0]
+    end, free_to = sent[:, : source + 1].sum(axis=1, keepdims=True), free.cumsum(axis=1)
+    first = np.maximum(end - sent[:, source, None], free_to - free)
+    found: Numbers = np.maximum(np.minimum(end, free_to) - first, 0)
     found[:, source] += own[:, source]
     return found, (own + free).sum(axis=0)
 
@@ -75,11 +63,3 @@ def _left(tokens: Numbers, replicas: Numbers) -> tuple[Numbers, Numbers, Numbers
     capacity = divide(wanted.sum(axis=1), replicas)
     own = np.minimum(wanted, capacity)
     return own, wanted - own, capacity - own
-
-
-def _overlap(sent_to: Numbers, sent: Numbers, free: Numbers) -> Numbers:
-    """Return ``[expert, source, destination]`` overlaps of pieces that end at `sent_to` with free room."""
-    free_to = free.cumsum(axis=1)[:, None]
-    first = np.maximum(sent_to - sent, free_to - free[:, None])
-    found: Numbers = np.maximum(np.minimum(sent_to, free_to) - first, 0)
-    return found

@@ -2,9 +2,10 @@
 
 import pytest
 
-from moe_ft.commands.report import render, summarize
+from moe_ft.commands.report import render
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from tests.jobs import NUM_ITERATIONS, CheckpointJob
+from tests.unit.moe_ft.commands.runs import summarize
 
 Digests = list[tuple[str, str]]
 KILL = "kill:1@4:backward"

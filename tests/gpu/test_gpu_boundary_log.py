@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from moe_ft.engine.boundary.log import SendCopier
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.engine.memory.rank_memory import _pin
-from tests.unit.moe_ft.engine.boundary.logs import sends_of, small_log
+from tests.unit.moe_ft.engine.boundary.logs import open_log, sends_of, small_log
 
 pytestmark = [
     pytest.mark.gpu,

@@ -55,7 +55,6 @@ LONELY = {
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
-    "moe_ft/planning/slot_moves.py": "counted by a benchmark: no job moves experts with their state",
     "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
 }
 

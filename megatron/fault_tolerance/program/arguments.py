@@ -8,6 +8,7 @@ that hold for every program.
 import argparse
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -216,11 +217,17 @@ def refusals_of_megatron() -> Iterator[None]:
     except ConfigError:
         raise
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or _rule_of(error)
         raise ConfigError(
             f"Megatron refuses these arguments: {reason}. "
             "The flags and their rules are listed by --help and in Megatron's documentation."
         ) from error
+
+
+def _rule_of(error: Exception) -> str:
+    """Return the line of Megatron that has raised an error without a text, such as an `assert`."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def check_program(args: argparse.Namespace) -> None:

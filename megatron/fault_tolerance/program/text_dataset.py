@@ -145,8 +145,8 @@ def write_dataset(
                 part.unlink()
     if not num_documents:
         raise ConfigError(
-            f"text path {' '.join(source.paths)} holds {len(files)} files, none of them readable "
-            "UTF-8 text. Give a directory with text files in it."
+            f"text path {' '.join(source.paths)}: none of its files ({len(files)}) holds UTF-8 text. "
+            "Give a directory with text files in it."
         )
     return DatasetSummary(
         num_documents=num_documents,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from moe_ft.engine.memory.job_directory import indexes_in
 from moe_ft.errors import CorruptStateError, UnrecoverableError
 from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
@@ -81,25 +80,6 @@ def open_slot(index_path: Path, index: BoundaryIndex | OSError | None = None) ->
     header = content[: index.header_bytes]
     check_content(f"{_describe(index)}: its header", header, index.header_checksum)
     return LoggedIteration(index, lambda sent: content[sent.offset : sent.offset + sent.num_bytes])
-
-
-def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
-    """Return the log of the rank whose memory is in a directory, by iteration, and what cannot be used.
-
-    The rank must not write to it meanwhile.
-    """
-    found: dict[int, LoggedIteration] = {}
-    problems: list[str] = []
-    for path, index in indexes_in(directory, BoundaryIndex) if directory.is_dir() else ():
-        try:
-            logged = open_slot(path, index)
-        except OSError as error:
-            problems.append(str(error))
-            continue
-        known = found.get(logged.index.iteration)
-        if known is None or known.index.identity.start < logged.index.identity.start:
-            found[logged.index.iteration] = logged
-    return found, problems
 
 
 # Returns the bytes of a file: its number of the index, the offset and the number of bytes.

@@ -5,7 +5,7 @@ from the files there alone. The first to find the files of all ranks makes them 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from moe_ft.recovery.job_memory import is_alive
 _KEPT = 1 << 30  # checkpoints: a rescue deletes none
 _POLL_S = 0.2
 _MOST_NAMED = 8
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +59,12 @@ class _State:
         return {rank for rank in ranks if self.path(rank).rpartition("/")[2] not in names}
 
 
-def rescue(memory_dir: str, job_id: str, url: str, wait_s: float, say: Say = print) -> bool:
+def rescue(memory_dir: str, job_id: str, url: str, wait_s: float) -> bool:
     """Write the newest state that is still complete to storage; return whether there is one now.
 
     Args:
         wait_s: how long to wait for other nodes, from when the last file of one has come. Only then are
             copies of other nodes' ranks written, so that two nodes seldom write the same.
-        say: takes lines about what is done, and what is missing.
 
     Raises:
         ConfigError: if this machine has no memory of the job, the job runs, or another one writes there.
@@ -86,7 +83,7 @@ def rescue(memory_dir: str, job_id: str, url: str, wait_s: float, say: Say = pri
             storage = Storage(url, PATIENCE_S)
             storage.make_root()
             _check_is_free(storage)
-            return _rescue(directory, storage, url, wait_s, say)
+            return _rescue(directory, storage, url, wait_s)
     except filelock.Timeout:
         raise ConfigError(
             f"JOB={job_id} runs on this machine, or starts or ends: it needs no rescue. End all of its "
@@ -104,30 +101,30 @@ def _check_is_free(storage: Storage) -> None:
         )
 
 
-def _rescue(directory: Path, storage: Storage, url: str, wait_s: float, say: Say) -> bool:
+def _rescue(directory: Path, storage: Storage, url: str, wait_s: float) -> bool:
     worker = PersistWorker(directory, storage, _KEPT)
-    for state in _states(directory, say):
+    for state in _states(directory):
         if (found := _on_storage(storage, state)) is not None:
-            say(
+            print(
                 f"{storage.url} has iteration {found} of this run already, and nothing newer is complete"
             )
             return True
-        missing = _write(state, worker, storage, wait_s, say)
+        missing = _write(state, worker, storage, wait_s)
         if not missing:
-            return _complete(state, storage, url, say)
+            return _complete(state, storage, url)
         named = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
         more = ", ..." if len(missing) > _MOST_NAMED else ""
-        say(
+        print(
             f"iteration {state.iteration} is not complete: of {state.identity.world_size} ranks, the state "
             f"of {len(missing)} is missing: {named}{more}"
         )
-    say(
+    print(
         "No checkpoint was written. Run the same command on the other nodes of the job, at the same time."
     )
     return False
 
 
-def _states(directory: Path, say: Say) -> Iterator[_State]:
+def _states(directory: Path) -> Iterator[_State]:
     """Yield the states in memory, those of the latest start first, then the newest."""
     try:
         found = find_holdings(str(directory))
@@ -136,7 +133,7 @@ def _states(directory: Path, say: Say) -> Iterator[_State]:
     usable: list[tuple[Holding, Identity]] = []
     for each in found:
         if each.problem:
-            say(f"left out: {each.place}: {each.problem}")
+            print(f"left out: {each.place}: {each.problem}")
         elif each.identity is not None and each.num_snapshots == each.window:
             usable.append((each, each.identity))
     histories = order_written((each.iteration, own.history, own.superseded) for each, own in usable)
@@ -163,13 +160,11 @@ def _on_storage(storage: Storage, state: _State) -> int | None:
     return None
 
 
-def _write(
-    state: _State, worker: PersistWorker, storage: Storage, wait_s: float, say: Say
-) -> set[int]:
+def _write(state: _State, worker: PersistWorker, storage: Storage, wait_s: float) -> set[int]:
     """Write this machine's part of a state, and wait for that of others; return the ranks without one."""
     copies = {rank for rank, held in state.copies.items() if held[0].tier == "replica"}
     for rank in sorted(state.copies.keys() - copies):
-        _write_rank(state, rank, worker, say)
+        _write_rank(state, rank, worker)
     missing, changed_s = state.missing(storage), time.monotonic()
     while missing:
         if time.monotonic() - changed_s >= wait_s:
@@ -177,7 +172,7 @@ def _write(
                 return missing
             for rank in sorted(missing & copies):
                 if rank in state.missing(storage):
-                    _write_rank(state, rank, worker, say)
+                    _write_rank(state, rank, worker)
             copies, changed_s = set(), time.monotonic()
         else:
             time.sleep(min(_POLL_S, wait_s))
@@ -186,7 +181,7 @@ def _write(
     return set()
 
 
-def _write_rank(state: _State, rank: int, worker: PersistWorker, say: Say) -> None:
+def _write_rank(state: _State, rank: int, worker: PersistWorker) -> None:
     """Write the first copy of a rank's state that is sound."""
     for copy in state.copies[rank]:
         (index,) = copy.indexes
@@ -205,23 +200,23 @@ def _write_rank(state: _State, rank: int, worker: PersistWorker, say: Say) -> No
         try:
             written, _ = worker.persist(request)
         except CorruptStateError as error:
-            say(f"left out: {copy.place}: {error}")
+            print(f"left out: {copy.place}: {error}")
             continue
         what = f"iteration {state.iteration} of rank {rank}: {written.file_bytes / 1e9:.3f} GB"
-        say(f"{what} from {copy.tier} {copy.place}")
+        print(f"{what} from {copy.tier} {copy.place}")
         return
 
 
-def _complete(state: _State, storage: Storage, url: str, say: Say) -> bool:
+def _complete(state: _State, storage: Storage, url: str) -> bool:
     """Make the files of all ranks a checkpoint, read all of it, and say what it is."""
     write_manifest(storage, state.iteration, state.tag, state.identity.world_size)
     name = iteration_directory(state.iteration)
     right, wrong = verify(f"{url.rstrip('/')}/{name}")  # the URL of a Storage shows no password
     place = f"{storage.url.rstrip('/')}/{name}"
     for line in wrong:
-        say(f"WRONG  {line}")
+        print(f"WRONG  {line}")
     if not wrong:
-        say(
+        print(
             f"{place} is a checkpoint of iteration {state.iteration}, read and verified: {right[0]}"
         )
     return not wrong

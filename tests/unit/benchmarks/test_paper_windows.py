@@ -9,7 +9,7 @@ from benchmarks.paper_windows import (
     OperatorProfile,
     ScheduledSnapshot,
     find_window_size,
-    schedule_sparse_checkpoints,
+    generate_schedule,
 )
 from moe_ft.strategies.sparse.windows import PositionSizes, cut_window, snapshot_bytes
 
@@ -39,7 +39,7 @@ def test_window_of_figure_6_has_three_snapshots_of_two_active_operators() -> Non
 
 
 def test_schedule_of_figure_6_is_the_one_that_it_shows() -> None:
-    schedule = schedule_sparse_checkpoints(FIGURE_6, OPERATORS_OF_FIGURE_6)
+    schedule = generate_schedule(OPERATORS_OF_FIGURE_6, *find_window_size(FIGURE_6))
     assert schedule == [
         ScheduledSnapshot(active=("E1", "E2"), frozen=("E3", "E4", "NE", "G")),
         ScheduledSnapshot(active=("E3", "E4"), frozen=("NE", "G")),
@@ -48,7 +48,7 @@ def test_schedule_of_figure_6_is_the_one_that_it_shows() -> None:
 
 
 def test_snapshots_of_figure_6_save_the_paper_s_55_percent_and_more_of_a_dense_one() -> None:
-    sizes = sizes_of(FIGURE_6, schedule_sparse_checkpoints(FIGURE_6, range(6)))
+    sizes = sizes_of(FIGURE_6, generate_schedule(range(6), *find_window_size(FIGURE_6)))
     assert sizes == [32, 28, 24]
     savings = [100 * (1 - size / FIGURE_6.checkpoint_bytes(6, 0)) for size in sizes]
     assert savings == pytest.approx([55.6, 61.1, 66.7], abs=0.05)
@@ -65,7 +65,7 @@ def test_every_operator_is_active_once_and_frozen_in_the_snapshots_before(
     num_operators: int, budget: int
 ) -> None:
     profile = profile_of(num_operators, budget)
-    schedule = schedule_sparse_checkpoints(profile, range(num_operators))
+    schedule = generate_schedule(range(num_operators), *find_window_size(profile))
     active = [operator for each in schedule for operator in each.active]
     assert active == list(range(num_operators))
     for index, each in enumerate(schedule):
@@ -78,7 +78,7 @@ def test_window_cut_by_bytes_is_no_larger_than_the_printed_one_of_the_same_lengt
     num_operators: int, budget: int
 ) -> None:
     profile = profile_of(num_operators, budget)
-    printed = sizes_of(profile, schedule_sparse_checkpoints(profile, range(num_operators)))
+    printed = sizes_of(profile, generate_schedule(range(num_operators), *find_window_size(profile)))
     sizes = PositionSizes(
         full=np.full((1, num_operators), 12), compute=np.full((1, num_operators), 2)
     )

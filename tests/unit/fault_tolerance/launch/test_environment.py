@@ -33,11 +33,17 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_process_that_is_started_alone_is_a_job_of_its_own() -> None:
+@pytest.mark.parametrize("port", [None, "29511"])
+def test_process_that_is_started_alone_is_a_job_of_its_own(
+    port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
     environment._complete_variables()
     assert os.environ["LOCAL_RANK"] == "0"
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
     assert int(os.environ["MASTER_PORT"]) > 0
+    assert port in (None, os.environ["MASTER_PORT"])
 
 
 def test_variables_of_a_launcher_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "picture").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="holds 1 files, none of them readable UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"none of its files \(1\) holds UTF-8 text"):
         write_dataset(TextSource(paths=(str(tmp_path / "in"),)), tmp_path / "out" / "text")
     assert not list((tmp_path / "out").iterdir())
 

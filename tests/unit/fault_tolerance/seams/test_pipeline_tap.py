@@ -14,10 +14,9 @@ from megatron.fault_tolerance.seams import pipeline_tap as module
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime, open_links, playing, recording
 from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.format.boundary import Direction
 from tests.simulation import collectives
-from tests.unit.moe_ft.engine.boundary.logs import RANK, TRAFFIC, sends_of, small_log
+from tests.unit.moe_ft.engine.boundary.logs import RANK, TRAFFIC, open_log, sends_of, small_log
 from tests.unit.simulation.simulated import Simulated
 
 SHAPE = TRAFFIC.shape

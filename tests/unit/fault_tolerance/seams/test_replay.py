@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import can_freeze
 from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import IterationRecord, RandomStates, numbers_of
 from moe_ft.loop import resumption
@@ -23,7 +22,14 @@ from moe_ft.recovery.borders import Borders
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter, make_record
-from tests.unit.moe_ft.engine.boundary.logs import NEXT, RANK, TRAFFIC, sends_of, small_log
+from tests.unit.moe_ft.engine.boundary.logs import (
+    NEXT,
+    RANK,
+    TRAFFIC,
+    open_log,
+    sends_of,
+    small_log,
+)
 
 NORM, OUTPUT = UnitId(kind=UnitKind.FINAL_NORM), UnitId(kind=UnitKind.OUTPUT)
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from moe_ft.commands.report import RunSummary, summarize_run
+from moe_ft.commands.report_run import read_run
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 
@@ -17,3 +19,8 @@ def write_run(directory: Path, rank: int, losses: list[float], incarnation: int 
         log.write("iteration", done, iteration_s=seconds, loss=loss, num_tokens=100)
         log.progress(done - 1, Phase.BETWEEN)
     return log
+
+
+def summarize(directory: Path) -> RunSummary:
+    """Return the summary that `moe_ft report` prints."""
+    return summarize_run(read_run(directory, all_ranks=False))

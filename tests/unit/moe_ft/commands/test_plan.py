@@ -160,7 +160,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
         ("-- SMALL", "the number of ranks is not known"),
         (
             "--world-size 4 -- SMALL",
-            "--moe-ft-strategy not given, .* --iteration-s, --bandwidth, --mtbf-s must be known.* --cluster",
+            "--iteration-s, --bandwidth, --mtbf-s must be known to .* --cluster .* one --moe-ft-strategy",
         ),
         ("--model mixtral-8x", "--model=mixtral-8x must be one of .* Nearest: mixtral-8x7b"),
         ("--cluster h100 WORLD DENSE", "--cluster=h100 must be one of .* Nearest: dgx-h100"),

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.commands.report import render, summarize, summarize_run
+from moe_ft.commands.report import render, summarize_run
 from moe_ft.commands.report_course import Course, Median
 from moe_ft.commands.report_run import read_run
 from moe_ft.event_lines import decode
 from moe_ft.events import event_path, read_lines
 from moe_ft.faults import Phase
 from moe_ft.planning.time_shares import Spent
-from tests.unit.moe_ft.commands.runs import write_run
+from tests.unit.moe_ft.commands.runs import summarize, write_run
 
 
 def test_summary_of_a_finished_run_leaves_the_warming_up_out(tmp_path: Path) -> None:

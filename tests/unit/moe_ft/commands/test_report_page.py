@@ -13,7 +13,7 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands import report_run
-from moe_ft.commands.report import summarize, summarize_run
+from moe_ft.commands.report import summarize_run
 from moe_ft.commands.report_events import Sampling
 from moe_ft.commands.report_page import as_html
 from moe_ft.commands.report_rank import Frame, Mark, RankReader, RankSums, new_cells
@@ -22,7 +22,7 @@ from moe_ft.event_lines import Iteration, RouterLoad
 from moe_ft.events import Event, event_path, read_events, read_lines
 from moe_ft.loop.course import Tier
 from moe_ft.planning.time_shares import Spent
-from tests.unit.moe_ft.commands.runs import write_run
+from tests.unit.moe_ft.commands.runs import summarize, write_run
 
 # 4 ranks, each as a node of its own; sparse windows of 3, rank 3 killed in iteration 9 and repaired.
 REAL = Path(__file__).parent / "events"

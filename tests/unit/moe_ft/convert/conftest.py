@@ -7,15 +7,7 @@ import pytest
 
 from moe_ft.convert.source import Source, open_source
 from moe_ft.files.storage import Storage
-from tests.object_store import ObjectStore, object_store
 from tests.unit.moe_ft.convert.models import persist_model
-
-
-@pytest.fixture(scope="package")
-def s3() -> Iterator[ObjectStore]:
-    """Return a server of objects."""
-    with object_store() as store:
-        yield store
 
 
 @pytest.fixture

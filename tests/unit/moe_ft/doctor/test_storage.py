@@ -187,14 +187,6 @@ def path_of(number: int) -> str:
     return f".moe_ft_doctor_{number:016x}/data"
 
 
-@pytest.fixture(params=["local", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "local":
-        return Storage(str(tmp_path / "persist"))
-    store: ObjectStore = request.getfixturevalue("s3")
-    return Storage(f"{store.bucket()}/persist")
-
-
 def test_node_reads_the_file_of_the_next_one(storage: Storage) -> None:
     written = {f"n{number}": write_file(storage, path_of(number), MIB) for number in range(2)}
     assert {each.num_bytes for each in written.values()} == {MIB}

@@ -130,7 +130,7 @@ def test_rank_dies_with_its_worker_and_the_zygote_serves_the_next(agent: Agent) 
     kill([worker_pid])
     assert agent.exit_code(0) == -signal.SIGKILL
     wait_for(lambda: not is_running(first["pid"]), "its end")
-    line = "the small process of rank 0, which torchrun started, has ended: the rank is killed"
+    line = "the process that stood for rank 0 has ended: rank 0 is killed"
     wait_for(lambda: line in agent.log.read_text(), "the reason")
     agent.start(0, "second")
     assert agent.read("second")["zygote"] == first["zygote"]

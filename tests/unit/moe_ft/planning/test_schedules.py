@@ -16,7 +16,6 @@ from moe_ft.planning.schedules import (
     Pipelines,
     Role,
     Schedule,
-    Times,
     choose_deputies,
     choose_runners,
     plan_schedule,
@@ -41,13 +40,9 @@ def jobs(draw: st.DrawFn) -> tuple[Pipelines, frozenset[Role]]:
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     job, dead = draw(jobs())
-    times = Times(
-        backward=draw(st.sampled_from([1.0, 1.4])), send=draw(st.sampled_from([0.0, 0.1]))
-    )
     return plan_schedule(
         job,
         dead,
-        times,
         is_split=draw(st.booleans()),
         is_whole=draw(st.booleans()),
         most_more_held=draw(st.integers(0, 4)),

@@ -8,9 +8,10 @@ import torch
 
 from moe_ft.engine.background import Report, Reports
 from moe_ft.engine.boundary.log import BoundaryLog
-from moe_ft.engine.boundary.reading import open_log
+from moe_ft.engine.boundary.reading import LoggedIteration, NeighbourLog, open_slot
+from moe_ft.engine.memory.job_directory import indexes_in
 from moe_ft.engine.memory.regions import BoundarySlot
-from moe_ft.format.boundary import Direction
+from moe_ft.format.boundary import BoundaryIndex, Direction
 from moe_ft.planning.boundary_log import PipelineTraffic, header_bytes
 from tests.unit.moe_ft.builders import make_identity
 from tests.unit.moe_ft.engine.stand_ins import ManualWorker
@@ -23,6 +24,25 @@ TRAFFIC = PipelineTraffic(
 STAGE = 1
 RECORD_SETTINGS = {"--lr": 1e-3}
 Send = tuple[int, Direction, torch.Tensor]
+
+
+def open_log(directory: Path) -> tuple[NeighbourLog, list[str]]:
+    """Return the log of the rank whose memory is in a directory, by iteration, and what cannot be used.
+
+    The rank must not write to it meanwhile.
+    """
+    found: dict[int, LoggedIteration] = {}
+    problems: list[str] = []
+    for path, index in indexes_in(directory, BoundaryIndex) if directory.is_dir() else ():
+        try:
+            logged = open_slot(path, index)
+        except OSError as error:
+            problems.append(str(error))
+            continue
+        known = found.get(logged.index.iteration)
+        if known is None or known.index.identity.start < logged.index.identity.start:
+            found[logged.index.iteration] = logged
+    return found, problems
 
 
 class SmallLog:

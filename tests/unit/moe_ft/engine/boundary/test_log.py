@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moe_ft.engine.boundary.log import SendCopier
-from moe_ft.engine.boundary.reading import open_log
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import Direction
 from tests.unit.moe_ft.engine.boundary.logs import (
@@ -15,6 +14,7 @@ from tests.unit.moe_ft.engine.boundary.logs import (
     STAGE,
     TRAFFIC,
     SmallLog,
+    open_log,
     sends_of,
     small_log,
 )

@@ -9,14 +9,14 @@ import torch
 from safetensors import safe_open
 
 from moe_ft.engine.boundary.player import BoundaryPlayer
-from moe_ft.engine.boundary.reading import FetchedLog, open_log
+from moe_ft.engine.boundary.reading import FetchedLog
 from moe_ft.engine.memory.regions import make_header
 from moe_ft.errors import CorruptStateError, SnapshotError, UnrecoverableError
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import decode, encode
 from moe_ft.planning.boundary_log import header_bytes
 from tests.unit.moe_ft.builders import make_history
-from tests.unit.moe_ft.engine.boundary.logs import NEXT, RANK, TRAFFIC, Send, small_log
+from tests.unit.moe_ft.engine.boundary.logs import NEXT, RANK, TRAFFIC, Send, open_log, small_log
 
 
 def test_file_of_a_log_is_a_valid_safetensors_file(tmp_path: Path) -> None:

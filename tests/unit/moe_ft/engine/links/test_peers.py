@@ -48,13 +48,6 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    peer = Peer(tmp_path)
-    yield peer
-    peer.close()
-
-
-@pytest.fixture
 def reports() -> Reports:
     return Reports()
 

@@ -31,14 +31,6 @@ from tests.unit.moe_ft.peer import (
 )
 from tests.waiting import wait_for
 
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    peer = Peer(tmp_path)
-    yield peer
-    peer.close()
-
-
 # Files
 
 

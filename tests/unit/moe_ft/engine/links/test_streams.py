@@ -48,13 +48,6 @@ def pair() -> Iterator[Pair]:
     right.close()
 
 
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    peer = Peer(tmp_path)
-    yield peer
-    peer.close()
-
-
 def far() -> Deadline:
     return Deadline(DEADLINE_S)
 

@@ -113,8 +113,8 @@ def test_other_node_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
             job.own(1, 5)
             other = Storage(storage.url)
             worker = PersistWorker(job.directory, other, 1)
-            (found,) = [each for each in module._states(job.directory, print)]
-            module._write_rank(found, 1, worker, print)
+            (found,) = [each for each in module._states(job.directory)]
+            module._write_rank(found, 1, worker)
         return looks[-1]
 
     monkeypatch.setattr(module._State, "missing", look)

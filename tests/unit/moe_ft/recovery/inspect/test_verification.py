@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.memory.job_directory import own_directory, replica_directory
-from moe_ft.engine.memory.regions import Region
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import UnitEntry
@@ -17,28 +16,17 @@ from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import StorageReader
 from tests.unit.moe_ft.builders import (
-    WindowState,
     fill_region,
     fill_window,
     make_identity,
     make_window,
     persist_checkpoint,
-    persist_window,
 )
 from tests.unit.moe_ft.commands.damaged import change as rewrite
 from tests.unit.moe_ft.commands.damaged import flip
+from tests.unit.moe_ft.recovery.inspect.test_holdings import in_memory, on_storage
 
 ENTRIES = list(make_window().index.entries())
-
-
-def in_memory(tmp_path: Path, **which: Any) -> tuple[Region, WindowState]:
-    return fill_window(own_directory(tmp_path, 0), **which)
-
-
-def on_storage(tmp_path: Path, length: int = 3) -> Path:
-    """Write a window of one rank and return its data file."""
-    manifest = persist_window(Storage(str(tmp_path)), 7, make_identity(), length)
-    return tmp_path / manifest.files[0].data
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
