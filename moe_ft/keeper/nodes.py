@@ -24,6 +24,7 @@ from typing import Any
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.roster import (
+    BUILT_S,
     GATHER_S,
     OVER,
     SAVE,
@@ -324,8 +325,8 @@ class Coordinator:
         """End the job when all its ranks have ended, or some have failed."""
         ended = [each for each in self._nodes if each.slot is not None and each.code is not None]
         failed = [each for each in ended if each.code]
-        if vain := [each for each in failed if self._played.is_vain(each.slot, self._rounds)]:
-            self._lose(vain, "its ranks failed before they took part")
+        if vain := self._played.to_give_up(self._nodes, self._rounds):
+            self._lose(vain, f"its ranks have failed, or were not built within {BUILT_S:g} s")
         elif failed:
             # Else one may be lost, and that is why.
             if not self._fewest or self._roster.has_heard_all():

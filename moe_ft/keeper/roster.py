@@ -15,6 +15,8 @@ from moe_ft.keeper.rounds import Rounds, Stages
 _SUSPECTED_S = 2.0
 _LONGEST_LOOK_S = 1.0
 _AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
+BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (repair/meet.py)
+_AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if they were not built by then
 GATHER_S = 3.0  # for all nodes to be told to end that are
 PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 ARRIVED, LEAVING, SAVE, OVER = (f"nodes/{what}" for what in ("arrived", "leaving", "save", "over"))
@@ -270,8 +272,10 @@ class PlayedSlots:
     def __init__(self, ranks_of: Callable[..., Sequence[int]], is_allowed: bool) -> None:
         self.slots: set[int] = set()
         self.is_allowed = is_allowed
-        self._ranks_of, self._again_s = ranks_of, 0.0
-        self._returns: dict[int, int] = {}  # by slot, the last round in which its ranks came back
+        self._ranks_of, self._again_s, self._late_s = ranks_of, 0.0, 0.0
+        self._returns: dict[
+            int | None, int
+        ] = {}  # by slot, the last round in which its ranks came back
 
     def choose(self, lost: Sequence[int], num_free: int, stages: Stages) -> set[int]:
         """Return the slots of lost nodes that no spare takes; none if a stage would have no group that lives.
@@ -305,13 +309,26 @@ class PlayedSlots:
         """Note that spares get the ranks of slots in a round."""
         self.slots.difference_update(slots)
         self._returns |= dict.fromkeys(slots, number)
-        self._again_s = time.monotonic() + _AGAIN_S
+        self._again_s, self._late_s = time.monotonic() + _AGAIN_S, time.monotonic() + BUILT_S
 
-    def is_vain(self, slot: int | None, rounds: Rounds) -> bool:
-        """Return whether ranks came back, and no iteration was finished since."""
-        if slot is None or (number := self._returns.get(slot)) is None:
-            return False
-        return not any(map(rounds.is_finished, range(number, rounds.newest(number) + 1)))
+    def to_give_up(self, nodes: Sequence[HeardNode], rounds: Rounds) -> list[HeardNode]:
+        """Return nodes whose ranks came back and have failed, or are not built in time.
+
+        None if an iteration was finished since.
+        """
+        is_late, found = time.monotonic() > self._late_s, []
+        for node in nodes:
+            number = self._returns.get(node.slot)
+            if number is None or not (node.code or is_late):
+                continue
+            later = range(number, rounds.newest(number) + 1)
+            if any(map(rounds.is_finished, later)):
+                continue
+            if node.code or not rounds.were_ready(number, self._ranks_of(node.slot)):
+                found.append(node)
+        if found and is_late:
+            self._again_s = time.monotonic() + _AGAIN_AFTER_LATE_S
+        return found
 
 
 def of_node(node: str, what: str) -> str:

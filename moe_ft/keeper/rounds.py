@@ -250,6 +250,12 @@ class Rounds:
         self._store.append(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
+    def were_ready(self, number: int, ranks: Sequence[int]) -> bool:
+        """Return whether some ranks have all said so in a round or in a later one."""
+        numbers = range(number, self.newest(number) + 1)
+        ready = (self._store.values(_key(each, "ready")) for each in numbers)
+        return any({*ranks} <= {said["rank"] for said in each} for each in ready)
+
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")

@@ -9,14 +9,24 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PHASES, PP_EP, SPARSE, RepairedJob
+from tests.kept_job import ROOT
 
 
 @pytest.mark.versions
-def test_killed_and_stopped_ranks_in_a_run_with_windows_are_replaced_one_after_the_other(
+def test_ranks_killed_in_a_log_line_and_stopped_in_an_iteration_are_replaced_one_after_the_other(
     repaired: RepairedJob,
 ) -> None:
     heartbeat = ("--moe-ft-repair-heartbeat-s", "8")
-    repaired.run("kill:2@4:in-step", "stop:3@6:forward", strategy=(*SPARSE, *heartbeat))
+    repaired.run(
+        "stop:3@6:forward",
+        strategy=(*SPARSE, *heartbeat),
+        script=str(ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"),
+        env={
+            "DYING": "kill:2@5",  # of iteration 4, counted from 0
+            "DYING_IN": "log",
+            "DYING_MARKER": str(repaired.folder / "has_died"),
+        },
+    )
     # The window that began with the repair at iteration 3 is complete at 6, if it was committed in time.
     repaired.check([2, 3], [4, 6], [{3}, {3, 6}])
 

@@ -1,4 +1,4 @@
-"""Deaths between two iterations: an evaluation begins again after the repair, and is printed once."""
+"""Deaths between two iterations: a log line or an evaluation begins again, and is printed once."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from tests.references import Place
 EVALUATIONS = ("--eval-interval", "2", "--eval-iters", "2")
 SCRIPT = ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"
 DEADLINE_S = 600  # a rank that hangs is noticed after a minute
+_SUMS = re.compile(r"iteration +(\d+)/ +\d+ \|.*?(learning rate: .*)")
 _LOSS = re.compile(r"validation loss at iteration (\d.*?) \| (.*)")
 
 
@@ -139,12 +140,37 @@ def test_evaluation_in_which_a_rank_dies_is_repeated_and_printed_once(
     assert job.digests() == job.reference()
 
 
+# Half of the log lines are those of two iterations, so that their sums count.
+LOGS = {"log_interval": 2, "timing_log_level": 2}
+LOG_DEATHS = {
+    "beginning": ("log", Death(ranks="kill:1@4", rounds=[(1, [1])], restored=[{2, 3}])),
+    "end": ("logged", Death(ranks="kill:1@4", rounds=[(1, [1])], restored=[{2, 3}])),
+    "two ranks": (
+        "log",
+        Death(ranks="kill:2@4 kill:1@5", rounds=[(1, [2]), (2, [1])], restored=[{2, 3}, {2, 3}]),
+    ),
+    "breakpoints and windows": (
+        "log",
+        Death(ranks="kill:2@4", rounds=[(1, [2])], restored=[{3}], strategy=(*SPARSE, *LOCAL)),
+    ),
+}
+
+
 @pytest.mark.rest
-def test_death_in_a_log_line_is_restarted_and_the_others_say_why(repaired: RepairedJob) -> None:
-    death = Death(ranks="kill:1@4", rounds=[], restored=[])
-    assert run(repaired, death, where="log", max_restarts=1).num_restarts == 1
-    ranks = range(repaired.num_ranks)
-    reasons = [line["reason"] for rank in ranks for line in repaired.events("stopped", rank)]
-    assert any("a rank has died between two iterations" in each for each in reasons), reasons
-    assert not any(repaired.events("repair", rank) for rank in ranks)
-    assert repaired.digests() == repaired.reference()
+@pytest.mark.parametrize("where", LOG_DEATHS)
+def test_log_line_in_which_a_rank_dies_is_written_once_with_the_same_sums(
+    place: Place, where: str
+) -> None:
+    at, death = LOG_DEATHS[where]
+    death = replace(death, changes=LOGS)
+    lines, jobs = [], []
+    for name, is_disturbed in (("undisturbed", False), ("job", True)):
+        (folder := place.folder / name).mkdir()
+        own = replace(place, folder=folder, memory_dir=place.memory_dir / name)
+        jobs.append(job := RepairedJob(own))
+        assert run(job, death, where=at, is_disturbed=is_disturbed).num_restarts == 0
+        lines.append(_SUMS.findall((job.folder / "log").read_text()))
+    check(jobs[1], death)
+    assert [int(each) for each, _ in lines[1]] == [1, 2, 4, 6, 8], "each log line comes once"
+    assert lines[1] == lines[0]
+    assert jobs[1].digests() == jobs[1].reference()

@@ -43,15 +43,18 @@ def test_exception_restarts_the_ranks_of_two_nodes_and_a_death_after_it_is_repai
 
 
 @pytest.mark.rest
-def test_death_in_a_log_line_restarts_two_nodes_and_a_death_after_it_is_repaired(
+def test_death_before_an_exit_restarts_two_nodes_and_a_death_after_it_is_repaired(
     repaired: RepairedJob,
 ) -> None:
     env = {
         "DYING": "kill:1@3",
-        "DYING_IN": "log",
+        "DYING_IN": "exit",
         "DYING_MARKER": str(repaired.folder / "has_died"),
     }
-    repaired.run_under_torchrun("kill:0@6:backward", script=str(DYING), env=env, **TWO_NODES)
+    changes = {"exit_duration_in_mins": 1000}  # ranks ask each other in each iteration
+    repaired.run_under_torchrun(
+        "kill:0@6:backward", script=str(DYING), env=env, changes=changes, **TWO_NODES
+    )
     check(repaired, num_starts=2)
     assert "a rank has died between two iterations" in (repaired.folder / "log").read_text()
 

@@ -70,13 +70,17 @@ class Nodes:
         paths = [self._job.events_dir / f"rank_{rank:05d}.jsonl" for rank in ranks]
         for path in paths:
             wait_for(lambda path=path: _has_stopped(path), f"the stop in {path}", DEADLINE_S)
+        self.kill(ranks)
+        if then is not None:
+            then()
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill all processes of the nodes of some ranks, and lose their memory."""
         names = [f"node{rank}" for rank in ranks]
         self.nodes.kill(*names)
         for name in names:
             for path in self._job.memory_dir.glob(f"*/{name}"):
                 shutil.rmtree(path)
-        if then is not None:
-            then()
 
     @property
     def log(self) -> str:
@@ -135,6 +139,24 @@ def test_peer_plays_the_role_of_a_rank_lost_in_any_phase_bit_for_bit(
     codes = nodes.run([rank])
     check_played(repaired, nodes, codes, [rank], repaired.reference())
     assert "no spare is left: peers play the roles of ranks" in nodes.log
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("rank", [1, 3])
+def test_peer_plays_the_role_of_a_rank_lost_in_a_log_line_and_the_line_comes_once(
+    repaired: RepairedJob, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, place = repaired.folder / "has_died", f"{rank}@{BROKEN + 1}"
+    monkeypatch.setenv("DYING", f"hang:{place}")
+    monkeypatch.setenv("DYING_MARKER", str(marker))
+    nodes = Nodes(repaired, clip_grad=0.0)
+    with nodes.nodes as running:
+        running.start(*nodes.names)
+        wait_for(Path(f"{marker}_{place}").exists, "the log line", DEADLINE_S)
+        nodes.kill([rank])
+        codes = running.wait()
+    check_played(repaired, nodes, codes, [rank], repaired.reference())
+    assert repaired.events("repair", 0)[-1]["broken_iteration"] == BROKEN
 
 
 @pytest.mark.rest

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.repair.meet import Membership, Position, Role
+from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
@@ -37,7 +37,7 @@ class Joining:
         self._membership, self._recipes, self._groups = membership, recipes, Patches()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
-        self._leaves_out_log = False  # once: the others have logged the iteration, and evaluate it
+        self._leaves_out_log = False  # once: the others have logged the iteration
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Joining:
     def follow(self, survivors: Position) -> None:
         """Do what the survivors do from here on."""
         self._gathers_weights = survivors.gathers_weights
-        self._leaves_out_log = survivors.is_evaluated
+        self._leaves_out_log = survivors.done >= Done.LOG
 
     def end(self) -> None:
         """Make real groups from here on."""

@@ -19,7 +19,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
+from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.watcher import Watcher

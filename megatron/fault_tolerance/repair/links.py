@@ -35,12 +35,9 @@ class Transport(ABC):
 
     Attributes:
         name: of the kind in torch.
-        fails_silently: whether the device runs on after an end, without an exception, on what it had not
-            received.
     """
 
     name: str
-    fails_silently: bool
 
     @abstractmethod
     def maker(self) -> Maker:
@@ -89,11 +86,6 @@ class Links:
     def is_open(self) -> bool:
         """True until the links have been ended."""
         return self._is_open
-
-    @property
-    def fail_silently(self) -> bool:
-        """True if a result may be wrong without an exception once the links have been ended."""
-        return any(each.fails_silently for each in self.transports)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

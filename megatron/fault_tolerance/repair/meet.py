@@ -6,8 +6,8 @@ moe_ft/keeper/rounds.py has the rounds. Nothing here knows Megatron, or communic
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum, auto
+from dataclasses import asdict, dataclass, replace
+from enum import Enum, IntEnum, auto
 from typing import Any, NoReturn
 
 from moe_ft.errors import RepairError, ReplacedError
@@ -27,6 +27,15 @@ class Role(Enum):
     JOINED = auto()  # it has met the others; a SURVIVOR once an iteration is finished
 
 
+class Done(IntEnum):
+    """Parts of an iteration that a rank had finished when it was broken off. A number in the store."""
+
+    NOTHING = 0  # it was in `train_step`
+    STEP = 1  # in its log line
+    LOG = 2  # it waited for the others to log
+    EVALUATING = 3  # all had logged
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
     """Counters of the loop as its next, or broken, iteration begins.
@@ -38,8 +47,7 @@ class Position:
         gathers_weights: whether modules gather their weights before they run (--overlap-param-gather). They
             do after the first optimizer step of the loop.
         evaluations_draw: whether evaluations draw random numbers.
-        is_evaluated: whether all have finished and logged the iteration, and a rank has died while they
-            evaluated its state.
+        done: parts of that iteration that are finished, if it was broken off later.
     """
 
     iteration: int
@@ -53,7 +61,7 @@ class Position:
     do_test: bool
     gathers_weights: bool
     evaluations_draw: bool
-    is_evaluated: bool = False
+    done: int = Done.NOTHING
 
     def facts(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -79,8 +87,8 @@ class Met:
 
     @property
     def survivors_position(self) -> Position:
-        """Position of the survivors' loop; where they differ, the latest."""
-        return max(self.positions, key=lambda each: each.iteration)
+        """Position of the survivors' loop; where they differ, the latest iteration, and the least of it."""
+        return max(self.positions, key=lambda each: (each.iteration, -each.done))
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -118,7 +126,8 @@ def met(
     positions = [Position(**each.facts) for each in members if each.facts]
     if not positions:
         raise RepairError("all ranks have died: nothing is left to repair")
-    if len({each.is_evaluated for each in positions}) > 1:
+    done = {each.done for each in positions}
+    if Done.EVALUATING in done and min(done) < Done.LOG:
         raise RepairError("some ranks were in an evaluation, and others were not")
     return Met(
         round=number,
@@ -159,6 +168,18 @@ class Membership:
     def round(self) -> int:
         """Number of the round that this rank has joined last; 0 is the start."""
         return self._link.round
+
+    def note(self, done: Done) -> None:
+        """Say at the next meeting what of the iteration is finished on this rank."""
+        assert self.position is not None
+        self.position = replace(self.position, done=done)
+
+    @property
+    def all_had_logged(self) -> bool:
+        """True if all had logged the iteration of this rank when the last round began: nobody does again."""
+        assert self._met is not None and self.position is not None
+        latest = self._met.survivors_position
+        return latest.iteration > self.position.iteration or latest.done >= Done.LOG
 
     def wait_for_survivors(self) -> Position:
         """Return where the survivors are, in the round that this replacement has joined or in a later one.

@@ -73,7 +73,6 @@ class Nccl(Transport):
     """Backends of NCCL: an operation has only been given to the device when its call returns."""
 
     name = "nccl"
-    fails_silently = True
 
     @override
     def maker(self) -> Maker:

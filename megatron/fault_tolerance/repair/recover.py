@@ -123,6 +123,6 @@ def most_iteration(positions: Sequence[Position], args: Any) -> int:
     make its result.
     """
     iterations = {each.iteration for each in positions}
-    is_evaluated = any(each.is_evaluated for each in positions)  # its result was returned before
+    is_returned = any(each.done for each in positions)
     is_kept = not any(getattr(args, name, None) for name in _NEEDING_MORE)
-    return min(iterations) + (len(iterations) == 1 and is_kept and not is_evaluated)
+    return min(iterations) + (len(iterations) == 1 and is_kept and not is_returned)

@@ -22,9 +22,9 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.training import get_args, get_timers
 
 from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up
-from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, Met, Role
 from megatron.fault_tolerance.repair.recover import Batches, recover

@@ -10,7 +10,6 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +20,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.degraded.roles import stages_of_job
+from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Gathered, Joining, change_timeout
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
-from megatron.fault_tolerance.repair.evaluation import EvaluatingAgain, SkippedEvaluations
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.meet import Membership, Role
@@ -53,9 +52,9 @@ Function = Callable[..., Any]
 
 
 class EndBarrier:
-    """Barrier that ends an iteration, or an evaluation, on all ranks. Owned by the training thread.
+    """Barrier that ends an iteration, its log line or evaluation on all ranks. Owned by the training thread.
 
-    A rank that dies before it is repaired; after it, the job restarts.
+    A rank that dies before it is repaired.
     """
 
     def __init__(self, links: Links, recipes: Recipes) -> None:
@@ -74,10 +73,8 @@ class EndBarrier:
             )
 
     def install(self, patches: Patches) -> None:
-        """Watch log lines, if their sums may be wrong without an exception, and changes of the timeout."""
+        """Watch changes of the timeout."""
         patches.wrap(training, "update_pg_timeout", self._change_timeout)
-        if self._links.fail_silently:
-            patches.wrap(training, "training_log", self._log)
 
     def wait(self) -> None:
         """Return when all ranks have come here with results that count. Called by all ranks.
@@ -95,11 +92,6 @@ class EndBarrier:
         original(timeout, *args, **kwargs)
         if self._group is not None:
             _set_pg_timeout(timeout, self._group)
-
-    def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        self._links.check()
-        return result
 
 
 class RepairSeam:
@@ -137,11 +129,13 @@ class RepairSeam:
         self._deaths = Deaths(link, rounds, membership, watcher, links)
         self._end_barrier = EndBarrier(links, recipes)
         self._gathered = Gathered(SignedStore(store, lambda: link.token), membership.role)
-        self._evaluating_again = EvaluatingAgain(
+        self._between = BetweenIterations(
             watcher,
+            membership,
+            links,
             self._end_barrier.wait,
             self._deaths.notice_or_raise,
-            self._repair_evaluation,
+            self._repair_between,
         )
         self._built: Built | None = None
         self._step: Step | None = None  # of the last iteration that has begun
@@ -153,6 +147,7 @@ class RepairSeam:
             self._rank.batches.install(patches)
             self._rank.evaluations.install(patches)
             self._end_barrier.install(patches)
+            self._between.install_log(patches)
             patches.wrap(dist, "init_process_group", self._record)
             patches.wrap(dist, "new_group", self._record)
             patches.wrap(training, "setup_model_and_optimizer", self._set_up)
@@ -168,7 +163,7 @@ class RepairSeam:
         with Patches() as patches:
             patches.wrap(training, "train_step", self._train_step)
             patches.wrap(training, "train", self._train)
-            self._evaluating_again.install(patches)
+            self._between.install(patches)
             self._rank.watcher.start()
             try:
                 yield
@@ -233,7 +228,8 @@ class RepairSeam:
         except MAY_MEAN_DEATH as error:
             if self._rank.link.is_armed and self._deaths.notice(error) is not None:
                 raise RepairError(
-                    "a rank has died between two iterations, where only some evaluations are repaired"
+                    "a rank has died between two iterations, and not in a log line or an evaluation that can "
+                    "begin again: all ranks have to start again"
                 ) from error
             raise
         finally:
@@ -277,14 +273,13 @@ class RepairSeam:
             self._rank.link.disarm()
         self._heart.start()
 
-    def _repair_evaluation(self, noticed_s: float) -> None:
-        """Repair, and run the iteration again whose evaluation was broken off.
+    def _repair_between(self, noticed_s: float) -> None:
+        """Repair, and run the iteration again whose log line or evaluation was broken off.
 
         A replacement finishes that iteration in its `train_step`.
         """
         position = self._rank.membership.position
         assert self._step is not None and position is not None
-        self._rank.membership.position = replace(position, is_evaluated=True)
         self._repair_until_finished(self._step, position.iteration, noticed_s)
 
     def _repair_until_finished(self, step: Step, iteration: int, noticed_s: float) -> Any:

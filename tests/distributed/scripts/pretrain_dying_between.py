@@ -1,17 +1,20 @@
-"""pretrain_gpt_moe.py whose ranks die once each, in an evaluation or in a log line (DYING_IN).
+"""pretrain_gpt_moe.py whose ranks die once each, in a place between two iterations (DYING_IN).
 
-DYING holds faults such as kill:3@4: rank 3 is killed where the fourth step of its evaluations begins, or its
-fourth log line. A replacement counts from 1 again.
+DYING holds faults such as kill:3@4: rank 3 is killed when it comes to that place for the fourth time: a step
+of its evaluations, the beginning or the end of its log lines, or the decision to exit. A replacement counts
+from 1 again.
 """
 
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-from megatron.training import ft_integration, one_logger_utils
+from megatron.training import ft_integration, training
 
 import pretrain_gpt_moe
+from megatron.fault_tolerance.seams.patching import Patches
 
 _num_begun = 0
 
@@ -32,9 +35,28 @@ def die_once(*_: object) -> None:
             time.sleep(3600)
 
 
+def log_and_die(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Log an iteration, and die then where a fault is due."""
+    result = original(*args, **kwargs)
+    die_once()
+    return result
+
+
+def die_or_call(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Die where a fault is due, or do what the loop does there."""
+    die_once()
+    return original(*args, **kwargs)
+
+
 if __name__ == "__main__":
-    if os.environ["DYING_IN"] == "evaluation":
-        ft_integration.on_eval_step_start = die_once
-    else:
-        one_logger_utils.track_app_tag = die_once  # called where a log line begins
-    pretrain_gpt_moe.main()
+    with Patches() as patches:
+        match os.environ["DYING_IN"]:
+            case "evaluation":
+                patches.set(ft_integration, "on_eval_step_start", die_once)
+            case "log":
+                patches.wrap(training, "training_log", die_or_call)
+            case "logged":
+                patches.wrap(training, "training_log", log_and_die)
+            case "exit":
+                patches.wrap(training, "checkpoint_and_decide_exit", die_or_call)
+        pretrain_gpt_moe.main()

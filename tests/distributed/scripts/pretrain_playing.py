@@ -1,6 +1,10 @@
-"""pretrain_gpt_moe.py whose ranks write digests of the shards that they have for dead ranks, at the end."""
+"""pretrain_gpt_moe.py whose ranks write digests of the shards that they have for dead ranks, at the end.
+
+Faults in DYING hang in log lines: see pretrain_dying_between.py.
+"""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.state.digest import digest_state
+from tests.distributed.scripts.pretrain_dying_between import die_or_call
 
 
 def main() -> None:
@@ -29,6 +34,8 @@ def main() -> None:
         init = Degradation.__init__
         patches.set(Degradation, "__init__", lambda self, *args: make(init, self, *args))
         patches.wrap(training, "train_step", step)
+        if "DYING" in os.environ:
+            patches.wrap(training, "training_log", die_or_call)
         pretrain_gpt_moe.main()
     model, _, scheduler = built
     for rank, shard in found[0].deputies.shards.items():

@@ -9,8 +9,9 @@ from moe_ft.keeper import worker
 from moe_ft.keeper.link import START
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
+from tests.simulation.repairs.ends import Group
 from tests.simulation.repairs.machine import LINK, MACHINE, Machine, handler_of
-from tests.simulation.repairs.rank import Group, Rank
+from tests.simulation.repairs.rank import Rank
 from tests.simulation.repairs.schedule import RepairSchedule
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from moe_ft.loop.hangs import Hangs, Limits, Silence
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, mutation, name_of
 from tests.simulation.repairs.product import (
+    Done,
     Links,
     Membership,
     Watcher,
@@ -213,6 +214,26 @@ def position_of_the_round_before(patches: Patches) -> None:
         said[self] = member.facts
 
     patches.set(Rounds, "join", join)
+
+
+@repair_mutation
+def lines_logged_again_by_each_for_itself(patches: Patches) -> None:
+    """A rank that has logged an iteration does not log it again, whether others had or not."""
+    has_logged = property(lambda self: self.position.done >= Done.LOG)
+    patches.set(Membership, "all_had_logged", has_logged)
+
+
+@repair_mutation
+def log_lines_outside_of_repairs(patches: Patches) -> None:
+    """A rank says of a log line that it was broken off in the iteration of its own loop that comes next."""
+    original = Membership.note
+
+    def note(self: Any, done: Done) -> None:
+        original(self, done)
+        if done == Done.STEP:
+            self.position = replace(self.position, iteration=self.position.iteration + 1)
+
+    patches.set(Membership, "note", note)
 
 
 @node_mutation

@@ -29,14 +29,14 @@ _PLAYED_AGAIN = (
 )
 NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     "own-stop-held-against-the-thread": RepairSchedule(
-        seed=66,
+        seed=468080,
         ranks=4,
         iterations=3,
         faults=(
-            Fault(kind="kill", start=0, moment="between", time=5),
-            Fault(kind="pause-node", start=0, moment="backward", time=9, amount=0.95),
+            Fault(kind="kill", start=0, moment="logged", time=12, amount=0.9),
+            Fault(kind="pause-node", start=0, moment="build", time=2, amount=0.896),
         ),
-        switching=0.1,
+        switching=0.3,
     ),
     "broken-rounds-waited-for": RepairSchedule(
         seed=187,

@@ -11,9 +11,10 @@ from moe_ft.keeper.link import START
 from moe_ft.keeper.roster import SAVE
 from moe_ft.keeper.rounds import MOST_UNFINISHED, Member
 from tests.simulation.kernel import Process
+from tests.simulation.repairs.ends import Group, Operation
 from tests.simulation.repairs.job import Job, Start
 from tests.simulation.repairs.machine import FORGED, LINK
-from tests.simulation.repairs.rank import IS_EXPLAINED, Group, Operation, Rank, final_states
+from tests.simulation.repairs.rank import IS_EXPLAINED, Rank, final_states
 from tests.simulation.store import Values
 
 _LOOKS_S = 3.0  # for those who look for hangs

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.fault_tolerance.repair import watcher
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Membership, Position, Role
+from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
 from moe_ft.files import patience
 from moe_ft.keeper.link import Link
@@ -13,7 +13,16 @@ from moe_ft.loop import hangs
 from moe_ft.planning.schedules import Pipelines, choose_deputies
 from tests.simulation.active import Patches, world
 
-__all__ = ["STUCK_S", "Deaths", "Links", "Membership", "Position", "Watcher", "ending_after"]
+__all__ = [
+    "STUCK_S",
+    "Deaths",
+    "Done",
+    "Links",
+    "Membership",
+    "Position",
+    "Watcher",
+    "ending_after",
+]
 
 
 WAITS, WRITTEN = "waits", "written"  # local state of a process

@@ -6,9 +6,6 @@ their order. Its state is a chain of hashes, so that a value of a wrong iteratio
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,9 @@ from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.simulation.active import World
-from tests.simulation.kernel import Process, Waiting
+from tests.simulation.kernel import Waiting
 from tests.simulation.repairs import product
+from tests.simulation.repairs.ends import Ends
 from tests.simulation.repairs.machine import LINK, MACHINE
 
 TIMEOUT_S = 60.0  # of groups in training, and twice that in a repair
@@ -39,140 +37,6 @@ KEPT = 3  # iterations whose state is in memory
 HANGS, RAISES, COMPUTES_S, STORES_S, WRITES_S = "hangs", "raises", "computes", "stores", "writes"
 IS_EXPLAINED = "is explained"
 EVALUATION_INTERVAL, SAVE_INTERVAL = 2, 3
-NOTHING: Mapping[int, Any] = {}
-
-
-@dataclass(eq=False, slots=True)
-class Operation:
-    """One collective operation, by the ranks that have come to it."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-    num_here: int = 0
-    names: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """All ranks of a round of a start.
-
-    Attributes:
-        size: number of ranks that are not absent.
-        layout: of an elastic start, in which the round is.
-        ends: ``[rank]`` the process and its links.
-    """
-
-    number: int
-    size: int
-    layout: int = 0
-    ends: dict[int, tuple[Process, "Ends"]] = field(default_factory=dict)
-    operations: dict[int, Operation] = field(default_factory=dict)
-
-
-class Ends:
-    """Links of one rank: a transport of the product's `Links`, and its collectives. One group at a time."""
-
-    name, fails_silently = "simulated", False
-
-    def __init__(self, job: Any, start: Any, rank: int) -> None:
-        self._job, self._start, self._rank = job, start, rank
-        self._kernel, self._process = job.world.kernel, job.world.process
-        self._group: Group | None = None
-        self._place, self._has_ended = 0, False
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Note that the training thread waits for others, as its stack shows."""
-        local = self._process.local
-        local[product.WAITS] = local.get(product.WAITS, 0) + 1
-        try:
-            yield
-        finally:
-            local[product.WAITS] -= 1
-
-    def mark(self) -> None:
-        """Say that there is nothing before."""
-
-    def made_since(self, mark: None) -> dict[Any, Any]:
-        return {self: None}
-
-    def end(self, made: dict[Any, Any]) -> int:
-        self._has_ended = bool(made) or self._has_ended
-        self._job.machine.changed()
-        return len(made)
-
-    def begin(self) -> None:
-        self._group, self._has_ended = None, False
-
-    def failure(self, made: dict[Any, Any]) -> str:
-        """Say that nothing fails in silence."""
-        return ""
-
-    settle = leave = mark
-
-    def connect(self, number: int, timeout_s: float, num_absent: int = 0) -> None:
-        """Connect to all ranks of a round. Nobody learns meanwhile that one of them has died."""
-        self._kernel.event("swap")
-        size = self._start.size - num_absent
-        group = self._start.groups.setdefault(number, Group(number, size, self._start.layout))
-        self._job.oracle.connects(group, self._rank, self._process)
-        group.ends[self._rank] = self._process, self
-        self._job.machine.changed()
-        with self.waiting():
-            is_whole = self._job.machine.wait_for(
-                lambda: len(group.ends) == group.size and not self._is_cut_off(), timeout_s
-            )
-        if not is_whole:
-            raise RuntimeError(f"timed out after {timeout_s:g} s waiting for ranks to connect")
-        self._group, self._place = group, 0
-
-    def gather(
-        self, name: str, value: Any, timeout_s: float, played: Mapping[int, Any] = NOTHING
-    ) -> list[Any]:
-        """Return what all ranks bring to an operation that has a name, in their order. Called by all ranks.
-
-        Args:
-            played: values of roles that this rank plays; without any those of absent ranks are missing.
-        """
-        kernel, group = self._kernel, self._group
-        kernel.event(name.partition(":")[0])
-        assert group is not None
-        operation = group.operations.setdefault(self._place, Operation())
-        self._place += 1
-        with self.waiting():
-            self._job.machine.wait_for(
-                lambda: not self._is_cut_off() or self._is_broken(group), timeout_s
-            )
-        if self._is_broken(group):
-            raise RuntimeError("[gloo] Connection closed by peer")
-        if self._is_cut_off():
-            raise RuntimeError(f"Timed out waiting {timeout_s:g} s for send operation to complete")
-        operation.values |= {self._rank: value, **played}
-        operation.names.add(name)
-        operation.num_here += 1
-        size = group.size
-        if operation.num_here == size:
-            self._job.oracle.completes(group, operation)
-            self._job.machine.changed()
-        with self.waiting():
-            self._job.machine.wait_for(
-                lambda: (
-                    (operation.num_here == size and not self._is_cut_off())
-                    or self._is_broken(group)
-                ),
-                timeout_s,
-            )
-        if operation.num_here == size and not self._is_cut_off():
-            return [value for _, value in sorted(operation.values.items())]
-        if self._is_broken(group):
-            raise RuntimeError("[gloo] Connection closed by peer")
-        raise RuntimeError(f"Timed out waiting {timeout_s:g} s for recv operation to complete")
-
-    def _is_cut_off(self) -> bool:
-        return bool(self._job.machine.is_cut_off(self._process.node))
-
-    def _is_broken(self, group: Group) -> bool:
-        ends = group.ends.values()
-        return any(links._has_ended or not process.is_alive for process, links in ends)
 
 
 class Rank:
@@ -188,7 +52,7 @@ class Rank:
         # By rank: the own one, and absent ones whose roles this one plays.
         self.states: dict[int, int] = {self.rank: 0}
         self.absent: frozenset[int] = frozenset()
-        self._timeout_s = 2 * TIMEOUT_S
+        self._timeout_s, self._leaves_out_log = 2 * TIMEOUT_S, False
 
     def run(self) -> None:
         """Train to the end, with all repairs; raises as a rank would."""
@@ -260,17 +124,43 @@ class Rank:
             self._pass("build")
             self._kernel.sleep(self._kernel.random.random() * LONGEST_BUILD_S / 3)
         with self._ends.waiting():
-            return self.membership.wait_for_survivors().iteration
+            position = self.membership.wait_for_survivors()
+        self._leaves_out_log = position.done >= product.Done.LOG
+        return position.iteration
 
     def _train(self, iteration: int) -> None:
         while iteration < self._job.iterations:
             self._train_step(iteration)
             self._pass("between")
+            self._log(iteration)
             iteration += 1
             if self._job.evaluation_steps and iteration % EVALUATION_INTERVAL == 0:
                 self._evaluate(iteration - 1)
             if self._job.evaluation_steps and iteration % SAVE_INTERVAL == 0:
                 self._save()
+
+    def _log(self, iteration: int) -> None:
+        """Log an iteration, and leave that when all have; begin again if a rank dies in it."""
+        leaves_out, self._leaves_out_log = self._leaves_out_log, False
+        if leaves_out:
+            return
+        while True:
+            self.membership.note(product.Done.STEP)
+            try:
+                with self._watcher.inside():
+                    self._pass("log")
+                    self._ends.gather(f"log:{iteration}", None, self._timeout_s)
+                    self._pass("logged")
+                    self._kernel.sleep(ITERATION_S * self._kernel.random.random())
+                    self.links.check()  # stands for a collective of some of the ranks
+                    self.membership.note(product.Done.LOG)
+                    self._ends.gather(f"end of log:{iteration}", None, self._timeout_s)
+                return
+            except BaseException as error:
+                self._notice_or_raise(error)
+            self._repair_until_finished(iteration)
+            if self.membership.all_had_logged:
+                return
 
     def _evaluate(self, iteration: int) -> None:
         """Evaluate the state after an iteration; begin again if a rank dies in it."""
@@ -285,8 +175,7 @@ class Rank:
                 return
             except BaseException as error:
                 self._notice_or_raise(error)
-            assert self.membership.position is not None
-            self.membership.position = replace(self.membership.position, is_evaluated=True)
+            self.membership.note(product.Done.EVALUATING)
             self._repair_until_finished(iteration)
 
     def _save(self) -> None:

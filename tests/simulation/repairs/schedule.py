@@ -50,8 +50,8 @@ OF_HANGS = {
     "pause-node": 2,
     "kill": 1,
 }
-IN_SECTIONS = (*("forward", "backward", "in step", "end"), *("between", "evaluate", "save", "exit"))
-IN_ITERATIONS = ("forward", "backward", "in step", "end", "between")
+IN_ITERATIONS = ("forward", "backward", "in step", "end", "between", "log", "logged")
+IN_SECTIONS = (*IN_ITERATIONS, "evaluate", "save", "exit")
 # Moments in a repair, which each rank passes once a round. The last three are also those of a start.
 IN_REPAIRS = ("build", "leave", "meet", "finish", "swap", "recover", "restore")
 OF_STARTS = IN_REPAIRS[-3:]

@@ -15,7 +15,7 @@ from megatron.training import training
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair.build import Gathered, Joining, from_json, to_json
-from megatron.fault_tolerance.repair.meet import Membership, Role
+from megatron.fault_tolerance.repair.meet import Done, Membership, Role
 from megatron.fault_tolerance.repair.swap import Recipe, Recipes
 from moe_ft.errors import ConfigError, RepairError
 from moe_ft.keeper.link import Link
@@ -66,7 +66,7 @@ def test_replacement_leaves_out_the_log_line_that_the_others_have_written(
     calls: list[Any] = []
     monkeypatch.setattr(training, "training_log", lambda *args, **kwargs: calls.append(args[3]))
     joining = Joining(membership, Recipes())
-    joining.follow(position_at(4, is_evaluated=True))
+    joining.follow(position_at(4, done=Done.LOG))
     loop_args.fake_process_group = False
     with joining.installed():
         joining.end()

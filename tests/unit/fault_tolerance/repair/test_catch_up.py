@@ -19,6 +19,7 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import training
 
+from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.catch_up import (
     Step,
     begin_iteration,
@@ -27,7 +28,6 @@ from megatron.fault_tolerance.repair.catch_up import (
     position_of,
     set_counters,
 )
-from megatron.fault_tolerance.repair.evaluation import SkippedEvaluations
 from megatron.fault_tolerance.repair.meet import Position
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Listeners, LoopListener, LoopState

@@ -5,7 +5,7 @@ The simulation of repairs has rounds that break, and what replacements do in the
 
 import pytest
 
-from megatron.fault_tolerance.repair.meet import Membership, Role, met
+from megatron.fault_tolerance.repair.meet import Done, Membership, Role, met
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
@@ -44,9 +44,19 @@ def test_replacement_begins_at_the_latest_iteration_of_the_survivors() -> None:
     assert found.survivors_position == position_at(5)
 
 
+def test_replacement_begins_with_the_least_that_survivors_had_done() -> None:
+    def done_of(*done: Done) -> int:
+        members = [survivor(rank, 4, done=each) for rank, each in enumerate(done)]
+        return met(1, members).survivors_position.done
+
+    assert done_of(Done.LOG, Done.STEP) == Done.STEP
+    assert done_of(Done.STEP, Done.NOTHING) == Done.NOTHING
+    assert done_of(Done.EVALUATING, Done.LOG) == Done.LOG
+
+
 def test_members_that_do_not_fit_together_do_not_meet(store: SignedStore) -> None:
     with pytest.raises(RepairError, match="all ranks have died: nothing is left to repair"):
         met(1, [Member(rank=1, died_s=5.0)])
-    Rounds(store, 0, 3).join(1, survivor(2, 4, is_evaluated=True))
+    Rounds(store, 0, 3).join(1, survivor(2, 4, done=Done.EVALUATING))
     with pytest.raises(RepairError, match="some ranks were in an evaluation, and others were not"):
         survivor_of(store, 4).meet()

@@ -15,6 +15,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.training import training
 
 from megatron.fault_tolerance.repair import recover
+from megatron.fault_tolerance.repair.meet import Done
 from megatron.fault_tolerance.repair.recover import (
     Batches,
     most_iteration,
@@ -98,14 +99,14 @@ def test_flags_that_ask_for_more_exist() -> None:
 
 
 def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_its_result() -> None:
-    def most(*iterations: int, is_evaluated: bool = False, **flags: bool) -> int:
-        positions = [position_at(each, is_evaluated=is_evaluated) for each in iterations]
+    def most(*iterations: int, done: Done = Done.NOTHING, **flags: bool) -> int:
+        positions = [position_at(each, done=done) for each in iterations]
         return most_iteration(positions, Namespace(**flags))
 
     assert most(4, 4) == 5
     assert most(4, 5) == 4
     assert most(4, 4, log_num_zeros_in_grad=True) == 4
-    assert most(4, 4, is_evaluated=True) == 4, "its result was returned before"
+    assert most(4, 4, done=Done.STEP) == 4, "its result was returned before"
 
 
 class _Lost(LoopListener):

@@ -131,6 +131,16 @@ def test_nodes_that_are_told_to_end_are_replaced_if_a_spare_stays(
 STAGES, GROUPS = [[[0], [1]], [[2], [3]]], [[[0, 1], [2, 3]]]
 
 
+def playing_job(stages: Any = STAGES, num_spares: int = 0) -> tuple[Job, Rounds]:
+    """Return a job whose four nodes have trained, and whose peers may play roles."""
+    job = Job(num_nodes=4, can_play=True)
+    for number in range(4 + num_spares):
+        job.come(str(number), number)
+    rounds = Rounds(job.store, 0, 4)
+    rounds.finish(0, stages)
+    return job, rounds
+
+
 @pytest.mark.parametrize(
     ("stages", "num_spares", "lost", "absent"),
     [
@@ -153,11 +163,7 @@ def test_ranks_that_no_spare_takes_are_absent_while_each_stage_has_a_live_group(
     lost: list[list[str]],
     absent: list[list[int] | None],
 ) -> None:
-    job = Job(num_nodes=4, can_play=True)
-    for number in range(4 + num_spares):
-        job.come(str(number), number)
-    rounds = Rounds(job.store, 0, 4)
-    rounds.finish(0, stages)
+    job, rounds = playing_job(stages, num_spares)
     found: list[list[int] | None] = []
     for number, names in enumerate(lost, 1):
         job.lose(*names)
@@ -173,11 +179,7 @@ def test_ranks_that_no_spare_takes_are_absent_while_each_stage_has_a_live_group(
 def test_node_that_comes_takes_the_ranks_whose_roles_are_played_once_an_iteration_is_finished() -> (
     None
 ):
-    job = Job(num_nodes=4, can_play=True)
-    for number in range(4):
-        job.come(str(number), number)
-    rounds = Rounds(job.store, 0, 4)
-    rounds.finish(0, STAGES)
+    job, rounds = playing_job()
     job.lose("1")
     job.lose("3")
     seat = job.come("3", 3)
@@ -190,9 +192,8 @@ def test_node_that_comes_takes_the_ranks_whose_roles_are_played_once_an_iteratio
 
 
 def test_job_is_over_when_all_nodes_have_ended_that_are_not_absent() -> None:
-    job = Job(num_nodes=4, can_play=True)
-    there = [job.come(str(number), number) for number in range(4)]
-    Rounds(job.store, 0, 4).finish(0, STAGES)
+    job, rounds = playing_job()
+    there = list(job.seats.values())
     job.lose("3")
     for seat in there[:3]:
         assert job.coordinator.over is None
@@ -379,22 +380,22 @@ def test_losses_of_nodes_that_come_are_counted_in_a_row_alone(
     assert job.coordinator.over is None
 
 
+def job_of_ranks_that_come_back() -> tuple[Job, Rounds, Any]:
+    """Return a job whose last node takes its ranks back from peers, in round 2."""
+    job, rounds = playing_job()
+    job.lose("3")
+    rounds.finish(1)
+    return job, rounds, job.come("3", 3)
+
+
 def test_node_whose_ranks_come_back_in_vain_leaves_the_others_training(
     advance: Callable[[float], None],
 ) -> None:
-    job = Job(num_nodes=4, can_play=True)
-    for number in range(4):
-        job.come(str(number), number)
-    rounds = Rounds(job.store, 0, 4)
-    rounds.finish(0, STAGES)
-    job.lose("3")
-    rounds.finish(1)
-    seat = job.come("3", 3)
+    job, rounds, seat = job_of_ranks_that_come_back()
     assert [order.round for order in seat.new_orders()] == [2]
     seat.beat(1)
     job.coordinator.step()
-    assert job.coordinator.over is None and seat.is_lost()
-    assert rounds.absent(3) == {3}
+    assert (job.coordinator.over, seat.is_lost(), [*rounds.absent(3)]) == (None, True, [3])
     rounds.finish(3)
     again = job.come("3", 3)
     assert not again.new_orders(), "peers that train are left alone for a while"
@@ -403,18 +404,40 @@ def test_node_whose_ranks_come_back_in_vain_leaves_the_others_training(
     assert [order.round for order in again.new_orders()] == [4]
 
 
+def test_node_whose_ranks_come_back_and_are_not_built_leaves_the_others_training(
+    advance: Callable[[float], None],
+) -> None:
+    job, rounds, seat = job_of_ranks_that_come_back()
+    advance(roster.BUILT_S - 1)
+    job.coordinator.step()
+    assert not seat.is_lost()
+    advance(2)
+    job.coordinator.step()
+    assert (job.coordinator.over, seat.is_lost(), [*rounds.absent(3)]) == (None, True, [3])
+    rounds.finish(3)
+    again = job.come("3", 3)
+    advance(100)
+    job.coordinator.step()
+    assert not again.new_orders(), "as much time again would be lost"
+    advance(600)
+    job.coordinator.step()
+    assert [order.round for order in again.new_orders()] == [4]
+    job.store.append("round_4/ready", {"rank": 3})
+    advance(roster.BUILT_S + 1)
+    job.coordinator.step()
+    assert not again.is_lost(), "they are built, and restore their state"
+
+
 def test_peers_play_the_roles_of_a_node_that_is_told_to_end(
     advance: Callable[[float], None],
 ) -> None:
-    job = Job(num_nodes=4, can_play=True)
-    there = [job.come(str(number), number) for number in range(4)]
-    Rounds(job.store, 0, 4).finish(0, STAGES)
-    there[3].leave()
+    job, rounds = playing_job()
+    job.seats["3"].leave()
     job.coordinator.step()
     advance(roster.GATHER_S + 0.5)
     job.coordinator.step()
-    assert there[3].is_lost() and not there[0].is_to_save()
-    assert Rounds(job.store, 0, 4).absent(1) == {3}
+    assert job.seats["3"].is_lost() and not job.seats["0"].is_to_save()
+    assert rounds.absent(1) == {3}
 
 
 def test_spares_go_first_where_a_stage_has_no_other_group() -> None:

@@ -1,19 +1,22 @@
-"""Evaluation in Megatron's loop: if a rank dies in it, all evaluate again after the repair.
+"""Log lines and evaluations in Megatron's loop: if a rank dies in one, all begin it again after the repair.
 
-The iteration before it then counts as the broken one. Survivors repair within `evaluate`, so their loop never
-knows. A replacement joins them in the `train_step` of that iteration, leaves out the log line that the others
-have written, and its own loop brings it to the evaluation.
+The iteration before it then counts as the broken one. Survivors repair within `training_log` or `evaluate`,
+so their loop never knows. A replacement joins them in the `train_step` of that iteration, and its own loop
+brings it to the log line. Where all have logged, it leaves the line out, and comes to the evaluation.
 
 Evaluations between the state that a repair recovers and the broken iteration are skipped.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, override
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
+from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.meet import Done, Membership
 from megatron.fault_tolerance.repair.recover import validation_batches
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
@@ -29,12 +32,17 @@ _COUNTERS = (
 )
 
 
-class EvaluatingAgain:
-    """Evaluations of one rank, each begun again until no rank dies in it. Owned by the training thread."""
+class BetweenIterations:
+    """Log lines and evaluations of one rank, each begun again until no rank dies in it.
+
+    Owned by the training thread.
+    """
 
     def __init__(
         self,
         watcher: Watcher,
+        membership: Membership,
+        links: Links,
         wait_for_all: Callable[[], None],
         notice: Callable[[BaseException], float],
         repair: Callable[[float], None],
@@ -43,10 +51,10 @@ class EvaluatingAgain:
 
         Args:
             notice: returns when a death was noticed; raises the exception if no rank has died.
-            repair: repairs from that time on, and runs the iteration again that is evaluated.
+            repair: repairs from that time on, and runs the iteration again that is logged or evaluated.
         """
-        self._watcher, self._wait_for_all = watcher, wait_for_all
-        self._notice, self._repair = notice, repair
+        self._watcher, self._membership, self._links = watcher, membership, links
+        self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
         self._batches = validation_batches()
         self._is_training = False
 
@@ -56,6 +64,10 @@ class EvaluatingAgain:
         patches.wrap(training, "train", self._train)
         patches.wrap(training, "evaluate", self._evaluate)
 
+    def install_log(self, patches: Patches) -> None:
+        """Watch the loop log; a replacement leaves that out as a whole where the others have done it."""
+        patches.wrap(training, "training_log", self._log)
+
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._is_training = True
         try:
@@ -63,12 +75,40 @@ class EvaluatingAgain:
         finally:
             self._is_training = False  # evaluations that follow are not repaired
 
+    def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Log an iteration. All ranks leave it together. Called by all ranks."""
+        membership, totals, result = self._membership, args[1], None
+        if not can_log_again(membership):
+            result = original(*args, **kwargs)
+            self._wait_for_all()
+            return result
+        before, totals_before = _Loop(), deepcopy(totals)
+        membership.note(Done.STEP)
+        while True:
+            try:
+                with self._watcher.inside():
+                    result = original(*args, **kwargs)
+                    self._links.check()  # or the sums may be wrong
+                    membership.note(Done.LOG)
+                    self._wait_for_all()
+                return result
+            except BaseException as error:
+                noticed_s = self._notice(error)
+            self._repair(noticed_s)
+            before.restore()
+            if membership.all_had_logged:
+                clear_metrics()
+                return result
+            totals.clear()
+            totals.update(deepcopy(totals_before))
+            membership.note(Done.STEP)
+
     def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         _, iterators, model, _, config, *_ = args
-        if not self._is_training or not can_begin_again():
+        if not self._is_training or not can_evaluate_again():
             return original(*args, **kwargs)
         while True:
-            before = _Loop(model, config)
+            before = _Evaluating(model, config)
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
@@ -77,6 +117,7 @@ class EvaluatingAgain:
             except BaseException as error:
                 noticed_s = self._notice(error)
             before.restore()
+            self._membership.note(Done.EVALUATING)
             self._repair(noticed_s)
             before.restore()
             self._batches.renew(iterators)
@@ -84,28 +125,53 @@ class EvaluatingAgain:
 
 
 class _Loop:
-    """Settings of Megatron's loop when an evaluation begins."""
+    """Counters and timers of Megatron's loop."""
 
-    def __init__(self, model: Sequence[Any], config: Any) -> None:
-        self._model, self._config = model, config
-        self._mode = get_rerun_state_machine().get_mode()
+    def __init__(self) -> None:
         self._counters = {name: getattr(get_args(), name) for name in _COUNTERS}
-        self._timers = [each for each in get_timers()._timers.values() if each._started]
+        self._timers = [(each, dict(vars(each))) for each in get_timers()._timers.values()]
 
     def restore(self) -> None:
         """Set them."""
+        for name, value in self._counters.items():
+            setattr(get_args(), name, value)
+        for each, values in self._timers:
+            vars(each).update(values)
+
+
+class _Evaluating(_Loop):
+    """Settings of Megatron's loop when an evaluation begins."""
+
+    def __init__(self, model: Sequence[Any], config: Any) -> None:
+        super().__init__()
+        self._model, self._config = model, config
+        self._mode = get_rerun_state_machine().get_mode()
+
+    @override
+    def restore(self) -> None:
+        super().restore()
         for chunk in self._model:
             chunk.train()
         get_rerun_state_machine().set_mode(self._mode)
         self._config.timers = get_timers()
-        for name, value in self._counters.items():
-            setattr(get_args(), name, value)
-        for each in self._timers:
-            each._started = True
         clear_metrics()
 
 
-def can_begin_again() -> bool:
+def can_log_again(membership: Membership) -> bool:
+    """Return whether a replacement comes to a log line without collectives that the others have made.
+
+    With --overlap-param-gather the loop has modules gather weights after its first iteration.
+    """
+    args, position = get_args(), membership.position
+    is_like_others = position is not None and (
+        position.gathers_weights or not training.should_disable_forward_pre_hook(args)
+    )
+    return is_like_others and not (
+        args.log_params_norm or args.perform_rl_step or training._seqlen_stats_active
+    )
+
+
+def can_evaluate_again() -> bool:
     """Return whether a replacement comes to an evaluation without collectives that the others have made."""
     args = get_args()
     return not (

@@ -1,4 +1,4 @@
-"""An evaluation that a death has broken off begins again as the loop had begun it."""
+"""A log line or an evaluation that a death has broken off begins again as the loop had begun it."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,14 +17,19 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.timers import Timers
 from megatron.training import global_vars, training
 
-from megatron.fault_tolerance.repair.evaluation import (
-    EvaluatingAgain,
+from megatron.fault_tolerance.repair.between import (
+    BetweenIterations,
     SkippedEvaluations,
-    can_begin_again,
+    can_evaluate_again,
+    can_log_again,
 )
+from megatron.fault_tolerance.repair.meet import Done, Membership, Position, met
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError
-from tests.unit.fault_tolerance.repair.members import Watched
+from moe_ft.keeper.link import Link
+from moe_ft.keeper.rounds import Member, Rounds
+from tests.unit.fault_tolerance.repair.members import Watched, position_at
+from tests.unit.signed import signed
 
 PER_STEP = 10  # samples
 
@@ -113,7 +118,12 @@ def evaluate(
     )
     watched = Watched()
     with Patches() as patches:
-        EvaluatingAgain(watched.watcher, dist.barrier, notice, repair).install(patches)
+        membership = Membership(watched.link, watched.rounds, 0)
+        membership.position = position_at(3)
+        between = BetweenIterations(
+            watched.watcher, membership, watched.links, dist.barrier, notice, repair
+        )
+        between.install(patches)
         training.train()
     return result[0], megatrons.seen, repairs
 
@@ -133,11 +143,103 @@ def test_evaluation_fails_as_ever_without_a_death_or_where_a_replacement_would_w
 ) -> None:
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=0)
-    assert can_begin_again()
-    loop.log_params_norm = True
-    assert not can_begin_again()
+    assert can_evaluate_again()
+    membership = Membership(Link(), Rounds(signed(), 0, 1), 0)
+    membership.position = position_at(3)
+    assert can_log_again(membership)
+    loop.overlap_param_gather = True
+    assert not can_log_again(membership), "the others gather weights in the first iteration"
+    membership.position = position_at(3, gathers_weights=True)
+    assert can_log_again(membership)
+    loop.log_params_norm, loop.overlap_param_gather = True, False
+    assert not can_evaluate_again() and not can_log_again(membership)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=1)
+
+
+def log(
+    monkeypatch: pytest.MonkeyPatch, loop: Namespace, where: str, other: Position
+) -> tuple[list[float], dict[str, Any]]:
+    """Log an iteration in which a rank dies; return the sums before each line, and those after all.
+
+    Args:
+        where: this rank is when it dies: in the line, or at its end, where it waits for the others; at the
+            "device" a line goes on, and nothing is raised.
+        other: position of a rank that lives.
+    """
+    totals: dict[str, Any] = {"loss": torch.tensor([2.0])}
+    before: list[float] = []
+    watched, places = Watched(), [where]
+    membership = Membership(watched.link, watched.rounds, 0)
+    membership.position = position_at(3)
+    timer = training.get_timers()("interval-time", log_level=0)
+    timer.start()
+
+    def die(place: str) -> None:
+        if place in places:
+            places.remove(place)
+            raise RuntimeError("Connection closed by peer")
+
+    def training_log(losses: Any, sums: dict[str, Any]) -> str:
+        assert timer._started
+        before.append(sums["loss"].item())
+        sums["loss"] += losses["loss"]
+        sums["advanced iterations"] = sums.get("advanced iterations", 0) + 1
+        timer.stop()
+        die("line")
+        if where == "device" and len(before) == 1:
+            watched.links.end(0)
+        timer.start()
+        return "whether memory is to be reported"
+
+    def repair(noticed_s: float) -> None:
+        assert membership.position is not None
+        members = [
+            Member(rank=0, facts=membership.position.facts()),
+            Member(rank=1, facts=other.facts()),
+        ]
+        membership._met = met(1, members)
+        loop.consumed_train_samples = 8  # as recovered
+        watched.links.begin()
+
+    monkeypatch.setattr(training, "training_log", training_log)
+    with Patches() as patches:
+        BetweenIterations(
+            watched.watcher,
+            membership,
+            watched.links,
+            lambda: die("end"),
+            lambda error: 0.0,
+            repair,
+        ).install_log(patches)
+        result = training.training_log({"loss": torch.tensor([1.0])}, totals)
+    assert result == "whether memory is to be reported"
+    assert (loop.consumed_train_samples, timer._started) == (32, True)
+    return before, totals
+
+
+@pytest.mark.parametrize(
+    ("where", "other", "num_lines"),
+    [
+        pytest.param("line", position_at(3), 2, id="another one is still in the iteration"),
+        pytest.param("line", position_at(3, done=Done.LOG), 2, id="another one has logged"),
+        pytest.param("device", position_at(3, done=Done.LOG), 2, id="sums may be wrong"),
+        pytest.param("end", position_at(3, done=Done.STEP), 2, id="another one has not"),
+        pytest.param("end", position_at(3, done=Done.LOG), 1, id="all have"),
+        pytest.param("end", position_at(4), 1, id="another one is in the next iteration"),
+        pytest.param("end", position_at(3, done=Done.EVALUATING), 1, id="another one evaluates"),
+    ],
+)
+def test_log_line_begins_again_with_its_sums_unless_all_had_logged(
+    where: str,
+    other: Position,
+    num_lines: int,
+    loop: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, totals = log(monkeypatch, loop, where, other)
+    assert before == [2.0] * num_lines
+    assert totals == {"loss": torch.tensor([3.0]), "advanced iterations": 1}
 
 
 @pytest.fixture
