@@ -187,9 +187,7 @@ class Coordinator:
         """Call nodes lost, and begin a round if they had ranks."""
         slots = [each.slot for each in lost if each.slot is not None]
         say(f"{_are(lost)} lost: {why}")
-        for each in lost:
-            self._nodes.remove(each)
-            self._store.set(of_node(each.id, "lost"), True)
+        self._roster.strike(lost)
         # A repair, or another start, would end ranks that save; nobody needs ranks that wait.
         if not slots or self._ends or self._rounds.are_waiting(self._ranks_of(*slots)):
             self._num_gone += len(slots)
@@ -224,6 +222,8 @@ class Coordinator:
             return f"node {name} keeps the job's store (one without ranks can: --store)"
         if self._rounds.some_wait(self._ranks_of(*slots)):
             return "some of its ranks took no part"
+        if self._rounds.have_ended():
+            return "training has ended"
         if not self._can_repair:
             return "without --moe-ft-repair auto no node is replaced"
         if not self._rounds.has_trained():
@@ -282,10 +282,11 @@ class Coordinator:
 
     def _can_shrink(self, nodes: Sequence[HeardNode]) -> bool:
         """Return whether all ranks may begin again on some nodes."""
+        if self._ends or not 0 < self._fewest <= len(nodes) or self._rounds.have_ended():
+            return False
         own = {self._own_number} & {*range(self._num_nodes)}
-        has_own = own <= {each.number for each in nodes}
         is_often = self._num_untrained > MOST_UNFINISHED
-        return has_own and not (is_often or self._ends) and 0 < self._fewest <= len(nodes)
+        return own <= {each.number for each in nodes} and not is_often
 
     def _grow(self) -> None:
         """Have all ranks begin again if nodes have come that have none, and others are missing."""

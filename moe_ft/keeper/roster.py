@@ -117,7 +117,7 @@ class Roster:
     """Nodes that are there, as the coordinator hears them.
 
     Attributes:
-        nodes: these, in the order in which they came; the coordinator removes those that are lost.
+        nodes: these, in the order in which they came, without those that were lost.
     """
 
     def __init__(self, store: SignedStore, lost_after_s: float) -> None:
@@ -167,6 +167,12 @@ class Roster:
             if node.code is None and node.silent_s > limit_s:
                 lost.append(node)
         return lost
+
+    def strike(self, lost: Sequence[HeardNode]) -> None:
+        """Call nodes lost, and hear them no more."""
+        for each in lost:
+            self.nodes.remove(each)
+            self._store.set(of_node(each.id, "lost"), True)
 
     def spare_for(self, slot: int) -> HeardNode:
         """Return a node without ranks: the one that came with this number, or else the first."""

@@ -96,6 +96,14 @@ class Rounds:
         """
         self._store.set(_key(number, "finished"), stages or True)
 
+    def note_end(self) -> None:
+        """Say that a rank ends as planned, as all others do then: no rank is replaced or begins again."""
+        self._store.set("ended", True)
+
+    def have_ended(self) -> bool:
+        """Return whether a rank has said so."""
+        return self._store.get("ended") is not None
+
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
         said = self._store.get(_key(0, "finished"))

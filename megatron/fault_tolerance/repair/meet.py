@@ -247,6 +247,10 @@ class Membership:
             self._rounds.finish(0, stages)
         self._link.arm()
 
+    def end(self) -> None:
+        """Note that the job has ended as planned: what it leaves is not for another start."""
+        self._rounds.note_end()
+
     def finish(self) -> None:
         """Note that the broken iteration is finished: from now on this rank is like any other."""
         self._rounds.finish(self.round)

@@ -167,6 +167,11 @@ class RepairSeam:
             self._rank.watcher.start()
             try:
                 yield
+                self._rank.membership.end()
+            except SystemExit as exit_:
+                if not exit_.code:
+                    self._rank.membership.end()
+                raise
             finally:
                 self._rank.link.disarm()
                 self._heart.close()

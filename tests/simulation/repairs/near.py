@@ -1,4 +1,4 @@
-"""Schedules of repairs near which mistakes show that few random ones show, as those in tests/simulation/near.py.
+"""Schedules of repairs near which mistakes show that few random ones show.
 
 Without a mistake they break no promise.
 """

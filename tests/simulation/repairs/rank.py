@@ -93,6 +93,9 @@ class Rank:
             self._listeners.end_training()
             self._pass("exit")
             self._job.oracle.has_trained(self)
+            if self._job.repairs:
+                with self._ends.waiting():
+                    self.membership.end()
             self._ends.gather("done", None, self._timeout_s)
         except Exception as error:
             self._job.oracle.leaves(self, error)

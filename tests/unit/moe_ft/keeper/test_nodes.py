@@ -245,6 +245,21 @@ def test_elastic_job_begins_again_on_the_nodes_that_are_left_and_when_one_comes(
     assert job.coordinator.over == 0
 
 
+def test_job_that_has_ended_does_not_begin_again(advance: Callable[[float], None]) -> None:
+    job = elastic_job()
+    job.lose("host1")
+    Rounds(job.starts[1], 0, 3).finish(0)
+    Rounds(job.starts[1], 0, 3).note_end()
+    job.come("host5", 5)
+    job.orders()
+    advance(roster.GATHER_S + 1)
+    job.coordinator.step()
+    assert not any(job.orders().values())
+    job.lose("host2")
+    assert job.coordinator.over == 1
+    assert not any(job.orders().values())
+
+
 def test_spare_takes_over_in_place_before_an_elastic_job_gets_smaller() -> None:
     job = elastic_job()
     job.come("spare", 4)
