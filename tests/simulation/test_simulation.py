@@ -58,10 +58,10 @@ def test_fixed_schedules_of_repairs_break_no_promise() -> None:
 
 
 @pytest.mark.timeout(_TIMEOUT_S)
-def test_mistakes_of_elastic_starts_break_promises_where_they_did_before() -> None:
-    """Without a mistake, the same schedules break none."""
+def test_mistakes_of_elastic_starts_break_promises_near_where_they_did_before() -> None:
+    """Without a mistake, the same schedules break none. A change of the product moves all events a little."""
     names = sorted(OF_ELASTIC & {*NEAR_OF_REPAIRS})
-    found = run_simulation("--power", *names, "--count", "1")
+    found = run_simulation("--power", *names, "--count", "60")
     assert f"{len(names)} of {len(names)} mistakes are found" in found
 
 
