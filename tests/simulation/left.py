@@ -76,6 +76,11 @@ class Left:
             costs.append(self.local[1])
         return min(costs)
 
+    def has_ended(self, error: BaseException | None) -> bool:
+        """Return whether a log of another node has ended a replay: the next start recovers all stages."""
+        is_of_log = isinstance(error, CorruptStateError) and "boundary_" in str(error)
+        return self.has_damaged_logs and is_of_log
+
 
 def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = False) -> Left:
     """Return what is left below a root on storage and in the memory of the nodes that have ranks.

@@ -267,6 +267,42 @@ NEAR: dict[str, AnySchedule] = {
         ),
         faults=(Fault(kind="kill-all", start=0, event=900),),
     ),
+    "gaps-of-another-unit-left": Schedule(  # ranks have parts of experts, of several sizes
+        seed=1,
+        setup=Setup(
+            dp=3,
+            ep=1,
+            layers=2,
+            experts=2,
+            nodes=2,
+            iterations=10,
+            is_followed=True,
+            strategy="selective",
+            options={"local_budget": "auto", "remote_budget": "744"},
+        ),
+        faults=(),
+    ),
+    "damaged-logs-forgotten": Schedule(
+        seed=910000788,
+        setup=msgspec.structs.replace(
+            _STAGES,
+            skips=True,
+            nodes=3,
+            iterations=10,
+            strategy="sparse",
+            options={"window": "2", "max_window": 5, "unit_order": "decayed"},
+            interval="2",
+            replication="auto",
+            keep=1,
+            recovery="local",
+            streams=2,
+        ),
+        faults=(
+            Fault(kind="kill-two", start=0, event=15, target=30, amount=0.072, moment="after step"),
+            Fault(kind="flip-memory", start=1, target=56, amount=0.543),
+        ),
+        switching=0.1,
+    ),
     "older-files-forgotten": Schedule(
         seed=230,
         setup=Setup(

@@ -115,7 +115,7 @@ class Oracle:
         training, later = self.job.training, self.job.setup.later
         self._truth = Truth(training.iterations, training.first, keeps_wholes=bool(later))
         self._floor = 0  # when the start that runs began
-        self._was_whole = False
+        self._was_whole = self._has_read_damage = False
         self._judged: Start | None = None  # its acknowledgements are in the floors
 
     def note_end(self, start: Start, dead: int | None) -> None:
@@ -132,7 +132,8 @@ class Oracle:
             self.promised, self.is_whole = max(max(life.digests) for life in lives), True
             return
         has_window = any(max(life.complete) > 0 for life in lives)
-        if not setup.recovers_locally or not has_window or any(map(_has_lost_logs, lives)):
+        has_lost = any(map(_has_lost_logs, lives)) or (self.left and self.left.has_damaged_logs)
+        if not setup.recovers_locally or not has_window or has_lost:
             return
         shape = start.shape
         self.promised = max(
@@ -161,7 +162,7 @@ class Oracle:
 
     def _cut_off(self) -> None:
         """Note what the start that runs has acknowledged so far: the rest of it does not count."""
-        self.is_whole = False  # something is lost, or the start that was to find it is over
+        self.is_whole = self._has_read_damage = False  # state or notes are lost, or a start is over
         if self.job.starts and self.job.starts[-1] is not self._judged:
             self._raise_floors(self.job.starts[-1])
             self._judged = self.job.starts[-1]
@@ -207,6 +208,11 @@ class Oracle:
             alive = [repr(each) for each in start.processes if each.is_alive]
             self._fail(start, f"hangs: {', '.join(alive)} at {self.job.world.kernel.now:.0f} s")
             return
+        assert self.left is not None
+        has_read = any(self.left.has_ended(life.error) for life in start.lives)
+        if has_read and self._has_read_damage and not self.is_disturbed:
+            self._fail(start, "reads damaged logs, and the start before has noted that they are")
+        self.is_disturbed |= has_read
         self._check_losses(start)
         self._check_peers(start)
         self._check_states(start)
@@ -221,7 +227,7 @@ class Oracle:
         self._cut_off()
         if any(life.may_lose_memory for life in start.lives):
             self.floors.lose_memory()  # maybe after a fault that has cut off what counts
-        self.is_whole, self.may_not_refuse = is_whole, False
+        self.is_whole, self.may_not_refuse, self._has_read_damage = is_whole, False, has_read
         if self.job.setup.dense_interval and not self.job.setup.persist_interval:
             for what in states_of_several_iterations(self.job.root):
                 self._fail(start, f"storage has {what}, and whole states alone should go there")
@@ -314,7 +320,9 @@ class Oracle:
         is_trained = life.outcome is None or life.is_saved is not None
         is_of_system = isinstance(error, OSError) and is_trained
         is_asked = isinstance(error, DegradedError) and self.job.setup.on_error == "raise"
-        if error is None or ((is_of_group or is_of_system or is_asked) and self.is_disturbed):
+        is_excused = self.is_disturbed and (is_of_group or is_of_system or is_asked)
+        assert self.left is not None
+        if error is None or is_excused or self.left.has_ended(error):
             return
         what = f"rank {life.rank} ended with {type(error).__name__}: {error}"
         if not isinstance(error, _REFUSALS):
@@ -322,7 +330,6 @@ class Oracle:
             return
         if self.is_disturbed and not (self.may_not_refuse and self.floors.memory > 0):
             return  # what disturbs it may be what it refuses
-        assert self.left is not None
         if self.left.newest is not None and not self.has_strangers:
             self._fail(start, f"{what}; but iteration {self.left.newest} is intact")
         elif not self.left.has_any:

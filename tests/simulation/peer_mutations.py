@@ -10,14 +10,17 @@ from typing import Any
 
 from moe_ft.engine.links import streams
 from moe_ft.engine.links.streams import Streams
+from moe_ft.engine.memory.layout import UnitPlace
+from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import MappedFile, Region
 from moe_ft.engine.snapshots import copying
 from moe_ft.engine.updates import adam
 from moe_ft.engine.updates.adam import Repetition
 from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.format.index import Index
+from moe_ft.recovery import look
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.simulation.active import Patches
 from tests.simulation.mutations import mutation, of_group
@@ -171,3 +174,21 @@ def followed_expert_left_out_of_a_snapshot(patches: Patches) -> None:
         return original(self, now, type(follow)())
 
     patches.set(SelectiveStrategy, "_select_local", select_local)
+
+
+@of_group(OF_BUDGETS)
+def gaps_of_another_unit_left(patches: Patches) -> None:
+    """Bytes that another unit has left in a slot stay between two tensors, others in each slot."""
+    original = copying._clear_gaps
+
+    def clear_gaps(file: MappedFile, place: UnitPlace) -> None:
+        if not isinstance(file, Pool):
+            original(file, place)
+
+    patches.set(copying, "_clear_gaps", clear_gaps)
+
+
+@mutation
+def damaged_logs_forgotten(patches: Patches) -> None:
+    """The logs of other nodes that have ended a replay, as they are damaged, are believed again."""
+    patches.set(look, "failed_locally", lambda attempts: {})

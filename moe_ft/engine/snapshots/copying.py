@@ -12,7 +12,7 @@ import torch
 
 from moe_ft.engine.memory.layout import FileLayout, UnitPlace
 from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile, Region
+from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.engine.snapshots.staging import Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
@@ -119,7 +119,6 @@ class StateCopier:
         known = self._known.get(key)
         if known is None or known[0] is not request.layout:
             places = request.layout.snapshots[request.position]
-            _clear_gaps(request.region, places)
             copies = _Copies(list(self._copies_to(request.region, places)))
             known = self._known[key] = (request.layout, copies)
         if not request.slots:
@@ -129,6 +128,7 @@ class StateCopier:
 
     def _copies_to(self, file: MappedFile, places: Iterable[UnitPlace]) -> Iterator["_Copy"]:
         for place in places:
+            _clear_gaps(file, place)
             for tensor in place.tensors:
                 local = self._parameters[tensor.parameter]
                 if (local.start, local.end) != (tensor.start, tensor.end):
@@ -138,18 +138,18 @@ class StateCopier:
                 )
 
 
-def _clear_gaps(region: Region, places: Iterable[UnitPlace]) -> None:
+def _clear_gaps(file: MappedFile, place: UnitPlace) -> None:
     """Write zeros where nothing is copied, which checksums count: another layout may have left bytes there.
 
-    A peer that repeats a step has these bytes from the region before, so they are the same in all regions.
+    In a slot, that is one of another unit. A peer that repeats a step has these bytes from the version
+    before, so they are the same in all regions and slots.
     """
-    for place in places:
-        end = place.offset
-        for tensor in place.tensors:
-            for piece in tensor_pieces(tensor):
-                start = place.offset + tensor.offset + piece.offset
-                region.mapping[end:start] = bytes(start - end)
-                end = start + piece.num_bytes
+    end = place.offset
+    for tensor in place.tensors:
+        for piece in tensor_pieces(tensor):
+            start = place.offset + tensor.offset + piece.offset
+            file.mapping[end:start] = bytes(start - end)
+            end = start + piece.num_bytes
 
 
 class _Copies:

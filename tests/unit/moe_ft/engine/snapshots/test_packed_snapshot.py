@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from moe_ft.engine.memory.regions import MappedFile, Region
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_pieces
+from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import live_tensor
@@ -274,6 +275,25 @@ def test_moments_that_are_absent_in_a_region_are_marked_although_slots_lack_none
         if each.is_absent
     }
     assert absent == {str(EMBEDDING)}
+
+
+@pytest.mark.parametrize("staging_bytes", [0, STAGING_BYTES])
+def test_bytes_that_others_have_left_between_tensors_become_zeros(
+    make_rank: MakeRank, staging_bytes: int
+) -> None:
+    rank = make_rank(EXACT, staging_bytes=staging_bytes)
+    for file in (rank.pool, rank.regions[0]):
+        file.mapping[:] = b"\xff" * file.num_bytes
+    assert rank.run(request_with_slot(rank, 1)).state is COMPLETE
+    for name, entry in rank.index().entries():
+        content = bytes((rank.pool if entry.file else rank.regions[0]).mapping)
+        between = [
+            content[entry.offset + end : entry.offset + after.offset]
+            for tensor, after in pairwise(entry.tensors)
+            if (end := tensor.offset + tensor_bytes(tensor)) < after.offset
+        ]
+        assert bool(between) == (name != str(EMBEDDING))
+        assert not any(map(any, between)), name
 
 
 def test_optimizer_may_step_before_what_was_copied_is_checked(

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import SnapshotJob
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import SnapshotError
-from moe_ft.format.entries import tensor_bytes
 from tests.unit.moe_ft.builders import make_record
 from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     DEADLINE_S,
@@ -77,20 +75,6 @@ def test_snapshot_writes_nothing_outside_of_its_stretch(trainer: Trainer) -> Non
         after = bytes(trainer.regions[0].mapping)
         assert (after[:start], after[end:]) == (before[:start], before[end:])
         assert after[start:end] != before[start:end]
-
-
-def test_bytes_that_another_layout_has_left_between_tensors_become_zeros(trainer: Trainer) -> None:
-    for region in trainer.regions:
-        region.mapping[:] = b"\xff" * region.num_bytes
-    trainer.take(0)
-    between = [
-        trainer.regions[0].mapping[unit.offset + end : unit.offset + after.offset]
-        for _, unit in trainer.index().entries()
-        for tensor, after in pairwise(unit.tensors)
-        if (end := tensor.offset + tensor_bytes(tensor)) < after.offset
-    ]
-    assert between
-    assert not any(map(any, between))
 
 
 def test_snapshot_is_reported_with_its_bytes_and_levels(trainer: Trainer) -> None:
