@@ -27,7 +27,7 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} MEGATRON_LOGGING_LEVEL=${MEGATRO
 export TORCH_LOGS=${TORCH_LOGS:--torch.utils.cpp_extension}
 
 if ! [[ $MASTER_PORT =~ ^[0-9]{1,5}$ ]]; then
-    echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT must be the number of a port. Set it to one that is free." >&2
+    echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT must be a port number. Set it to a free one." >&2
     exit 2
 fi
 if (: <>"/dev/tcp/localhost/$MASTER_PORT") 2>/dev/null; then
@@ -88,7 +88,7 @@ torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id 
     2>&1 | tee -i "$RUN_DIR/output.log" || status=$?
 
 echo
-if compgen -G "$RUN_DIR/events/rank_*.jsonl" >/dev/null; then
+if (cd "$RUN_DIR/events" 2>/dev/null && compgen -G "rank_*.jsonl" >/dev/null); then
     python -m moe_ft report "$RUN_DIR/events" || true
 fi
 echo "output      $RUN_DIR/output.log"

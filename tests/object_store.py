@@ -168,9 +168,10 @@ ENVIRONMENT = {
 def _call_within[Result](act: Callable[[], Result], patience_s: float, what: str) -> Result:
     """Wait longer than a user would; if even that is too short, print what all threads are doing."""
     try:
-        return call_within(act, _MORE_PATIENCE * patience_s, what)
+        return call_within(act, patience_s * (_MORE_PATIENCE if "s3://" in what else 1), what)
     except TimeoutError:
-        faulthandler.dump_traceback()
+        if "s3://" in what:
+            faulthandler.dump_traceback()
         raise
 
 

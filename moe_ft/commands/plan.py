@@ -341,9 +341,9 @@ class _Values:
         missing = [flag_of(name) for name in needed if name not in self.found]
         if missing:
             raise ConfigError(
-                f"{', '.join(missing)} must be known to calculate useful time (ETTR). Give each before the "
-                "--, or --cluster NAME, or --from-run DIR. Sizes need none of them: they are printed for one "
-                "--moe-ft-strategy, without --json and --html."
+                f"{', '.join(missing)} must be known to calculate useful time (ETTR). Give them before "
+                "the --, or use --cluster NAME or --from-run DIR. Sizes need none of them: they are printed "
+                "for one --moe-ft-strategy, without --json and --html."
             )
         for source in self.cluster.sources if self.cluster else ():
             self.assume("source", "", source)

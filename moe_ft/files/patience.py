@@ -4,7 +4,7 @@ A thread that watches another one cannot tell them from a hang otherwise. It als
 that reads for long gets further. Any thread may ask about any other.
 """
 
-import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -75,7 +75,7 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         TimeoutError: if the call has not returned in time.
         BaseException: whatever the call raises.
     """
-    if _has_event_loop():
+    if _serves_storage():
         raise OSError(f"{what} is asked for by the thread that is to serve it")
     outcome: Future[Result] = Future()
     thread = threading.Thread(target=_run, args=(act, outcome), name="moe_ft-patience", daemon=True)
@@ -93,13 +93,10 @@ def call_within[Result](act: Callable[[], Result], patience_s: float, what: str)
         del outcome  # its error leads to this frame and to those of all callers: see `_run`
 
 
-def _has_event_loop() -> bool:
-    """Return whether this thread runs the coroutines of others, such as fsspec's of all object stores."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+def _serves_storage() -> bool:
+    """Return whether this is the thread on which fsspec makes the requests of all object stores."""
+    fsspec = sys.modules.get("fsspec.asyn")
+    return fsspec is not None and fsspec.iothread[0] is threading.current_thread()
 
 
 def _run[Result](act: Callable[[], Result], outcome: Future[Result]) -> None:

@@ -185,7 +185,8 @@ class Coordinator:
 
     def _lose(self, lost: Sequence[HeardNode], why: str) -> None:
         """Call nodes lost, and begin a round if they had ranks."""
-        slots = [each.slot for each in lost if each.slot is not None]
+        self._num_gone += sum(each.code == 0 for each in lost)  # nobody needs them any more
+        slots = [each.slot for each in lost if each.slot is not None and each.code != 0]
         say(f"{_are(lost)} lost: {why}")
         self._roster.strike(lost)
         # A repair, or another start, would end ranks that save; nobody needs ranks that wait.
@@ -285,8 +286,7 @@ class Coordinator:
         if self._ends or not 0 < self._fewest <= len(nodes) or self._rounds.have_ended():
             return False
         own = {self._own_number} & {*range(self._num_nodes)}
-        is_often = self._num_untrained > MOST_UNFINISHED
-        return own <= {each.number for each in nodes} and not is_often
+        return own <= {each.number for each in nodes} and self._num_untrained <= MOST_UNFINISHED
 
     def _grow(self) -> None:
         """Have all ranks begin again if nodes have come that have none, and others are missing."""
@@ -309,7 +309,7 @@ class Coordinator:
         nodes = _in_order(self._nodes, self._own_number)
         self._num_training = min(len(nodes), self._num_nodes)
         self._open.clear()
-        self._played.slots.clear()
+        self._played.clear()
         self._newest = self._num_gone = 0
         self._roster.begin_start()
         self._rounds = Rounds(

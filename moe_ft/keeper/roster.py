@@ -1,5 +1,6 @@
 """Words between the nodes of a job and their coordinator (nodes.py), and who has which ranks."""
 
+import math
 import os
 import secrets
 import time
@@ -278,10 +279,14 @@ class PlayedSlots:
     def __init__(self, ranks_of: Callable[..., Sequence[int]], is_allowed: bool) -> None:
         self.slots: set[int] = set()
         self.is_allowed = is_allowed
-        self._ranks_of, self._again_s, self._late_s = ranks_of, 0.0, 0.0
-        self._returns: dict[
-            int | None, int
-        ] = {}  # by slot, the last round in which its ranks came back
+        self._ranks_of, self._again_s = ranks_of, 0.0
+        # By slot, the last round in which its ranks came back, and when they should be built.
+        self._returns: dict[int | None, tuple[int, float]] = {}
+
+    def clear(self) -> None:
+        """Begin another start."""
+        self.slots.clear()
+        self._returns.clear()
 
     def choose(self, lost: Sequence[int], num_free: int, stages: Stages) -> set[int]:
         """Return the slots of lost nodes that no spare takes; none if a stage would have no group that lives.
@@ -314,26 +319,27 @@ class PlayedSlots:
     def note_return(self, slots: Sequence[int], number: int) -> None:
         """Note that spares get the ranks of slots in a round."""
         self.slots.difference_update(slots)
-        self._returns |= dict.fromkeys(slots, number)
-        self._again_s, self._late_s = time.monotonic() + _AGAIN_S, time.monotonic() + BUILT_S
+        now_s = time.monotonic()
+        self._returns |= dict.fromkeys(slots, (number, now_s + BUILT_S))
+        self._again_s = now_s + _AGAIN_S
 
     def to_give_up(self, nodes: Sequence[HeardNode], rounds: Rounds) -> list[HeardNode]:
-        """Return nodes whose ranks came back and have failed, or are not built in time.
+        """Return nodes whose ranks came back, and have failed or are not built in time.
 
-        None if an iteration was finished since.
+        An iteration that was finished since says that they take part.
         """
-        is_late, found = time.monotonic() > self._late_s, []
+        found, now_s = [], time.monotonic()
         for node in nodes:
-            number = self._returns.get(node.slot)
-            if number is None or not (node.code or is_late):
+            number, late_s = self._returns.get(node.slot, (0, math.inf))
+            if not (node.code or now_s > late_s):
                 continue
             later = range(number, rounds.newest(number) + 1)
             if any(map(rounds.is_finished, later)):
                 continue
-            if node.code or not rounds.were_ready(number, self._ranks_of(node.slot)):
+            if node.code or rounds.lacks(number, self._ranks_of(node.slot)):
                 found.append(node)
-        if found and is_late:
-            self._again_s = time.monotonic() + _AGAIN_AFTER_LATE_S
+                if not node.code:
+                    self._again_s = now_s + _AGAIN_AFTER_LATE_S
         return found
 
 

@@ -258,11 +258,12 @@ class Rounds:
         self._store.append(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
-    def were_ready(self, number: int, ranks: Sequence[int]) -> bool:
-        """Return whether some ranks have all said so in a round or in a later one."""
-        numbers = range(number, self.newest(number) + 1)
-        ready = (self._store.values(_key(each, "ready")) for each in numbers)
-        return any({*ranks} <= {said["rank"] for said in each} for each in ready)
+    def lacks(self, number: int, ranks: Sequence[int]) -> bool:
+        """Return whether all wait for some of these ranks, in a round or in a later one, to say so."""
+        newest = self.newest(number)
+        ready = (self._store.values(_key(each, "ready")) for each in range(number, newest + 1))
+        is_ready = any({*ranks} <= {said["rank"] for said in each} for each in ready)
+        return not is_ready and self._has(newest, "all_members")
 
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""

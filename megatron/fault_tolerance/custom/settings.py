@@ -17,8 +17,8 @@ from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
 from megatron.fault_tolerance.seams.settings import (
     check_capacity_boost,
+    check_event_log,
     check_state_dtype,
-    check_writable,
 )
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import config_from_settings
@@ -74,7 +74,7 @@ def checked_config(
     choices = {"strategy": registry.names()}
     config = config_from_settings(settings, registry.option_types(), choices)
     versions.check_seams(allow_misfit=config.strategy.allow_untested_megatron)
-    check_writable("--moe-ft-event-log", config.observability.event_log)
+    check_event_log(config.observability.event_log)
     config.validate(world_size)
     check_rules(_OF_MEGATRONS_LOOP, config)
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)

@@ -39,11 +39,13 @@ def _complete_variables() -> None:
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in os.environ:  # a shell may have it from an example
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+    if "MASTER_PORT" in os.environ:  # a shell may have it from an example
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
 def check_restarts() -> None:

@@ -7,6 +7,7 @@ that hold for every program.
 
 import argparse
 import importlib.util
+import linecache
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -227,7 +228,10 @@ def refusals_of_megatron() -> Iterator[None]:
 def _rule_of(error: Exception) -> str:
     """Return the line of Megatron that has raised an error without a text, such as an `assert`."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+    first, end = last.lineno or 0, last.end_lineno or 0
+    lines = (linecache.getline(last.filename, number) for number in range(first, end + 1))
+    text = " ".join(" ".join(lines).split()) or type(error).__name__
+    return f"{text} ({Path(last.filename).name}, line {first})"
 
 
 def check_program(args: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""Log lines and evaluations in Megatron's loop: if a rank dies in one, all begin it again after the repair.
+"""Log lines and evaluations in Megatron's loop: after a death in one, survivors begin it again.
 
 The iteration before it then counts as the broken one. Survivors repair within `training_log` or `evaluate`,
 so their loop never knows. A replacement joins them in the `train_step` of that iteration, and its own loop
-brings it to the log line. Where all have logged, it leaves the line out, and comes to the evaluation.
+brings it to the log line. If all survivors had logged, nobody logs again.
 
 Evaluations between the state that a repair recovers and the broken iteration are skipped.
 """
@@ -78,27 +78,33 @@ class BetweenIterations:
     def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Log an iteration. All ranks leave it together. Called by all ranks."""
         membership, totals, result = self._membership, args[1], None
+        # A start logs its first iteration with collectives, which a replacement leaves out: see build.py.
+        kwargs["is_first_iteration"] &= not membership.has_met
         if not can_log_again(membership):
             result = original(*args, **kwargs)
             self._wait_for_all()
             return result
-        before, totals_before = _Loop(), deepcopy(totals)
+        before = after = _Loop()
+        totals_before = deepcopy(totals)
         membership.note(Done.STEP)
         while True:
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
                     self._links.check()  # or the sums may be wrong
+                    after = _Loop()
                     membership.note(Done.LOG)
                     self._wait_for_all()
                 return result
             except BaseException as error:
                 noticed_s = self._notice(error)
             self._repair(noticed_s)
-            before.restore()
             if membership.all_had_logged:
+                after.restore()
                 clear_metrics()
                 return result
+            before.restore()
+            kwargs["is_first_iteration"] = False
             totals.clear()
             totals.update(deepcopy(totals_before))
             membership.note(Done.STEP)

@@ -6,6 +6,7 @@ moe_ft/keeper/rounds.py has the rounds. Nothing here knows Megatron, or communic
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, IntEnum, auto
 from typing import Any, NoReturn
@@ -175,6 +176,11 @@ class Membership:
         self.position = replace(self.position, done=done)
 
     @property
+    def has_met(self) -> bool:
+        """True if the others were met in a round of this start."""
+        return self._met is not None
+
+    @property
     def all_had_logged(self) -> bool:
         """True if all had logged the iteration of this rank when the last round began: nobody does again."""
         assert self._met is not None and self.position is not None
@@ -249,7 +255,8 @@ class Membership:
 
     def end(self) -> None:
         """Note that the job has ended as planned: what it leaves is not for another start."""
-        self._rounds.note_end()
+        with suppress(RuntimeError):  # the node of the store may have ended already
+            self._rounds.note_end()
 
     def finish(self) -> None:
         """Note that the broken iteration is finished: from now on this rank is like any other."""

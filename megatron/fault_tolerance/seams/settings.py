@@ -24,13 +24,10 @@ from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
-from moe_ft.keeper.link import own_link
 from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
-# Files that a checkpoint in one of Megatron's formats holds.
-_OF_CHECKPOINTS = ("metadata.json", ".metadata", "mp_rank_0*")
 # The parts of the state that --moe-ft-state-dtype can name.
 _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
 
@@ -139,7 +136,7 @@ def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_
     versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
     check_sizes(args)
     check_refusals(args, refusals)
-    check_writable("--moe-ft-event-log", args.moe_ft_event_log)
+    check_event_log(args.moe_ft_event_log)
     check_folders(args)
 
 
@@ -284,9 +281,9 @@ def check_experts(num_experts: int | None, ep: int, top_k: int) -> None:
         )
 
 
-def check_writable(flag: str, directory: str | None) -> None:
-    """Raise ConfigError unless the directory of a flag, if there is one, exists or can be made."""
-    if directory is None or "://" in directory:
+def check_event_log(directory: str | None) -> None:
+    """Raise ConfigError unless the directory of the event log, if there is one, exists or can be made."""
+    if directory is None:
         return
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -295,41 +292,36 @@ def check_writable(flag: str, directory: str | None) -> None:
         problem = error.strerror or str(error)
     if problem:
         raise ConfigError(
-            f"{flag}={directory} cannot be written ({problem}): it must be a directory, or a "
+            f"--moe-ft-event-log={directory} cannot be written ({problem}): it must be a directory, or a "
             "path where one can be created. Name another one."
         )
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Raise ConfigError if Megatron could not use its own folders, late and with a traceback.
+    """Raise ConfigError if Megatron could never use its own folders: it would end late, with a traceback.
 
-    A `--load` that is not there is the first start of a job, as Megatron has it. A rank that replaces another
-    loads nothing.
+    Storage that is away for a while is no reason to refuse a start: the state may be in memory.
     """
-    if (link := own_link()) is not None and link.died_s is not None:
-        return
-    check_writable("--save", args.save)
-    if not (args.data_cache_path and os.path.isdir(args.data_cache_path)):  # may be read-only
-        check_writable("--data-cache-path", args.data_cache_path)
-    for flag, folder in (
-        ("--load", args.load),
-        ("--pretrained-checkpoint", args.pretrained_checkpoint),
+    for flag, folder, is_written in (
+        ("--save", args.save, True),
+        ("--data-cache-path", args.data_cache_path, False),  # a complete one may be read-only
+        ("--load", args.load, False),
+        ("--pretrained-checkpoint", args.pretrained_checkpoint, False),
     ):
-        if folder is not None:
-            _check_checkpoint(flag, Path(folder))
+        if folder is not None and "://" not in folder:
+            _check_folder(flag, Path(folder), is_written)
 
 
-def _check_checkpoint(flag: str, folder: Path) -> None:
-    remedy = f"Name a folder of Megatron's --save, or leave {flag} out."
-    if folder.is_file():
-        raise ConfigError(f"{flag}={folder} must be a folder, and is a file. {remedy}")
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    newest = tracker.read_text().strip() if tracker.is_file() else ""
-    if newest.isdecimal():
-        newest = f"iter_{int(newest):07d}"
-    checkpoint = folder / newest
-    if newest and not any(file for name in _OF_CHECKPOINTS for file in checkpoint.glob(name)):
-        raise ConfigError(
-            f"{flag}={folder} must hold the checkpoint that its {tracker.name} names, and {checkpoint} is "
-            f"not one of Megatron's. {remedy}"
-        )
+def _check_folder(flag: str, folder: Path, is_written: bool) -> None:
+    place = folder
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if os.path.isfile(place):
+        problem = f"{place} is a file"
+    elif is_written and os.path.isdir(place) and not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} may not be written"
+    else:
+        return
+    raise ConfigError(
+        f"{flag}={folder} cannot be a folder of this job: {problem}. Name another one."
+    )

@@ -37,7 +37,9 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_process_that_is_started_alone_is_a_job_of_its_own(
     port: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if port is not None:
+    if port is None:
+        monkeypatch.setenv("MASTER_ADDR", "left.by.another.job")
+    else:
         monkeypatch.setenv("MASTER_PORT", port)
     environment._complete_variables()
     assert os.environ["LOCAL_RANK"] == "0"

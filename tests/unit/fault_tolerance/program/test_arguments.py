@@ -74,11 +74,9 @@ REFUSED = {
     "--moe-ft-event-log /proc/x": "--moe-ft-event-log=/proc/x cannot be written (No such file or directory): "
     "it must be a directory, or a path where one can be created. Name another one.",
     "--moe-ft-event-log DIR/file": "--moe-ft-event-log=DIR/file cannot be written (File exists): it must be",
-    "--save /proc/x": "--save=/proc/x cannot be written (No such file or directory): it must be a directory",
-    "--data-cache-path DIR/file": "--data-cache-path=DIR/file cannot be written (File exists): it must be",
-    "--load DIR/file": "--load=DIR/file must be a folder, and is a file. Name a folder of Megatron's --save",
-    "--pretrained-checkpoint DIR/no": "--pretrained-checkpoint=DIR/no must hold the checkpoint that its "
-    "latest_checkpointed_iteration.txt names, and DIR/no/iter_0000005 is not one of Megatron's. Name",
+    "--save DIR/file/x": "--save=DIR/file/x cannot be a folder of this job: DIR/file is a file. Name another",
+    "--data-cache-path DIR/file": "--data-cache-path=DIR/file cannot be a folder of this job: DIR/file is a",
+    "--load DIR/file": "--load=DIR/file cannot be a folder of this job: DIR/file is a file. Name",
     "--moe-ft-streams 0": "--moe-ft-streams=0 must be between 1 and 8. Give a number of connections",
     "--moe-ft-state-digest": "--moe-ft-state-digest needs the event log, but there is none. Add "
     "--moe-ft-event-log DIR.",
@@ -158,8 +156,6 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parse:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py"])
     monkeypatch.setattr(megatron_arguments, "set_global_variables", lambda args: None)
     (tmp_path / "file").write_text("a file")
-    (tmp_path / "no" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "no" / "latest_checkpointed_iteration.txt").write_text("5")
 
     def parse(flags: str, *others: str) -> None:
         """Read flags, in which DIR is the directory, after others."""

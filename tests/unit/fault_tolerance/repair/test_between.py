@@ -180,8 +180,9 @@ def log(
             places.remove(place)
             raise RuntimeError("Connection closed by peer")
 
-    def training_log(losses: Any, sums: dict[str, Any]) -> str:
+    def training_log(losses: Any, sums: dict[str, Any], is_first_iteration: bool) -> str:
         assert timer._started
+        assert is_first_iteration == (not before), "a replacement logs it like any other"
         before.append(sums["loss"].item())
         sums["loss"] += losses["loss"]
         sums["advanced iterations"] = sums.get("advanced iterations", 0) + 1
@@ -194,11 +195,8 @@ def log(
 
     def repair(noticed_s: float) -> None:
         assert membership.position is not None
-        members = [
-            Member(rank=0, facts=membership.position.facts()),
-            Member(rank=1, facts=other.facts()),
-        ]
-        membership._met = met(1, members)
+        facts = (membership.position.facts(), other.facts())
+        membership._met = met(1, [Member(rank=rank, facts=each) for rank, each in enumerate(facts)])
         loop.consumed_train_samples = 8  # as recovered
         watched.links.begin()
 
@@ -212,7 +210,9 @@ def log(
             lambda error: 0.0,
             repair,
         ).install_log(patches)
-        result = training.training_log({"loss": torch.tensor([1.0])}, totals)
+        result = training.training_log(
+            {"loss": torch.tensor([1.0])}, totals, is_first_iteration=True
+        )
     assert result == "whether memory is to be reported"
     assert (loop.consumed_train_samples, timer._started) == (32, True)
     return before, totals

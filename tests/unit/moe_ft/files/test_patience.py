@@ -1,5 +1,6 @@
 """Calls that do not return end in time, and so do all small operations on storage."""
 
+import asyncio
 import gc
 import threading
 import time
@@ -148,6 +149,13 @@ def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
         end = sum(arguments) if len(arguments) == 2 else None
         assert storage.read("a", *arguments) == content[sum(arguments[:1]) : end]
         assert [each for each in asked if "look at" not in each] == [piece] * num_pieces
+
+
+def test_thread_with_an_event_loop_of_the_user_may_use_storage(tmp_path: Path) -> None:
+    async def look() -> bool:
+        return Storage(str(tmp_path), patience_s=30).exists("a")
+
+    assert not asyncio.run(look())
 
 
 def test_back_end_that_does_not_open_is_given_up(

@@ -244,6 +244,9 @@ def test_node_whose_ranks_come_back_and_are_not_built_leaves_the_others_training
     assert not seat.is_lost()
     advance(2)
     job.coordinator.step()
+    assert not seat.is_lost(), "others have not come, and nobody waits for these"
+    job.store.set("round_2/all_members", True)
+    job.coordinator.step()
     assert (job.coordinator.over, seat.is_lost(), [*rounds.absent(3)]) == (None, True, [3])
     rounds.finish(3)
     again = job.come("3", 3)
