@@ -56,6 +56,13 @@ def has_ended(pid: int, started: int | None = None) -> bool:
     return is_other or status[_STATE] in ("Z", "X")
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process stands still until somebody lets it continue (SIGSTOP)."""
+    with suppress(OSError):
+        return _status(pid)[_STATE] == "T"
+    return False
+
+
 def _status(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

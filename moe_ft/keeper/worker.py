@@ -36,7 +36,7 @@ from moe_ft.keeper.protocol import (
     send_signal,
 )
 from moe_ft.keeper.target import Target, read_target
-from moe_ft.processes import process_name, start_ticks
+from moe_ft.processes import is_stopped, process_name, start_ticks
 
 NODE = "moe_ft.keeper.node"
 _START_DEADLINE_S = 60.0  # until a zygote listens
@@ -213,7 +213,7 @@ def _wait_for_answer(connection: socket.socket) -> bool:
     """Wait for an answer that is due; kill the zygote and return False if there is none."""
     zygote, looks = peer_pid(connection), Counter[bool]()
     while not _can_read(connection, _LOOK_S):
-        is_importing = process_name(zygote) == IMPORTING
+        is_importing = process_name(zygote) == IMPORTING and not is_stopped(zygote)
         looks[is_importing] += 1
         if is_importing and looks[True] % _LOOKS_PER_LINE == 0 and _is_first():
             say(f"process {zygote} has been importing for {looks[True] * _LOOK_S:.0f} s")

@@ -394,6 +394,7 @@ def install(patches: Patches) -> None:
     patches.set(worker, "send_request", _send_request)
     patches.set(worker, "peer_pid", lambda connection: connection.peer.process.pid)
     patches.set(worker, "process_name", _process_name)
+    patches.set(worker, "is_stopped", lambda pid: machine_here().process_of(pid).is_suspended)
     patches.set(worker, "select", SimpleNamespace(select=_select))
     patches.divert(signal, "pidfd_send_signal", _send_signal)
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))

@@ -207,12 +207,17 @@ def test_zygote_may_import_for_longer_than_it_may_take_to_answer(tmp_path: Path)
     agent.close()
 
 
-def test_zygote_that_never_ends_its_imports_is_replaced(tmp_path: Path) -> None:
-    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.imports_slowly", looks_at_imports=10)
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_zygote_that_never_ends_its_imports_is_replaced(tmp_path: Path, is_stopped: bool) -> None:
+    looks = {"looks": 10, "looks_at_imports": 9999} if is_stopped else {"looks_at_imports": 10}
+    agent = Agent(tmp_path, "tests.unit.moe_ft.keeper.imports_slowly", **looks)
     agent.script(SLEEP)
     (tmp_path / "slow").touch()
     agent.start(0, "first")
-    wait_for((tmp_path / "importing").exists, "the first zygote")
+    (importing := tmp_path / "importing").touch()
+    wait_for(importing.read_text, "the first zygote")
+    if is_stopped:
+        kill([int(importing.read_text())], signal.SIGSTOP)
     wait_for(lambda: "it is killed" in agent.log.read_text(), "the line about it")
     (tmp_path / "slow").unlink()
     agent.read("first")
