@@ -4,8 +4,8 @@ BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-all test-slurm test-versions test-power soak chaos coverage clean-coverage check docs docs-serve \
-    bench gpu-day clean
+.PHONY: help venv demo test test-units test-simulation test-jobs test-submitted test-all test-slurm test-versions \
+    test-power soak chaos coverage clean-coverage check docs docs-serve bench gpu-day clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -33,10 +33,20 @@ venv: .venv/installed
 demo: .venv/installed
 	@$(BIN)/python examples/demo.py
 
-test: .venv/installed
+# Targets of their own, in this order, so that --keep-going runs the rest after one that failed.
+.NOTPARALLEL:
+test: test-units test-simulation test-jobs test-submitted
+
+test-units: .venv/installed
 	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
+
+test-simulation: .venv/installed
 	$(PYTEST) tests/simulation
+
+test-jobs: .venv/installed
 	$(PYTEST) tests/distributed tests/gpu --numprocesses 2 --dist worksteal
+
+test-submitted: .venv/installed
 	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
@@ -98,9 +108,10 @@ BENCHMARKS := layouts stall storage convert recovery_time planning scale agreeme
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
-# STEPS="NAME..." runs some of them; FOLDER is where logs and tables go.
-gpu-day: .venv/installed
-	$(BIN)/python -m tools.gpu_day $(STEPS) $(if $(FOLDER),--folder $(FOLDER))
+# STEPS="NAME..." runs some of them; FOLDER is where logs and tables go. INTERPRETER=python3 uses a Python that has what
+# is needed, on a machine that cannot install .venv.
+gpu-day: $(if $(INTERPRETER),,.venv/installed)
+	$(or $(INTERPRETER),$(BIN)/python) -m tools.gpu_day $(STEPS) $(if $(FOLDER),--folder $(FOLDER))
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

@@ -21,6 +21,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
+from tests.flaky import register
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    register(config)
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,15 @@ import functools
 import gc
 import inspect
 
-import megatron.core.tokenizers.text.text_tokenizer
-from megatron.training.arguments import add_megatron_arguments
+from moe_ft.keeper.forked_rank import without_driver
 
-import pretrain_gpt_moe
-from moe_ft.engine.links import listener
-from moe_ft.loop import failure_report, leaving
+with without_driver():
+    import megatron.core.tokenizers.text.text_tokenizer
+    from megatron.training.arguments import add_megatron_arguments
+
+    import pretrain_gpt_moe
+    from moe_ft.engine.links import listener
+    from moe_ft.loop import failure_report, leaving
 
 # Megatron's parsers read the sources of its classes, four times a start.
 inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]

@@ -1,8 +1,9 @@
 """A forked process that becomes a rank, as if the launcher had started Python with a script.
 
-Also reasons for which a process must not be forked.
+Also reasons for which a process must not be forked, and imports that are none.
 """
 
+import importlib
 import os
 import random
 import runpy
@@ -10,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from moe_ft.keeper.target import Target
 from moe_ft.processes import die_with_parent, set_process_name
 
 _TASKS = "/proc/self/task"
+_DRIVER = "/dev/nvidiactl"
 _ENDING_THREADS_S = 0.2  # from the end of a thread until the kernel has removed it
 
 
@@ -37,6 +39,30 @@ def why_not_to_fork() -> str:
             if path.startswith("/dev/nvidia"):
                 return f"has used CUDA ({path} is open)"
     return ""
+
+
+@contextmanager
+def without_driver() -> Iterator[None]:
+    """Say that CUDA is available, without asking, while modules are imported on a machine that has a driver.
+
+    Modules of Megatron and torch ask `torch.cuda.is_available` when they are imported. That starts CUDA,
+    which no forked process can use then; or NVML, which keeps the device open until the process ends. A
+    forked process asks the driver itself.
+    """
+    if not os.path.exists(_DRIVER):
+        yield
+        return
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        yield
+        return
+    original = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = original
 
 
 def _num_threads() -> int:

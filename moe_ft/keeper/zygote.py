@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork
+from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork, without_driver
 from moe_ft.keeper.link import (
     Link,
     Pulse,
@@ -95,7 +95,8 @@ def import_modules(target: Target) -> str:
         if top not in sys.modules and importlib.util.find_spec(top) is None:
             continue
         try:
-            importlib.import_module(name)
+            with without_driver():
+                importlib.import_module(name)
         except (Exception, SystemExit) as error:
             say(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
         if not blamed and why_not_to_fork():

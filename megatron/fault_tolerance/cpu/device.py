@@ -32,15 +32,15 @@ CPU_DEFAULTS = {
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
     "num_workers": 0,
 }
-# Features that need the kernels of Transformer Engine or Apex.
+# Features that need the kernels of Transformer Engine or Apex; fused rope, those of the former.
 UNFUSED_DEFAULTS = {
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "no_persist_layer_norm": True,
+    "apply_rope_fusion": False,
 }
 _CPU = torch.device("cpu")
 _installed = False

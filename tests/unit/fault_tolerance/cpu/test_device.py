@@ -69,5 +69,6 @@ def test_defaults_change_flags_that_megatron_has_and_leave_the_rest() -> None:
     assert stock.keys() == adapted.keys()
     changed = {name for name in stock if stock[name] != adapted[name]}
     assert changed == {*CPU_DEFAULTS, *UNFUSED_DEFAULTS}
+    assert "apply_rope_fusion" in UNFUSED_DEFAULTS, "only Transformer Engine has it, on GPUs too"
     given = parse("--num-workers", "3", "--attention-backend", "flash", adapted=True)
     assert (given["num_workers"], given["attention_backend"]) == (3, AttnBackend.flash)

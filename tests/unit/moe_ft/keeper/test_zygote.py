@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from moe_ft.keeper import forked_rank
 from moe_ft.keeper import zygote as zygotes
@@ -78,6 +79,23 @@ def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_to_fork() == ""
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia0")
     assert "has used CUDA (/dev/nvidia0 is open)" in why_not_to_fork()
+
+
+def test_imports_do_not_ask_the_driver_whether_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise AssertionError("the driver was asked")
+
+    real = torch.cuda.is_available
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
+    monkeypatch.setattr(forked_rank, "_DRIVER", str(tmp_path / "nvidiactl"))
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "asks.py").write_text("import torch; ANSWER = torch.cuda.is_available()")
+    import_modules(Target(words=(str(tmp_path / "script.py"),), preload=("asks",)))
+    assert sys.modules.pop("asks").ANSWER is True
+    assert torch.cuda.is_available is real
 
 
 # Dies or stops when it has armed its link, unless it replaces one that died or arguments say otherwise.
