@@ -1,11 +1,13 @@
-"""The pretraining program over the stand-in for NCCL, with its paths for GPUs: also a script of tests.
+"""The pretraining program as it is on a GPU: its defaults there, and over the stand-in for NCCL its paths.
 
-Its tensors are plain ones of the CPU, so only collectives are late.
+Its tensors are plain ones of the CPU, so only collectives are late. Also a script of tests.
 """
 
 import sys
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -14,8 +16,29 @@ from moe_ft.loop.leaving import BreakpointWriter
 from tests.device.nccl import late_nccl
 
 
+def use_defaults_of_gpus() -> None:
+    """Keep all defaults that a GPU without Transformer Engine has, except for the backend.
+
+    Fused functions run eagerly here, data have two workers, and batches are not pinned.
+    """
+    load = torch.utils.data.DataLoader.__init__
+
+    def load_unpinned(loader: Any, *args: Any, **given: Any) -> None:
+        load(loader, *args, **{**given, "pin_memory": False})
+
+    torch.utils.data.DataLoader.__init__ = load_unpinned  # type: ignore[method-assign]
+    cpu_device.set_cpu_defaults = lambda parser: parser.set_defaults(distributed_backend="gloo")
+
+
+def train_with_defaults_of_gpus(flags: list[str]) -> None:
+    """Train over gloo in this process, which ends with it."""
+    use_defaults_of_gpus()
+    pretrain_gpt_moe.main(flags)
+
+
 def train_on_nccl(flags: list[str]) -> None:
-    """Train in this process, which ends with it."""
+    """Train over the stand-in for NCCL in this process, which ends with it."""
+    use_defaults_of_gpus()
     on_gpus: Any = SimpleNamespace(is_active=lambda: False)
     seam.cpu_device = rules.cpu_device = on_gpus  # type: ignore[attr-defined]
     use: Any = BreakpointWriter.use

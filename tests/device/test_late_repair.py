@@ -8,7 +8,7 @@ import pytest
 
 from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
 from tests.device.communicators import CONFLICT, NOTICES
-from tests.device.nccl_program import train_on_nccl
+from tests.device.nccl_program import train_on_nccl, train_with_defaults_of_gpus
 from tests.jobs import DENSE, LEAVING, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
 from tests.references import Digests, Place, References
 from tests.shares import share_of
@@ -20,13 +20,14 @@ DEADLINE_S = 300.0
 
 
 class _Late(Job):
-    """Job over late collectives. What it has to end with is the result of the same job over gloo."""
+    """Job over late collectives, with the defaults of GPUs. Over gloo it has to end in the same way."""
 
     @override
     def reference(self, *flags: str) -> Digests:
         words = ("--distributed-backend", "nccl")
         own = [each for each in self.base if each not in words]
-        return self.place.references.digests([*own, *flags], self.num_ranks)
+        words = [*own, *flags]
+        return self.place.references.digests(words, self.num_ranks, train_with_defaults_of_gpus)
 
 
 class LateJob(_Late, RepairedJob):

@@ -81,8 +81,9 @@ def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has used CUDA (/dev/nvidia0 is open)" in why_not_to_fork()
 
 
+@pytest.mark.parametrize("has_driver", [True, False])
 def test_imports_do_not_ask_the_driver_whether_there_is_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_driver: bool
 ) -> None:
     def fail() -> int:
         raise AssertionError("the driver was asked")
@@ -91,10 +92,11 @@ def test_imports_do_not_ask_the_driver_whether_there_is_a_gpu(
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", fail)
     monkeypatch.setattr(torch.cuda, "device_count", fail)
     monkeypatch.setattr(forked_rank, "_DRIVER", str(tmp_path / "nvidiactl"))
-    (tmp_path / "nvidiactl").touch()
+    if has_driver:
+        (tmp_path / "nvidiactl").touch()
     (tmp_path / "asks.py").write_text("import torch; ANSWER = torch.cuda.is_available()")
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=("asks",)))
-    assert sys.modules.pop("asks").ANSWER is True
+    assert sys.modules.pop("asks").ANSWER is has_driver
     assert torch.cuda.is_available is real
 
 
