@@ -217,7 +217,7 @@ def _rank_main(
     os.environ.update(env)
 
     def act() -> None:
-        assert not torch._C._cuda_isInBadFork(), "an import of tests/warm.py has asked the driver"
+        assert not torch.cuda._is_in_bad_fork(), "an import of tests/warm.py has asked the driver"
         save_coverage_regularly()
         apply_breakage()
         target(*args)
@@ -228,7 +228,9 @@ def _rank_main(
 def be_process(log_path: Path, act: Callable[[], object]) -> NoReturn:
     """Be a process of its own session in a fork: append output to a file, act, and end with its exit code."""
     os.setsid()
-    multiprocessing.set_start_method(None, force=True)  # the fork server has set its own for its forks
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the fork server has set its own for its forks
     output = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)

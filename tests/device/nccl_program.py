@@ -21,12 +21,11 @@ def use_defaults_of_gpus() -> None:
 
     Fused functions run eagerly here, data have two workers, and batches are not pinned.
     """
-    load = torch.utils.data.DataLoader.__init__
-
-    def load_unpinned(loader: Any, *args: Any, **given: Any) -> None:
-        load(loader, *args, **{**given, "pin_memory": False})
-
-    torch.utils.data.DataLoader.__init__ = load_unpinned  # type: ignore[method-assign]
+    loader: Any = torch.utils.data.DataLoader
+    load = loader.__init__
+    loader.__init__ = lambda self, *args, **given: load(
+        self, *args, **{**given, "pin_memory": False}
+    )
     cpu_device.set_cpu_defaults = lambda parser: parser.set_defaults(distributed_backend="gloo")
 
 

@@ -26,8 +26,8 @@ class _Late(Job):
     def reference(self, *flags: str) -> Digests:
         words = ("--distributed-backend", "nccl")
         own = [each for each in self.base if each not in words]
-        words = [*own, *flags]
-        return self.place.references.digests(words, self.num_ranks, train_with_defaults_of_gpus)
+        job = [*own, *flags]
+        return self.place.references.digests(job, self.num_ranks, train_with_defaults_of_gpus)
 
 
 class LateJob(_Late, RepairedJob):
