@@ -23,6 +23,7 @@ from megatron.fault_tolerance.custom.settings import (
 )
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.settings import lines_on_gpus
 from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
@@ -102,6 +103,8 @@ class Checkpointer:
         config = checked_config(settings, megatron, dist.get_world_size(), run.train_iterations)
         for line in config.warnings(run.train_iterations) if rank == 0 else ():
             say(f"warning: {line}")
+        for line in lines_on_gpus(config, megatron, dist.get_world_size()) if rank == 0 else ():
+            say(line)
         self._kind = kind_of(config.strategy.strategy)
         self._built = (model, optimizer, scheduler)
         self._training = CustomLoop(run, megatron, checked_groups(groups))

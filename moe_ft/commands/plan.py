@@ -23,6 +23,8 @@ from moe_ft.commands.plan_inputs import (
 from moe_ft.commands.plan_words import Told, word
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import parse_size
+from moe_ft.config.flags import as_arguments
+from moe_ft.config.untested import refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
 from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
@@ -153,6 +155,7 @@ def run(options: argparse.Namespace) -> int:
     )
     log = boundary_line(job, kind.longest_window(job.config))
     notes += planned.command.config.warnings(job.train_iterations)
+    notes += refusals_on_gpus(as_arguments(planned.command.config))
     lines = "\n".join(f"note: {line}" for line in notes)
     survival = f"memory survives the loss of {_survival(job)}"
     parts = [
@@ -239,7 +242,10 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, planned.limit)
     found = advisor.compare() if kind is None else advisor.examine(kind)
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
-    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=planned.notes)
+    flags = () if advice.best is None else advice.best.flags
+    refused = refusals_on_gpus(as_arguments(_with_flags(command, flags).config))
+    notes = [*planned.notes, *refused]
+    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=notes)
 
 
 def _command(options: argparse.Namespace, model: Model | None) -> TrainingCommand:

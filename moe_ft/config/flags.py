@@ -62,6 +62,14 @@ def config_from(args: argparse.Namespace, option_types: Mapping[str, type[Part]]
     return MoeFtConfig(options=options, **parts)
 
 
+def as_arguments(config: MoeFtConfig) -> dict[str, Any]:
+    """Return all settings by the names that a parser gives them."""
+    parts = config.parts.values()
+    return {
+        f"moe_ft_{each.name}": getattr(part, each.name) for part in parts for each in fields(part)
+    }
+
+
 def _part_from(args: argparse.Namespace, part: type[Part]) -> Any:
     values = {}
     for each in fields(part):

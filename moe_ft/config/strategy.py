@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import override
 
 from moe_ft.config.fields import Bounds, Part, flag_of, parse_size, setting
+from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -47,8 +48,10 @@ class StrategyConfig(Part):
         "when a background part fails: train on with the last good checkpoint, or raise",
         choices=("degrade", "raise"),
     )
-    allow_untested_megatron: bool = setting(
-        False, "run with a Megatron whose seams do not fit what moe_ft was tested with"
+    allow_untested: str | None = setting(
+        None,
+        f"what a start refuses as it has not run, and you want to try: some of {', '.join(UNTESTED)}",
+        metavar="WHAT,...",
     )
 
     @property
@@ -60,6 +63,14 @@ class StrategyConfig(Part):
     def interval_iterations(self) -> int | None:
         """The interval, None for automatic; raises ConfigError if it is neither."""
         return self.number_or_auto("interval")
+
+    @override
+    def check(self, world_size: int) -> None:
+        if self.allow_untested is not None and {*self.allow_untested.split(",")} - UNTESTED.keys():
+            raise ConfigError(
+                f"--moe-ft-allow-untested={self.allow_untested} must be some of {','.join(UNTESTED)}. Name "
+                "those that the refusal of a start names."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 import pretrain_gpt_moe
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair import rules, seam
+from megatron.fault_tolerance.seams import settings
 from moe_ft.loop.leaving import BreakpointWriter
 from tests.device.nccl import late_nccl
 
@@ -39,7 +40,8 @@ def train_on_nccl(flags: list[str]) -> None:
     """Train over the stand-in for NCCL in this process, which ends with it."""
     use_defaults_of_gpus()
     on_gpus: Any = SimpleNamespace(is_active=lambda: False)
-    seam.cpu_device = rules.cpu_device = on_gpus  # type: ignore[attr-defined]
+    for module in (rules, seam, settings):
+        module.cpu_device = on_gpus  # type: ignore[attr-defined]
     use: Any = BreakpointWriter.use
     BreakpointWriter.use = lambda self, *args, **given: use(  # type: ignore[method-assign]
         self, *args, **{**given, "is_on_gpu": True}

@@ -6,7 +6,6 @@ from typing import Any, override
 
 import pytest
 
-from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
 from tests.device.communicators import CONFLICT, NOTICES
 from tests.device.nccl_program import train_on_nccl, train_with_defaults_of_gpus
 from tests.jobs import DENSE, LEAVING, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
@@ -39,14 +38,16 @@ class LateJob(_Late, RepairedJob):
         notices: bool = False,
         layout: Mapping[str, int] = TWO,
         changes: Mapping[str, Any] | None = None,
+        strategy: Sequence[str] = DENSE,
         **options: Any,
     ) -> str:
         """Run the job to its end; return what it has printed."""
-        env = {TRY_ON_GPUS: "1", NOTICES: str(int(notices))}
+        env = {NOTICES: str(int(notices))}
         changes = {**ON_NCCL, **(changes or {})}
         num_ranks = 2 if layout == TWO else 4
         given: dict[str, Any] = {
             "script": SCRIPT,
+            "strategy": (*strategy, "--moe-ft-allow-untested", "repair"),
             "env": env,
             "deadline_s": DEADLINE_S,
             "num_ranks": num_ranks,
@@ -54,6 +55,8 @@ class LateJob(_Late, RepairedJob):
         self.run(*faults, layout=layout, changes=changes, **given, **options)
         text = (self.folder / "log").read_text()
         assert "it sets TORCH_NCCL_" in text, "the job has the paths for GPUs"
+        assert "on GPUs, written and never seen on one: strategy" in text
+        assert "keep, repair in place (docs/gpus.md)" in text
         assert CONFLICT not in text
         return text
 

@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
-from megatron.fault_tolerance.repair.rules import TRY_ON_GPUS
 from megatron.fault_tolerance.repair.swap import Groups, Recipes
 from moe_ft.errors import LinksEndedError
 from moe_ft.keeper.link import Link
@@ -149,7 +148,7 @@ class GpuJob:
         **changes: Any,
     ) -> None:
         """Run both, and compare."""
-        env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": devices, TRY_ON_GPUS: "1"}
+        env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": devices}
         common = {"train_iters": NUM_REPAIRED, "hidden_dropout": 0.1, "deterministic_mode": True}
         model = model_flags(**{**common, "attention_backend": "unfused", **changes})
         base = [*model, *layout_flags(layout), *self._place.dataset_flags]
@@ -163,6 +162,7 @@ class GpuJob:
         job = RepairedJob(self._place)
         job.num_ranks = 2
         changes = {**changes, "deterministic_mode": True, "attention_backend": "unfused"}
+        strategy = (*strategy, "--moe-ft-allow-untested", "repair")
         words = job.flags([fault], strategy, layout, changes=changes)
         log = self._folder / "log"
         run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()

@@ -21,8 +21,9 @@ from megatron.fault_tolerance.seams.settings import (
     check_state_dtype,
 )
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.flags import config_from_settings
+from moe_ft.config.flags import as_arguments, config_from_settings
 from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
@@ -73,14 +74,13 @@ def checked_config(
     """
     choices = {"strategy": registry.names()}
     config = config_from_settings(settings, registry.option_types(), choices)
-    versions.check_seams(allow_misfit=config.strategy.allow_untested_megatron)
+    versions.check_seams(allow_misfit=MEGATRON.is_allowed(config.strategy.allow_untested))
     check_event_log(config.observability.event_log)
     config.validate(world_size)
     check_rules(_OF_MEGATRONS_LOOP, config)
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
-    strategy = config.strategy.strategy
-    check_refusals(argparse.Namespace(**vars(megatron), moe_ft_strategy=strategy))
+    check_refusals(argparse.Namespace(**vars(megatron), **as_arguments(config)))
     check_capacity_boost(megatron, config)
     if config.strategy.is_on:
         check_state_dtype(megatron, config.precision)

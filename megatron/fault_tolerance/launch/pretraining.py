@@ -34,6 +34,7 @@ from megatron.fault_tolerance.seams.settings import (
     check_model,
     checked_config,
     is_off,
+    lines_on_gpus,
     lines_on_megatron,
     void_settings,
     warn,
@@ -103,6 +104,8 @@ def _command_line() -> list[str]:
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result."""
+    for line in lines_on_gpus(config, args, args.world_size):
+        _say_once(line)
     on_sigterm = not _waits_for_sigterm(args)
     listeners = listeners_of(config, MegatronLoop(), args.rank, on_sigterm=on_sigterm)
     result, end = None, None

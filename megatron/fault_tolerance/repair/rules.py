@@ -13,7 +13,6 @@ from moe_ft.errors import ConfigError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.link import Link
 
-TRY_ON_GPUS = "MOE_FT_TRY_REPAIR_ON_GPUS"
 _SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 
 # A flag, perhaps with the one value that is meant, and why it is refused.
@@ -54,17 +53,10 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
             "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave the flag out."
         )
-    on_cpus = cpu_device.is_active()
-    if not on_cpus and os.environ.get(TRY_ON_GPUS) != "1":
-        raise ConfigError(
-            "--moe-ft-repair=auto replaces ranks that train on CPUs: what it does on GPUs is written, and "
-            f"has never run on one. Leave it out, or set {TRY_ON_GPUS}=1 to try it "
-            "(docs/first_day_on_a_gpu.md)."
-        )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
         refused["one rank"] = "no rank is left to repair it"
-    if not on_cpus:
+    if not cpu_device.is_active():
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
     for what, reason in refused.items():
         raise ConfigError(
@@ -88,10 +80,6 @@ def plays_roles(config: MoeFtConfig, args: argparse.Namespace, link: Link) -> bo
             f"{asked} needs nodes that `python -m moe_ft keep --nodes` starts: torchrun ends all ranks when "
             "a node is lost. Start keep on each node without torchrun (docs/spare_nodes.md), or leave the "
             "flag out."
-        )
-    if not cpu_device.is_active():
-        raise ConfigError(
-            f"{asked} works over gloo on CPUs, and nothing of it has run over NCCL yet. Leave the flag out."
         )
     try:
         check_job(args)

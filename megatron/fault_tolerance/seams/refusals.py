@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.untested import GRAPHS
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import StrategyKind
 from moe_ft.strategies.registry import kind_of, kinds
@@ -75,7 +76,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "--cuda-graph-impl full_iteration",
         lambda args: args.cuda_graph_impl == "full_iteration",
         _NO_UNITS,
-        "Use --cuda-graph-impl transformer_engine or none",
+        "Use --cuda-graph-impl none",
     ),
     refused_flag("optimizer_cuda_graph", _NO_UNITS),
     refused_flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
@@ -165,6 +166,14 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "Use --cuda-graph-impl none",
         strategies=replays,
     ),
+    Rule(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        lambda args: _has_graphs(args) and not GRAPHS.is_allowed(args.moe_ft_allow_untested),
+        GRAPHS.reason,
+        f"Use --cuda-graph-impl none, or {GRAPHS.risk}",
+        strategies=_any,
+    ),
     refused_flag(
         "qk_clip",
         "it changes weights after the optimizer step, which a recovery runs again without it",
@@ -222,7 +231,7 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSA
     for rule in rules:
         if rule.strategies is not None and (kind is None or not rule.strategies(kind)):
             continue
-        if not hasattr(args, rule.dest):  # --moe-ft-allow-untested-megatron
+        if not hasattr(args, rule.dest):  # of a Megatron that does not fit
             continue
         where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
         remedy = rule.remedy.format(others=_others(rule))

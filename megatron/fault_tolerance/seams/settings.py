@@ -11,6 +11,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import (
     SCRIPT_REFUSALS,
@@ -22,8 +23,10 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
+from moe_ft.config.untested import MEGATRON, UNTESTED, lines_of_features, refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
+from moe_ft.keeper.link import own_link
 from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
@@ -76,6 +79,9 @@ def checked_config(
     check_arguments(args, refusals)
     config = config_from_arguments(args)
     config.validate(args.world_size)
+    if not cpu_device.is_active():
+        for problem in refusals_on_gpus(flags.as_arguments(config)):
+            raise ConfigError(problem)
     check_upstream_log(args)
     check_capacity_boost(args, config)
     if config.strategy.is_on:  # known only here, and needed only then
@@ -109,6 +115,14 @@ def void_settings(
         command_line: as given: shows a flag that is given with its default value.
     """
     lines = config.warnings(planned_iterations(args) or None)
+    run = {} if cpu_device.is_active() else flags.as_arguments(config)
+    run["has_misfits"] = any(seam.misfit() for seam in versions.SEAMS)
+    run["cuda_graph_impl"] = config.strategy.is_on and args.cuda_graph_impl
+    lines += [
+        f"--moe-ft-allow-untested={value} changes nothing: nothing is refused for {each.name}"
+        for value, each in UNTESTED.items()
+        if each.is_allowed(config.strategy.allow_untested) and not each.is_used(run)
+    ]
     is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
     if is_given and args.use_distributed_optimizer and config.strategy.is_on:
         lines.append(
@@ -121,8 +135,21 @@ def void_settings(
 
 def lines_on_megatron(args: argparse.Namespace) -> list[str]:
     """Return a line on a version that was not tested, and one for each defect that damages `--save`."""
-    misfits = versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
+    misfits = versions.check_seams(allow_misfit=MEGATRON.is_allowed(args.moe_ft_allow_untested))
     return [*misfits, *lines_on_defects(args)]
+
+
+def lines_on_gpus(config: MoeFtConfig, megatron: argparse.Namespace, world_size: int) -> list[str]:
+    """Return a line on what of a run has been seen on a GPU; none on CPUs."""
+    if cpu_device.is_active():
+        return []
+    has_peers = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    facts = {
+        "has_replicas": has_peers and config.strategy.is_on and config.memory.num_replicas != 0,
+        "is_packed": config.precision.staging,
+        "is_kept": own_link() is not None,
+    }
+    return lines_of_features({**vars(megatron), **flags.as_arguments(config), **facts})
 
 
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
@@ -133,7 +160,7 @@ def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
 
 def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_REFUSALS) -> None:
     """Raise ConfigError on the first rule that Megatron's arguments break, as parsed or later."""
-    versions.check_seams(allow_misfit=args.moe_ft_allow_untested_megatron)
+    versions.check_seams(allow_misfit=MEGATRON.is_allowed(args.moe_ft_allow_untested))
     check_sizes(args)
     check_refusals(args, refusals)
     check_event_log(args.moe_ft_event_log)

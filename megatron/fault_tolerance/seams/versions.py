@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
 
 OLDEST = (0, 18)
@@ -197,7 +198,7 @@ def check_seams(*, allow_misfit: bool = False) -> list[str]:
     if misfits and not allow_misfit:
         raise ConfigError(
             f"megatron-core {version} does not fit moe_ft: {'; '.join(misfits)}. Install a tested version "
-            f"({', '.join(TESTED)}), or take the risk with --moe-ft-allow-untested-megatron."
+            f"({', '.join(TESTED)}), or {MEGATRON.risk}."
         )
     if misfits:
         return [f"megatron-core {version} does not fit moe_ft: {'; '.join(misfits)}"]

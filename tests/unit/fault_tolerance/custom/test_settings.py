@@ -38,7 +38,8 @@ def changed(**changes: Any) -> Namespace:
 
 
 def test_settings_reach_their_fields() -> None:
-    config = check(interval=5, k_persist=2)
+    graphs = changed(cuda_graph_impl="local")
+    config = check(graphs, interval=5, k_persist=2, allow_untested="cuda-graphs")
     assert config.strategy.interval == "5"
     assert config.memory.job_id == "test"
     assert config.options["partial"].k_persist == 2
@@ -62,6 +63,11 @@ def test_settings_are_divided_by_what_depends_on_them() -> None:
             changed(cuda_graph_impl="local"),
             {"strategy": "partial"},
             "--cuda-graph-impl=local is not supported with --moe-ft-strategy=partial",
+        ),
+        (
+            changed(cuda_graph_impl="local"),
+            {"allow_untested": "megatron"},
+            "--cuda-graph-impl=local is not supported with --moe-ft-strategy=dense: while they are",
         ),
         (
             changed(exp_avg_dtype="bf16"),

@@ -99,6 +99,14 @@ REFUSED = {
     "staging-bytes=1 must be at least 1MiB. Give more, or leave it out.",
     "--moe-ft-fault-report-grace-s nan": "--moe-ft-fault-report-grace-s=nan must be between 0 and 600: a "
     "launcher kills a slow rank after 30 seconds or so. Give a number of seconds.",
+    "--moe-ft-allow-untested repair,gpus": "--moe-ft-allow-untested=repair,gpus must be some of megatron,"
+    "repair,roles,cuda-graphs. Name those that the refusal of a start names.",
+    "--cuda-graph-impl local": "--cuda-graph-impl=local is not supported with --moe-ft-strategy=dense: while "
+    "they are captured a thread copies a snapshot, whose calls may break the capture. Use --cuda-graph-impl "
+    "none, or take the risk with --moe-ft-allow-untested cuda-graphs (docs/gpus.md).",
+    "--cuda-graph-impl transformer_engine --moe-ft-allow-untested cuda-graphs --moe-ft-upstream-log "
+    "--pipeline-model-parallel-size 2": "--cuda-graph-impl=transformer_engine is not supported with --moe-ft-"
+    "upstream-log: replayed graphs run no hooks",
     "--moe-ft-no-such-flag": "unrecognized arguments: --moe-ft-no-such-flag. The flags are listed by --help.",
     "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. The flags are listed by --help.",
     "--pipeline-model-parallel-size 3": "world size 2 must be a multiple of --tensor-model-parallel-size=1 x "
@@ -139,6 +147,8 @@ WARNED = {
         "--dist-ckpt-optim-fully-reshardable with --save=DIR: Megatron 0.19 saves the fp32 masters"
     ),
     "--moe-ft-window 3": "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
+    "--moe-ft-allow-untested megatron": "--moe-ft-allow-untested=megatron changes nothing: nothing is "
+    "refused for a Megatron that does not fit",
     "--moe-ft-k-snapshot 2": "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=dense: it is for "
     "partial",
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill:0@999999": "--moe-ft-inject-fault "

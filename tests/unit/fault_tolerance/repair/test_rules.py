@@ -7,7 +7,6 @@ import pytest
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair.rules import (
-    TRY_ON_GPUS,
     checked_heartbeat_s,
     checked_link,
     line_on_lost_nodes,
@@ -69,21 +68,6 @@ def test_store_that_torchrun_shares_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: False)
-    monkeypatch.setenv(TRY_ON_GPUS, "1")
-
-
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("value", [None, "0", "yes"])
-def test_gpu_is_refused_unless_somebody_wants_to_try(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if value is None:
-        monkeypatch.delenv(TRY_ON_GPUS)
-    else:
-        monkeypatch.setenv(TRY_ON_GPUS, value)
-    message = "has never run on one. Leave it out, or set MOE_FT_TRY_REPAIR_ON_GPUS=1 to try it .docs/first"
-    with pytest.raises(ConfigError, match=message):
-        checked_link(args(), Link())
 
 
 ON_GPUS_ONLY = [
@@ -128,18 +112,14 @@ def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message
 
 
 @pytest.mark.parametrize(
-    ("is_watched", "on_cpu", "message"),
+    ("is_watched", "message"),
     [
-        (False, True, "needs nodes that `python -m moe_ft keep --nodes` starts"),
-        (True, False, "works over gloo on CPUs"),
-        (True, True, "is refused: no --use-distributed-optimizer does not work"),
+        (False, "needs nodes that `python -m moe_ft keep --nodes` starts"),
+        (True, "is refused: no --use-distributed-optimizer does not work"),
     ],
-    ids=["torchrun", "NCCL", "job"],
+    ids=["torchrun", "job"],
 )
-def test_roles_that_cannot_be_played_are_refused(
-    is_watched: bool, on_cpu: bool, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_device, "is_active", lambda: on_cpu)
+def test_roles_that_cannot_be_played_are_refused(is_watched: bool, message: str) -> None:
     link, job = Link(), args(use_distributed_optimizer=False)
     link.is_watched = is_watched
     assert not plays_roles(MoeFtConfig(), job, link)

@@ -3,10 +3,13 @@
 import argparse
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.fault_tolerance.cpu import device as cpu_device
+from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
@@ -15,12 +18,16 @@ from megatron.fault_tolerance.seams.settings import (
     checked_config,
     config_from_arguments,
     is_off,
+    lines_on_gpus,
     planned_iterations,
     void_settings,
 )
+from moe_ft.config import untested
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.untested import FEATURES
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.registry import option_types
+from moe_ft.keeper import link
+from moe_ft.strategies.registry import names, option_types
 from tests.unit.fault_tolerance.parsing import parse
 
 PARTIAL = ("--moe-ft-strategy", "partial")
@@ -139,7 +146,7 @@ def test_unsupported_value_or_combination_is_refused_by_its_flag(flags: tuple[st
     ("flags", "message"),
     [
         (
-            ("--cuda-graph-impl", "local"),
+            ("--cuda-graph-impl", "local", "--moe-ft-allow-untested", "cuda-graphs"),
             "--cuda-graph-impl=local is not supported with --moe-ft-strategy=sparse: .* frozen units "
             "or not. Use --cuda-graph-impl none",
         ),
@@ -206,3 +213,89 @@ def test_sharding_that_was_given_and_that_the_distributed_optimizer_makes_void_i
         assert f"--moe-ft-sharding={sharding} changes nothing with --use-distributed-opt" in line
     assert void(*PARTIAL) == []
     assert void(*PARTIAL, "--moe-ft-sharding", "adaptive", use_distributed_optimizer=False) == []
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_device, "is_active", lambda: False)
+    monkeypatch.setattr(link, "_own", None)
+
+
+DENSE = ("--mock-data", "--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")
+REPAIRED = ("--moe-ft-repair", "auto")
+PLAYED = (*REPAIRED, "--moe-ft-without-spare", "reroute")
+
+
+@pytest.mark.parametrize(
+    ("flags", "value", "given"),
+    [(REPAIRED, "repair", "--moe-ft-repair=auto"), (PLAYED, "repair,roles", "--moe-ft-without-s")],
+)
+@pytest.mark.usefixtures("on_gpus")
+def test_what_has_not_run_on_gpus_is_refused_there_unless_it_is_allowed(
+    flags: tuple[str, ...], value: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, _, last = value.rpartition(",")
+    few = ("--moe-ft-allow-untested", allowed) if allowed else ()
+    message = (
+        f"^{given}.* is refused on GPUs: it has never run on one. Leave .*untested {last} .docs/"
+    )
+    with pytest.raises(ConfigError, match=message):
+        checked_config(parse(*DENSE, *flags, *few))
+    checked_config(parse(*DENSE, *flags, "--moe-ft-allow-untested", value))
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    checked_config(parse(*DENSE, *flags))
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_leave_that_changes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {
+        "repair": REPAIRED,
+        "roles": PLAYED,
+        "cuda-graphs": ("--moe-ft-strategy", "dense", "--cuda-graph-impl", "local"),
+    }
+    for value, flags in jobs.items():
+        allowed = f"--moe-ft-allow-untested={value}"
+        (line,) = void("--mock-data", allowed)
+        assert line.startswith(f"{allowed} changes nothing: nothing is refused for")
+        assert void(*DENSE, *flags, allowed) == []
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    assert len(void(*DENSE, *PLAYED, "--moe-ft-allow-untested=megatron,repair,roles")) == 3
+    monkeypatch.setattr(versions.Seam, "misfit", lambda seam: "it is not there")
+    assert void(*DENSE, "--moe-ft-allow-untested=megatron") == []
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_start_on_gpus_says_what_of_the_run_has_been_seen_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def line(*flags: str, num_local: int) -> list[str]:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local))
+        args = parse("--mock-data", *flags)
+        return lines_on_gpus(config_from_arguments(args), args, args.world_size)
+
+    written = "on GPUs, written and never seen on one: "
+    alone = ("--moe-ft-strategy", "dense", "--moe-ft-state-dtype", "master=split")
+    assert line(*alone, num_local=8) == [
+        f"{written}strategy dense, packed snapshots (docs/gpus.md)"
+    ]
+    sparse = (*DENSE, "--moe-ft-strategy", "sparse", *REPAIRED, "--moe-ft-breakpoints")
+    (found,) = line(*sparse, num_local=4)
+    assert found == (
+        f"{written}strategy sparse, replicas, breakpoints, repair in place (docs/gpus.md)"
+    )
+    assert line(num_local=4) == [], "nothing of moe_ft is used"
+    seen = replace(FEATURES[0], seen="2027-01-01, H100")
+    monkeypatch.setattr(untested, "FEATURES", (seen, *FEATURES[1:]))
+    (found,) = line(*alone, num_local=8)
+    assert found == (
+        "on GPUs, seen on one: strategy dense; written and never seen on one: packed snapshots (docs/gpus.md)"
+    )
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    assert line(*sparse, num_local=4) == []
+
+
+def test_features_have_settings_that_exist_and_every_strategy_is_one() -> None:
+    facts = {"has_replicas", "is_packed", "is_kept"}
+    assert {each.setting for each in FEATURES} <= {*vars(parse("--mock-data"))} | facts
+    of_strategies = [each.value for each in FEATURES if each.setting == "moe_ft_strategy"]
+    assert sorted(of_strategies) == sorted({*names()} - {"none"})

@@ -100,6 +100,20 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "note: --moe-ft-window changes nothing with --moe-ft-strategy=dense" in text
 
 
+def test_flags_that_a_start_on_gpus_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "note: --moe-ft-repair=auto is refused on GPUs: .* --moe-ft-allow-untested repair"
+    repaired = (*SMALL, "--moe-ft-strategy", "dense", "--moe-ft-repair", "auto")
+    cluster = ("--iteration-s", "1", "--cluster", "dgx-h100")
+    stored = (*SMALL, "--moe-ft-persist-dir", "/x")
+    for own, flags, is_noted in (
+        ((), repaired, True),
+        ((), (*repaired, "--moe-ft-allow-untested", "repair"), False),
+        (cluster, stored, True),  # which recommends it
+    ):
+        assert main(["plan", "--world-size", "4", *own, "--", *flags]) == 0
+        assert bool(re.search(note, capsys.readouterr().out)) == is_noted
+
+
 @pytest.mark.parametrize(
     ("racks", "found"),
     [
