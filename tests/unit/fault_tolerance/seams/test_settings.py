@@ -248,20 +248,18 @@ def test_what_has_not_run_on_gpus_is_refused_there_unless_it_is_allowed(
 
 @pytest.mark.usefixtures("on_gpus")
 def test_leave_that_changes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = {
-        "repair": REPAIRED,
-        "roles": PLAYED,
-        "cuda-graphs": ("--moe-ft-strategy", "dense", "--cuda-graph-impl", "local"),
-    }
-    for value, flags in jobs.items():
-        allowed = f"--moe-ft-allow-untested={value}"
-        (line,) = void("--mock-data", allowed)
-        assert line.startswith(f"{allowed} changes nothing: nothing is refused for")
-        assert void(*DENSE, *flags, allowed) == []
+    allowed = "--moe-ft-allow-untested=repair,roles,cuda-graphs"
+    args = parse(*DENSE, *PLAYED, "--cuda-graph-impl", "local", allowed)
+    config = config_from_arguments(args)
+    assert void_settings(args, config, ()) == []
     monkeypatch.setattr(cpu_device, "is_active", lambda: True)
-    assert len(void(*DENSE, *PLAYED, "--moe-ft-allow-untested=megatron,repair,roles")) == 3
+    lines = void_settings(args, config, ())
+    assert [line.split(":")[0] for line in lines] == [
+        f"--moe-ft-allow-untested={value} changes nothing" for value in ("repair", "roles")
+    ]
+    assert len(void("--mock-data", allowed)) == 3
     monkeypatch.setattr(versions.Seam, "misfit", lambda seam: "it is not there")
-    assert void(*DENSE, "--moe-ft-allow-untested=megatron") == []
+    assert void("--mock-data", "--moe-ft-allow-untested=megatron") == []
 
 
 @pytest.mark.usefixtures("on_gpus")
