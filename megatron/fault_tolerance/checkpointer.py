@@ -5,6 +5,7 @@ then `finish` and `close`. docs/custom_loops.md explains them, and examples/cust
 runs. `megatron.training` is not used. Megatron's own loop has seams instead of these calls: seams/hooks.py.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -103,7 +104,9 @@ class Checkpointer:
         config = checked_config(settings, megatron, dist.get_world_size(), run.train_iterations)
         for line in config.warnings(run.train_iterations) if rank == 0 else ():
             say(f"warning: {line}")
-        for line in lines_on_gpus(config, megatron, dist.get_world_size()) if rank == 0 else ():
+        # The loop has made its layers itself: `transformer_impl` is a default that says nothing of them.
+        graphs = Namespace(cuda_graph_impl=megatron.cuda_graph_impl)
+        for line in lines_on_gpus(config, graphs, dist.get_world_size()) if rank == 0 else ():
             say(line)
         self._kind = kind_of(config.strategy.strategy)
         self._built = (model, optimizer, scheduler)

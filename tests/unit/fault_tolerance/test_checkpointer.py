@@ -4,6 +4,7 @@ The loop is that of examples/custom_loop.py on one rank. Jobs that are killed ar
 tests/distributed/test_custom_loop.py.
 """
 
+import io
 import json
 import random
 import re
@@ -11,12 +12,15 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from moe_ft.errors import MoeFtError
 from tests.example_loop import load_example
 from tests.harness import run_ranks
@@ -185,7 +189,16 @@ def collect(folder: str, memory_dir: str) -> None:
         checkpointer.close()
         checkpointer.close()
     found = start_again(loop)
+    found["said"] = [said_by_a_new_one(loop, on_gpus=on_gpus) for on_gpus in (False, True)]
     Path(folder, "found.json").write_text(json.dumps({"answers": answers, **found}))
+
+
+def said_by_a_new_one(loop: Loop, *, on_gpus: bool) -> str:
+    """Return what a Checkpointer says at the start, on a device or where one is taken for it."""
+    is_active = patch.object(cpu_device, "is_active", return_value=not on_gpus)
+    with is_active, redirect_stderr(io.StringIO()) as said:
+        loop.checkpointer()
+    return said.getvalue()
 
 
 def start_again(loop: Loop) -> dict[str, Any]:
@@ -248,6 +261,13 @@ def test_start_after_a_failure_continues_where_the_loop_was(found: dict[str, Any
 
 def test_start_after_a_failure_has_weights_and_random_numbers_back(found: dict[str, Any]) -> None:
     assert found["same"] == [True] * 5
+
+
+def test_start_on_gpus_says_what_has_been_seen_on_one(found: dict[str, Any]) -> None:
+    assert found["said"] == [
+        "",
+        "moe_ft: on GPUs, written and never seen on one: strategy dense (docs/gpus.md)\n",
+    ]
 
 
 def test_checkpointer_imports_nothing_of_megatron_training() -> None:
