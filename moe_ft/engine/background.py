@@ -10,7 +10,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
+
+import torch
 
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
@@ -173,10 +176,22 @@ class Messages:
             say(f"rank {self._rank}{text}")
 
 
+def device_of_this_thread() -> Callable[[], None]:
+    """Return a function that makes the GPU of this thread that of the thread which calls it.
+
+    The GPU of a new thread is the first one of its node. The first call of CUDA there would make another
+    context on it, of half a GiB for each process.
+    """
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 class ThreadWorker:
     """Runs one piece of work after the other, in the order in which they were submitted.
 
-    It has a daemon thread of its own: work that hangs does not keep the process alive.
+    It has a daemon thread of its own: work that hangs does not keep the process alive. The GPU of the thread
+    is that of the thread which starts it.
     """
 
     def __init__(self, name: str) -> None:
@@ -187,7 +202,9 @@ class ThreadWorker:
 
     def start(self) -> None:
         """Begin to work."""
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(device_of_this_thread(),), name=self._name, daemon=True
+        )
         self._thread.start()
 
     @property
@@ -215,7 +232,8 @@ class ThreadWorker:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _run(self) -> None:
+    def _run(self, use_device: Callable[[], None]) -> None:
+        use_device()
         while True:
             idle, self._idle = self._idle, None
             try:

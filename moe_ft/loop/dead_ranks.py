@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, override
 
-import torch
-
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seats
 from moe_ft.events import EventLog
@@ -71,10 +69,8 @@ class Together(LoopListener):
         self._tell = tell
         self.own, self._dead, self._seats = own, dead, seats
         self._limit_s = limit_s
-        device = torch.cuda.current_device()
         for each in dead.values():
             each.worker.start()
-            each.worker.submit(partial(torch.cuda.set_device, device))
 
     def _call(self, act: Callable[[Checkpoints], None]) -> None:
         dead = {rank: partial(act, each.checkpoints) for rank, each in self._dead.items()}

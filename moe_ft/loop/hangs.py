@@ -22,6 +22,7 @@ import torch
 
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.config.fields import flag_of
+from moe_ft.engine.background import device_of_this_thread
 from moe_ft.events import EventLog
 from moe_ft.faults import Section
 from moe_ft.files.patience import excused_until_s, progress_s
@@ -171,6 +172,7 @@ class Hangs(LoopListener):
         self._watcher: threading.Thread | None = None
         self._training_thread = 0
         self._stream: Any = None  # of a GPU, on which this rank computes
+        self._use_device: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begin to watch the calling thread."""
@@ -190,6 +192,7 @@ class Hangs(LoopListener):
             return
         on_gpu = (each for part in built[0] for each in part.parameters() if each.is_cuda)
         if (parameter := next(on_gpu, None)) is not None:
+            self._use_device = device_of_this_thread()
             self._stream = torch.cuda.current_stream(parameter.device)
 
     @override
@@ -214,6 +217,7 @@ class Hangs(LoopListener):
     def _waits(self) -> bool:
         """Return whether the thread may wait for other ranks, or for somebody who debugs it."""
         thread = self._training_thread
+        self._use_device()
         has_device_work = self._stream is not None and not self._stream.query()
         return has_device_work or waits_for_others(thread) or is_debugged(thread)
 

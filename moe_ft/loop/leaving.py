@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_ft.engine.background import BackgroundPart
+from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
 from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
@@ -140,6 +140,7 @@ class BreakpointWriter:
         self._boundary: BoundaryLog | None = None
         self._processes = JobProcesses()
         self._abort: Callable[[], None] | None = None
+        self._use_device: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._has_written = False
 
@@ -155,6 +156,7 @@ class BreakpointWriter:
         self._breakpoints, self._processes, self._boundary = breakpoints, processes, boundary
         self._has_written = False
         self._abort = _abort_collectives if is_on_gpu else None
+        self._use_device = device_of_this_thread()
 
     def on_failure(self, error: Exception) -> None:
         """Write because of an exception, unless the state is what has failed. Training thread."""
@@ -185,6 +187,7 @@ class BreakpointWriter:
 
     def on_sigterm(self) -> None:
         """Write because the launcher ends the job. A thread of its own."""
+        self._use_device()
         self._write("SIGTERM", can_step=self._abort is None)
 
     def _write(self, reason: str, *, can_step: bool, may_hang: bool = True) -> None:

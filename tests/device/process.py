@@ -34,7 +34,8 @@ def late_process(seed: Hashable, *, is_late: bool = False) -> Iterator[Device]:
         "stream": device.using,
         "current_stream": lambda *_: device.current,
         "current_device": lambda: 0,
-        "set_device": lambda *_: None,
+        "set_device": device.set_current,
+        "is_initialized": lambda: True,
         "synchronize": lambda *_: device.synchronize(),
         "mem_get_info": lambda *_: (0, 0),
     }

@@ -25,17 +25,23 @@ Rules that it follows, and where they are written:
 - Memory that is unregistered while a copy is queued: CUDA's documents do not say that this waits (CUDA
   Runtime API, cudaHostUnregister), so it must not happen.
 
+- The current device belongs to a host thread, and is the first of the node in a new one (CUDA Runtime API,
+  cudaSetDevice). Here the process's own is another one: a thread that has not set it must make no call.
+
 Not covered: operations that overlap in time without a conflict (each is one step), CUDA graphs, several
 devices in one process, memory shared by processes, unified memory.
 """
 
+import os
 import random
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+_FOLDER = os.path.dirname(__file__)
 POISON = 0xA5  # each byte of what is not there yet, or no longer
 _EAGER = (
     0.0,
@@ -126,6 +132,7 @@ class Device:
         """
         self._random = random.Random(f"device {seed}")
         self._thread, self._pause = thread, pause
+        self._users = {thread()}  # host threads whose current device this is
         self._streams: list[Stream] = []
         self._current: dict[Hashable, Stream] = {}
         self._queued: dict[Operation, None] = {}  # in the order of the calls
@@ -134,9 +141,23 @@ class Device:
         self.default = Stream(self)
         self.freed = Stream(self)  # writes of those to whom memory is given that others have used
 
+    def set_current(self, *_: Any) -> None:
+        """Make this the current device of the thread that calls."""
+        self._users.add(self._thread())
+
+    def enter(self) -> None:
+        """Note a call of a thread whose current device is another one. Memory may be freed on any."""
+        if self._thread() not in self._users:
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename.startswith(_FOLDER) and frame.f_back is not None:
+                frame = frame.f_back
+            name = frame.f_code.co_qualname
+            self.conflicts.append(f"{name} runs in a thread that has not set its device")
+
     @property
     def current(self) -> "Stream":
         """The stream of the thread that asks."""
+        self.enter()
         return self._current.get(self._thread(), self.default)
 
     @contextmanager
@@ -229,11 +250,13 @@ class Device:
 
     def wait(self, operation: Operation | None) -> None:
         """Let this host thread wait for an operation."""
+        self.enter()
         self._pause()
         self.run(operation)
 
     def synchronize(self) -> None:
         """Let this host thread wait for all streams."""
+        self.enter()
         lasts = [each.last for each in self._streams]
         self._pause()
         for last in lasts:
@@ -280,6 +303,7 @@ class Stream:
         return self._name
 
     def wait_event(self, event: "Event") -> None:
+        self._device.enter()
         if event.recorded is not None:
             self._device.queue("wait", _nothing, stream=self, after=[event.recorded])
 
@@ -295,6 +319,7 @@ class Stream:
         self._device.wait(self.last)
 
     def query(self) -> bool:
+        self._device.enter()
         return self.last is None or self.last.is_done
 
 
@@ -319,6 +344,7 @@ class Event:
         self._device.wait(self.recorded)
 
     def query(self) -> bool:
+        self._device.enter()
         return self.recorded is None or self.recorded.is_done
 
 

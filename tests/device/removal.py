@@ -40,6 +40,7 @@ JOBS: tuple[tuple[Setup, tuple[Fault, ...]], ...] = (
     (_PACKED, (_KILLED,)),
     (_STAGES, (Fault(kind="kill-rank", start=0, event=360, target=1),)),
     (_STAGES, (Fault(kind="terminate", start=0, event=13, moment="after step"),)),
+    (_STAGES, (Fault(kind="terminate", start=0, event=400),)),
 )
 # A device may be later than an iteration, which then gets no log, and says so.
 _SLOW = "the logs of earlier iterations are still being written"

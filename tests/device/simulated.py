@@ -69,7 +69,7 @@ class Devices:
 
         if "device" not in local:
             seed = f"{self.seed} {len(self.all)}"
-            local["device"] = Device(seed, lambda: id(kernel.running), pause)
+            local["device"] = Device(seed, lambda: kernel.running, pause)
             self.all.append(local["device"])
         found: Device = local["device"]
         return found
@@ -257,6 +257,9 @@ def _install_cuda(devices: Devices, patches: Patches) -> None:
     patches.divert(torch.cuda, "Stream", lambda world, *_: Stream(of(world)))
     patches.divert(torch.cuda, "Event", lambda world, **_: Event(of(world)))
     patches.divert(torch.cuda, "stream", lambda world, stream: of(world).using(stream))
+    patches.divert(torch.cuda, "is_initialized", lambda world: True)
+    patches.divert(torch.cuda, "current_device", lambda world: 0)
+    patches.divert(torch.cuda, "set_device", lambda world, _: of(world).set_current())
     patches.divert(torch.cuda, "current_stream", lambda world, *_: of(world).current)
     patches.divert(torch.cuda, "synchronize", lambda world, *_: of(world).synchronize())
     patches.divert(torch.cuda, "cudart", lambda world: _Runtime(of(world)))
@@ -322,7 +325,9 @@ class _Runtime:
 
 def _install_model(devices: Devices, patches: Patches) -> None:
     def model(world: World, *args: Any) -> Model:
-        return DeviceModel(devices.of(world), *args, has_buffers=devices.has_buffers)
+        device = devices.of(world)
+        device.set_current()  # a thread that serves peers may have been the first to read memory
+        return DeviceModel(device, *args, has_buffers=devices.has_buffers)
 
     patches.divert(training, "Model", model)
     counts = RouterLoad.counts

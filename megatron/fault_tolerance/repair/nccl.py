@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from megatron.fault_tolerance.repair.links import Maker, Place, Transport
+from moe_ft.engine.background import device_of_this_thread
 from moe_ft.errors import ConfigError
 from moe_ft.saying import say
 
@@ -129,7 +130,7 @@ class Nccl(Transport):
             RuntimeError: with the error of the device.
         """
         _close_batches()
-        pool = ThreadPoolExecutor(1)
+        pool = ThreadPoolExecutor(1, initializer=device_of_this_thread())
         try:
             pool.submit(torch.cuda.synchronize, torch.cuda.current_device()).result(_DRAIN_S)
         except TimeoutError:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
@@ -41,10 +40,8 @@ class Acting:
 
 
 @pytest.fixture
-def both(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Together, list[Acting]]]:
+def both(tmp_path: Any) -> Iterator[tuple[Together, list[Acting]]]:
     """Be rank 0, which speaks for rank 1."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     seats = Seats({0: 0, 1: 0}, 0, lambda ranks: None, LIMIT_S)
     acting = [Acting(Seat(seats, rank), EventLog(tmp_path, rank)) for rank in range(2)]
     acting[0].log.start()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -40,6 +41,7 @@ from moe_ft.loop.hangs import (
     written_bytes,
 )
 from moe_ft.loop.listeners import Listeners, LoopState
+from tests.device.process import late_process
 from tests.unit.fault_tolerance.loops import last_event
 from tests.waiting import wait_for
 
@@ -304,6 +306,16 @@ def test_device_that_captures_graphs_is_not_asked_and_no_limit_is_learned(
         watch.after_setup((model, None, None))
         assert watch._stream == (None if is_graph else "stream of cuda:0")
         assert watch._limits.of(loop.section) == (TIMEOUT_S if is_graph else limit_s)
+
+
+def test_watching_thread_asks_the_device_of_the_training_thread(event_log: EventLog) -> None:
+    with late_process("hangs") as device, ThreadPoolExecutor(1) as watcher:
+        watch = Hangs(RecoveryConfig(), loop_at(Section.ITERATION), event_log, TIMEOUT_S)
+        weight = torch.ones(1, device="cuda")
+        model = [SimpleNamespace(parameters=lambda: iter([weight]))]
+        watch.after_setup((model, None, None))
+        watcher.submit(watch._waits).result()
+        assert device.conflicts == []
 
 
 def _full_pipe(log: EventLog) -> None:
