@@ -25,7 +25,7 @@ from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
-from moe_ft.loop.leaving import JobProcesses, gone_ranks, meet_processes
+from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
@@ -80,6 +80,7 @@ class FailureReport(LoopListener):
         self._has_reported = False
         self._told_to_end = threading.Event()
         self._processes = JobProcesses()
+        self._job_rank: JobRank | None = None
 
     def start(self) -> None:
         """Listen for SIGTERM."""
@@ -89,7 +90,8 @@ class FailureReport(LoopListener):
     def after_setup(self, built: Built) -> None:
         """Learn which processes of the job run on this machine. Called by all ranks."""
         if dist.is_initialized():
-            self._processes = meet_processes()
+            # On GPUs a breakpoint aborts the groups first, and nothing but the store is left.
+            self._job_rank, self._processes = find_job_rank(), meet_processes()
 
     def failed(self, error: Exception) -> None:
         """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""
@@ -127,13 +129,14 @@ class FailureReport(LoopListener):
         say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
         if self._has_log:
             say(f"rank {rank}: the events are in {directory}")
-        notes = self._exchange_notes(timed_out) if dist.is_initialized() else None
+        own = find_job_rank() or self._job_rank
+        notes = None if own is None else self._exchange_notes(own, timed_out)
         silent = None
         if notes is not None:
             silent = list(notes.silent)
             if notes.is_first:
                 say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
-        elif dist.is_initialized():
+        elif own is not None:
             seen = _last_seen(0, directory)
             say(
                 f"rank {rank} could not ask the others: the job's store does not answer (rank 0{seen} keeps "
@@ -149,14 +152,14 @@ class FailureReport(LoopListener):
             timed_out=notes.timed_out if notes else timed_out,
         )
 
-    def _exchange_notes(self, timed_out: bool) -> _Notes | None:
+    def _exchange_notes(self, own: JobRank, timed_out: bool) -> _Notes | None:
         """Exchange notes with the other ranks that stop; None if the store does not answer."""
         answer: list[_Notes] = []
 
         def exchange() -> None:
             # The store's host may be what died: the caller then says that it does not answer.
             with suppress(RuntimeError, OSError):
-                answer.append(self._exchange(timed_out))
+                answer.append(self._exchange(own, timed_out))
 
         # A store operation can block for minutes when its host is gone: give it a thread, not our time.
         thread = threading.Thread(target=exchange, daemon=True)
@@ -169,10 +172,10 @@ class FailureReport(LoopListener):
             thread.join(_LOOK_S)
         return answer[0] if answer else None
 
-    def _exchange(self, timed_out: bool) -> _Notes:
+    def _exchange(self, own: JobRank, timed_out: bool) -> _Notes:
         processes, is_told = self._processes, self._told_to_end
-        store = SignedStore(dist.distributed_c10d._get_default_store(), lambda: processes.token)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = SignedStore(own.store, lambda: processes.token)
+        rank, world_size = own.rank, own.world_size
         meeting = StoreMeeting(store, rank, world_size, least_poll_s=_MIN_POLL_S)
         key = f"moe_ft/stopped/{self._log.incarnation}"
         meeting.exchange(key, timed_out, self._grace_s, is_told.wait)

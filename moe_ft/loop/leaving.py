@@ -60,6 +60,23 @@ class JobProcesses:
     token: str = "none yet"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRank:
+    """This rank in the job, which torch forgets when its groups are aborted; `store` is that of the job."""
+
+    store: Any
+    rank: int
+    world_size: int
+
+
+def find_job_rank() -> JobRank | None:
+    """Return this rank in the job; None without groups."""
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    return JobRank(store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
 def meet_processes() -> JobProcesses:
     """Meet the other ranks. Called by all ranks."""
     own = (process_namespace(), os.getpid(), secrets.token_hex(16))
@@ -83,18 +100,16 @@ class BreakpointMeeting:
 
     def __init__(
         self,
-        store: Any,
-        rank: int,
-        world_size: int,
+        own: JobRank,
         incarnation: int,
         processes: JobProcesses,
     ) -> None:
-        self._world_size, self._pids = world_size, processes.pids
+        self._world_size, self._pids = own.world_size, processes.pids
         self._prefix = f"moe_ft/breakpoints/{incarnation}"
         self._meeting = StoreMeeting(
-            SignedStore(store, lambda: processes.token),
-            rank,
-            world_size,
+            SignedStore(own.store, lambda: processes.token),
+            own.rank,
+            own.world_size,
             least_poll_s=_MIN_POLL_S,
             answer_s=_ANSWER_S,
         )
@@ -196,27 +211,28 @@ class BreakpointWriter:
                 return
             self._has_written = True
             start_s = time.perf_counter()
+            own = find_job_rank()  # before an abort, after which torch knows no group
             if self._abort is not None and may_hang:
                 self._abort()
-            is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-            # A step may need the ranks that wait for it: say that it is under way before waiting for it.
-            written = self._breakpoints.write(waits=is_alone or not can_step)
-            if not is_alone:
-                written = self._meet(self._breakpoints, written, can_step=can_step)
+            if own is None or own.world_size == 1:
+                written = self._breakpoints.write()
+            else:
+                # A step may need the ranks that wait for it: say that it is under way before waiting for it.
+                written = self._breakpoints.write(waits=not can_step)
+                written = self._meet(own, self._breakpoints, written, can_step=can_step)
             self._tell(reason, written, time.perf_counter() - start_s)
             self._flush(_LEAVING_S - (time.perf_counter() - start_s))
 
-    def _meet(self, breakpoints: Breakpoints, written: Written, *, can_step: bool) -> Written:
+    def _meet(
+        self, own: JobRank, breakpoints: Breakpoints, written: Written, *, can_step: bool
+    ) -> Written:
         """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
-        store = dist.distributed_c10d._get_default_store()
-        meeting = BreakpointMeeting(
-            store, dist.get_rank(), dist.get_world_size(), self._log.incarnation, self._processes
-        )
-        own = written.stepping_to if written.iteration is None else written.iteration
-        if own is None or not can_step:
+        meeting = BreakpointMeeting(own, self._log.incarnation, self._processes)
+        at = written.stepping_to if written.iteration is None else written.iteration
+        if at is None or not can_step:
             meeting.cannot_step()
             return written
-        target = meeting.agree(own)
+        target = meeting.agree(at)
         if target is None:
             return breakpoints.write() if written.iteration is None else written
         if target != written.iteration and breakpoints.wait_for_iteration(target, _STEP_S):

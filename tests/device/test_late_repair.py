@@ -162,3 +162,5 @@ def test_ranks_that_leave_abort_what_hangs_and_leave_a_breakpoint(place: Place, 
     survivors = {0, 1} - ({int(fault[5])} if fault.startswith("kill") else set())
     for rank in survivors:
         assert [each["problem"] for each in job.events("breakpoint", rank)] == [""]
+    if fault.startswith("kill:1"):  # rank 0 keeps the job's store
+        assert [each["silent_ranks"] for each in job.events("stopped", 0)] == [[1]]

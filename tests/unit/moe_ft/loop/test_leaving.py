@@ -12,18 +12,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
+from moe_ft.config.config import FaultConfig, MoeFtConfig
 from moe_ft.engine.breakpoints import Breakpoints
+from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
+from moe_ft.loop import failure_report
 from moe_ft.loop import leaving as module
+from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.leaving import (
     BreakpointMeeting,
     BreakpointWriter,
     JobProcesses,
+    JobRank,
     gone_ranks,
     meet_processes,
 )
@@ -60,12 +67,19 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 100.0)
 
 
+def _meeting(
+    store: Any, rank: int, world_size: int, processes: JobProcesses = OWN, *, start: int = 0
+) -> BreakpointMeeting:
+    own = JobRank(store=store, rank=rank, world_size=world_size)
+    return BreakpointMeeting(own, start, processes)
+
+
 def agree(store: dist.Store, iterations: Sequence[int | None]) -> list[int | None]:
     """Return what ranks agree on, each with the breakpoint of an iteration, or none."""
     world_size = len(iterations)
 
     def of_rank(rank: int, gather: object) -> int | None:
-        meeting = BreakpointMeeting(store, rank, world_size, 0, OWN)
+        meeting = _meeting(store, rank, world_size)
         iteration = iterations[rank]
         if iteration is None:
             meeting.cannot_step()
@@ -94,14 +108,14 @@ def test_nobody_waits_for_a_rank_whose_process_is_gone(monkeypatch: pytest.Monke
     process.wait()
     store = dist.HashStore()
     seen = replace(OWN, pids={**OWN.pids, 1: process.pid})
-    assert BreakpointMeeting(store, 0, 3, 0, seen).agree(4) is None
+    assert _meeting(store, 0, 3, seen).agree(4) is None
     # A rank on another machine, which cannot see that process, learns of it.
-    assert BreakpointMeeting(store, 2, 3, 0, replace(OWN, pids={2: os.getpid()})).agree(4) is None
+    assert _meeting(store, 2, 3, replace(OWN, pids={2: os.getpid()})).agree(4) is None
 
 
 def test_rank_that_says_nothing_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MEETING_S", 0.0)
-    assert BreakpointMeeting(dist.HashStore(), 0, 2, 0, OWN).agree(4) is None
+    assert _meeting(dist.HashStore(), 0, 2).agree(4) is None
 
 
 def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +125,7 @@ def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyP
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer")
 
-    meeting = BreakpointMeeting(Broken(), 0, 2, 0, OWN)
+    meeting = _meeting(Broken(), 0, 2)
     assert meeting.agree(4) is None
     meeting.wait_for_others()
 
@@ -119,7 +133,7 @@ def test_store_that_does_not_answer_ends_the_meeting(monkeypatch: pytest.MonkeyP
 def test_earlier_starts_do_not_count() -> None:
     store = dist.HashStore()
     assert agree(store, [4, 5]) == [5, 5]
-    meeting = BreakpointMeeting(store, 0, 1, 1, OWN)
+    meeting = _meeting(store, 0, 1, start=1)
     assert meeting.agree(2) == 2
 
 
@@ -183,6 +197,26 @@ def test_repair_on_a_gpu_leaves_no_state_that_the_broken_iteration_has_made(
     assert bool(found["bytes"]) == (not problem)
     assert problem in found["problem"]
     assert aborted == [], "the groups of a repair stay"
+
+
+def test_rank_whose_groups_were_aborted_names_the_silent_ones_and_nobody_waits_for_its_step(
+    breakpoints: Breakpoints, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_report, "meet_processes", lambda: OWN)
+    config = MoeFtConfig(fault=FaultConfig(fault_report_grace_s=0.0))
+    loop = LoopState(iteration=3)
+    report = FailureReport(config, loop, event_log, on_sigterm=False)
+    writer = BreakpointWriter(loop, event_log)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    job_store = dist.distributed_c10d._get_default_store()
+    report.after_setup(([], None, None))
+    writer.use(breakpoints, OWN, is_on_gpu=True)
+    writer.on_failure(RuntimeError("lost"))
+    assert not dist.is_initialized()
+    report._report("RuntimeError: lost", False)
+    assert last_event(event_log)["silent_ranks"] == [1, 2]
+    said = SignedStore(job_store, lambda: OWN.token)
+    assert said.get(f"moe_ft/breakpoints/{event_log.incarnation}/alone")
 
 
 @pytest.mark.parametrize(
