@@ -8,6 +8,7 @@ persist   what the writer process does with it, and a plain write and fsync of t
 restore   finding, verifying and copying it into the live state, and copying the same bytes (``copy_``)
           from warm memory
 verify    reading a checkpoint and comparing its checksums, as ``python -m moe_ft verify`` does
+threads   checksums by 1, 2 and 4 threads, as snapshots, replicas and persisted files get them
 
 Compared functions take turns, and turns alternate in order. Files are new ones each time, written when
 the disk has nothing else to write. Numbers are medians (and ranges).
@@ -20,8 +21,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 
@@ -30,6 +33,7 @@ from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.files.storage import Storage, file_tag
+from moe_ft.format import checksums
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.planning.recovery import Source, Tier
@@ -47,6 +51,7 @@ BYTES_PER_ELEMENT = 4 + 4 + 4  # master weight and two moments: what a snapshot 
 _CHUNK_BYTES = 16 << 20
 _ITERATION = 5
 _NODE = "node"
+NUM_THREADS = (1, 2, 4)
 HEADERS = ("what", "s", "GB/s", "ratio")
 
 Samples = dict[str, list[float]]
@@ -213,6 +218,17 @@ def measure_verification(region: Region, disk: Path, memory: Path, repetitions: 
     return take_turns(warm, repetitions) | take_turns(cold, repetitions, forget)
 
 
+def measure_threads(region: Region, repetitions: int) -> Samples:
+    """Time checksums of all units by several numbers of threads, also by more than there are cores."""
+
+    def check(num_threads: int) -> None:
+        with mock.patch.object(checksums, "num_free_cores", lambda: num_threads):
+            check_region(region)
+
+    functions = {f"{each} threads": partial(check, each) for each in NUM_THREADS}
+    return take_turns(functions, repetitions)
+
+
 def rows(samples: Samples, num_bytes: int, base: str) -> list[tuple[str, ...]]:
     """Return a table's rows; the ratio is that of the medians of a row and of the row `base`."""
     base_s = median(samples[base])
@@ -256,6 +272,7 @@ def main() -> None:
                 measure_verification(region, disk, memory, count),
                 "checksums of a mapped region",
             ),
+            "Checksums by several threads": (measure_threads(region, count), "1 threads"),
         }
         parts = [
             f"{os.cpu_count()} cores, one thread; {layout.num_bytes / 2**20:.0f} MiB in "

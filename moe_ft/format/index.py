@@ -12,6 +12,7 @@ import msgspec
 import xxhash
 
 from moe_ft.errors import CorruptStateError
+from moe_ft.format.checksums import checksums
 from moe_ft.format.encoding import Body, Checksum, check_content, check_found, check_path, decodable
 from moe_ft.format.entries import (
     FileEntry,
@@ -215,9 +216,10 @@ def check_places(
     contents: Mapping[str, memoryview], where: str, entries: Iterable[tuple[str, UnitEntry]]
 ) -> None:
     """Raise CorruptStateError if a unit does not have the checksum of the index; see `check_units`."""
-    for name, unit in entries:
-        content = contents[unit.file]
-        check_unit(name, unit, (content[unit.offset : unit.offset + unit.num_bytes],), where)
+    checked = [*entries]
+    parts = [contents[unit.file][unit.offset :][: unit.num_bytes] for _, unit in checked]
+    for (name, unit), part, found in zip(checked, parts, checksums(parts), strict=True):
+        _check_unit(name, unit, len(part), found, where)
 
 
 def check_unit(
@@ -232,9 +234,13 @@ def check_unit(
     for piece in pieces:
         found.update(piece)
         num_bytes += len(piece)
+    _check_unit(name, unit, num_bytes, found.hexdigest(), where)
+
+
+def _check_unit(name: str, unit: UnitEntry, num_bytes: int, found: str, where: str) -> None:
     if num_bytes != unit.num_bytes:
         raise CorruptStateError(_at(where, f"unit {name} is cut short"))
-    check_found(_at(where, f"unit {name}"), found.hexdigest(), unit.checksum)
+    check_found(_at(where, f"unit {name}"), found, unit.checksum)
 
 
 def _at(where: str, what: str) -> str:

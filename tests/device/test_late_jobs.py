@@ -5,6 +5,7 @@ import ast
 import pytest
 import torch
 
+from moe_ft.format import checksums
 from tests.device.removal import FENCE, OF_LINKS, calls_in, check, hunt, schedules, waits
 from tests.simulation.schedule import draw
 
@@ -19,6 +20,15 @@ def _one_thread() -> None:
 
 def test_chosen_jobs_wait_for_all_that_they_need() -> None:
     for schedule in schedules(SEEDS):
+        assert check(schedule) == [], schedule
+
+
+def test_jobs_whose_checksums_have_several_threads_break_no_promise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checksums, "num_free_cores", lambda: 3)
+    monkeypatch.setattr(checksums, "_LEAST_BYTES", 0)
+    for schedule in schedules(SEEDS[:1]):
         assert check(schedule) == [], schedule
 
 

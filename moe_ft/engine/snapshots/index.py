@@ -4,7 +4,7 @@ Taking a record is state/record.py.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.snapshots.copying import Absent
 from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.errors import SnapshotError
+from moe_ft.format.checksums import checksums
 from moe_ft.format.encoding import FORMAT, checksum
 from moe_ft.format.entries import ModelPlaces, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity
@@ -141,12 +142,13 @@ class SnapshotIndexer:
         self,
         request: SnapshotRequest,
         file: MappedFile,
-        places: Iterable[UnitPlace],
+        places: Sequence[UnitPlace],
         absent: Absent,
         name: str = "",
     ) -> Iterator[tuple[str, UnitEntry]]:
         with memoryview(file.mapping) as content:
-            for place in places:
+            found = checksums([content[each.offset :][: each.num_bytes] for each in places])
+            for place, own in zip(places, found, strict=True):
                 routed_tokens, gaps = request.plan.rotating.get(place.unit, (0, ()))
                 yield (
                     str(place.unit),
@@ -155,7 +157,7 @@ class SnapshotIndexer:
                         num_bytes=place.num_bytes,
                         iteration=request.iteration,
                         level=place.level.value,
-                        checksum=checksum(content[place.offset : place.offset + place.num_bytes]),
+                        checksum=own,
                         tensors=_mark_absent(place.tensors, absent),
                         incarnation=self._identity.start.number,
                         file=name,

@@ -22,6 +22,7 @@ from tests.unit.moe_ft.format.bodies import (
     small_index,
     small_manifest,
 )
+from tests.unit.moe_ft.format.test_checksums import meeting
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,19 @@ def test_flipped_byte_at_either_end_of_any_version_is_found_and_its_unit_named(
 def test_flipped_byte_of_the_header_is_found(position: int) -> None:
     with pytest.raises(CorruptStateError, match="a region: the safetensors header does not match"):
         check_units(WINDOW.index, contents_of(flipped(WINDOW, position)), "a region")
+
+
+def test_first_of_several_damaged_units_is_named_whichever_thread_finds_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = meeting(monkeypatch, 2)
+    entries = sorted(ENTRIES[:4], key=lambda entry: entry[1].num_bytes)
+    content = bytearray(WINDOW.content)
+    for _, unit in entries[1:]:
+        content[unit.offset] ^= 0x40
+    with pytest.raises(CorruptStateError, match=f"unit {entries[1][0]} does not match"):
+        check_places(contents_of(bytes(content)), "a region", entries)
+    assert len(threads) > 1
 
 
 def test_versions_that_are_not_asked_for_may_be_wrong() -> None:

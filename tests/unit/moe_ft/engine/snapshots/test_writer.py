@@ -28,6 +28,7 @@ from tests.unit.moe_ft.engine.snapshots.snapshot_rank import (
     Trainer,
     fail_at,
 )
+from tests.unit.moe_ft.format.test_checksums import meeting
 from tests.unit.moe_ft.small_rank import window_plan
 from tests.waiting import wait_for
 
@@ -56,6 +57,15 @@ def test_region_is_a_valid_file_after_every_snapshot(trainer: Trainer) -> None:
         trainer.take(position)
         found = dict(safetensors.deserialize(bytes(trainer.regions[0].mapping)))  # type: ignore[no-untyped-call]
         assert f"{EMBEDDING}/full/{EMBEDDING}.weight[0:9]/param" in found
+
+
+def test_units_of_a_snapshot_are_hashed_by_several_threads(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = meeting(monkeypatch, 2)
+    trainer.take(0)  # experts 0 and 1, and the weights of the two other units
+    assert len(threads) > 1
+    assert all(trainer.holds(entry, name) for name, entry in trainer.index().entries())
 
 
 def full_size(trainer: Trainer) -> FileLayout:
