@@ -41,6 +41,11 @@ def why_not_to_fork() -> str:
     return ""
 
 
+def has_driver() -> bool:
+    """Return whether this machine has the driver of a GPU."""
+    return os.path.exists(_DRIVER)
+
+
 @contextmanager
 def without_driver() -> Iterator[None]:
     """Answer from /dev whether there is a GPU, without the driver, while modules are imported.
@@ -56,7 +61,7 @@ def without_driver() -> Iterator[None]:
         return
     original = torch.cuda.is_available
     # Also where there is no driver: so that every test runs what a machine with a GPU runs.
-    torch.cuda.is_available = lambda: os.path.exists(_DRIVER)
+    torch.cuda.is_available = has_driver
     try:
         yield
     finally:

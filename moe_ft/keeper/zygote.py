@@ -25,7 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.keeper.forked_rank import become, follow_parent, run, why_not_to_fork, without_driver
+from moe_ft.keeper.forked_rank import (
+    become,
+    follow_parent,
+    has_driver,
+    run,
+    why_not_to_fork,
+    without_driver,
+)
 from moe_ft.keeper.link import (
     Link,
     Pulse,
@@ -51,6 +58,8 @@ _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
 _BACKLOG = 1024
 _STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
+# What torch imports when it compiles first, where Megatron's modules have imported the rest of its compiler.
+_OF_COMPILER = ("torch._inductor.compile_fx", "torch.export._trace", "sympy.physics.units")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 
 
@@ -90,7 +99,7 @@ def import_modules(target: Target) -> str:
     """
     path, blamed = list(sys.path), ""
     sys.path.insert(0, target.first_path_of_imports)
-    for name in target.preload:
+    for name in (*target.preload, *(_OF_COMPILER if has_driver() else ())):
         top = name.partition(".")[0]
         if top not in sys.modules and importlib.util.find_spec(top) is None:
             continue

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from tests.distributed.scripts.pretrain_dying_between import COMPILES
 from tests.jobs import DENSE, LOCAL, NUM_REPAIRED, PHASES, PP_EP, SPARSE, RepairedJob
 from tests.kept_job import ROOT
 
@@ -29,6 +30,8 @@ def test_ranks_killed_in_a_log_line_and_stopped_in_an_iteration_are_replaced_one
     )
     # The window that began with the repair at iteration 3 is complete at 6, if it was committed in time.
     repaired.check([2, 3], [4, 6], [{3}, {3, 6}])
+    compiled = re.findall(rf"{COMPILES} on rank (\d)", (repaired.folder / "log").read_text())
+    assert sorted(compiled) == ["0", "1", "2", "3"], "not in a replacement"
 
 
 @pytest.mark.rest

@@ -48,6 +48,11 @@ class Joining:
             self._groups.wrap(dist, "init_process_group", self._make_fake_world)
             # Megatron also makes groups that name a backend.
             self._groups.wrap(dist, "new_group", self._recipes.make_fake)
+            # It compiles functions beforehand, for seconds in which all others wait. Those that the model has
+            # are compiled at their first call, in the iteration that is finished after the repair: from the
+            # compiler's cache on disk, which the process that has died has filled. The random numbers that it
+            # draws do not matter: the recovery brings the state of all generators.
+            patches.set(training, "set_jit_fusion_options", lambda **_: None)
             patches.wrap(training, "setup_model_and_optimizer", _without_loading)
             patches.wrap(training, "training_log", self._continue_log)
             patches.wrap(training, "disable_forward_pre_hook", self._keep_hooks)

@@ -89,6 +89,7 @@ SEAMS = (
     ),
     Seam(module=_TRAINING, name="get_megatron_optimizer"),
     Seam(module=_TRAINING, name="update_pg_timeout"),
+    Seam(module=_TRAINING, name="set_jit_fusion_options"),
     Seam(module=_TRAINING, name="disable_forward_pre_hook", first=("model_chunks",)),
     Seam(module=_TRAINING, name="enable_forward_pre_hook", first=("model_chunks",)),
     Seam(module=_TRAINING, name="check_param_hashes_across_dp_replicas"),

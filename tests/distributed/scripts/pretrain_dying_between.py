@@ -16,6 +16,7 @@ from megatron.training import ft_integration, training
 import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.patching import Patches
 
+COMPILES = "Megatron compiles beforehand"
 _num_begun = 0
 
 
@@ -42,6 +43,12 @@ def log_and_die(original: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def compile_and_say(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile what Megatron compiles before it trains, and say so."""
+    print(f"{COMPILES} on rank {os.environ['RANK']}", flush=True)
+    return original(*args, **kwargs)
+
+
 def die_or_call(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Die where a fault is due, or do what the loop does there."""
     die_once()
@@ -50,6 +57,7 @@ def die_or_call(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 if __name__ == "__main__":
     with Patches() as patches:
+        patches.wrap(training, "set_jit_fusion_options", compile_and_say)
         match os.environ["DYING_IN"]:
             case "evaluation":
                 patches.set(ft_integration, "on_eval_step_start", die_once)

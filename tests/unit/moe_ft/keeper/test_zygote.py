@@ -94,10 +94,24 @@ def test_imports_do_not_ask_the_driver_whether_there_is_a_gpu(
     monkeypatch.setattr(forked_rank, "_DRIVER", str(tmp_path / "nvidiactl"))
     if has_driver:
         (tmp_path / "nvidiactl").touch()
-    (tmp_path / "asks.py").write_text("import torch; ANSWER = torch.cuda.is_available()")
+    for name in ("asks", "compiles"):
+        (tmp_path / f"{name}.py").write_text("import torch; ANSWER = torch.cuda.is_available()")
+    monkeypatch.setattr(zygotes, "_OF_COMPILER", ("compiles",))
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=("asks",)))
     assert sys.modules.pop("asks").ANSWER is has_driver
+    assert ("compiles" in sys.modules) is has_driver
+    sys.modules.pop("compiles", None)
     assert torch.cuda.is_available is real
+
+
+def test_compiler_is_not_imported_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_rank, "_DRIVER", str(tmp_path / "nvidiactl"))
+    monkeypatch.setattr(zygotes, "_OF_COMPILER", ("compiles",))
+    (tmp_path / "compiles.py").touch()
+    import_modules(Target(words=(str(tmp_path / "script.py"),), preload=()))
+    assert "compiles" not in sys.modules
 
 
 # Dies or stops when it has armed its link, unless it replaces one that died or arguments say otherwise.
