@@ -48,7 +48,9 @@ def test_results_are_those_of_one_thread_in_the_order_of_the_contents(
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(module, "num_free_cores", lambda: num_threads)
         monkeypatch.setattr(module, "_LEAST_BYTES", 0)
-        assert checksums([*map(memoryview, given_bytes)]) == [*map(checksum, given_bytes)]
+        assert checksums([memoryview(each) for each in given_bytes]) == [
+            *map(checksum, given_bytes)
+        ]
 
 
 def test_largest_content_is_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
