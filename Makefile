@@ -5,7 +5,7 @@ PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help venv demo test test-units test-simulation test-jobs test-submitted test-all test-slurm test-versions \
-    test-power soak chaos coverage clean-coverage check docs docs-serve bench gpu-day clean
+    test-power soak chaos coverage clean-coverage check docs docs-serve bench gpu-day gpu-day-prepare clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
@@ -20,7 +20,8 @@ help:
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
 	@echo "make chaos        kill processes of a small job at random, 150 times, and compare the final state"
 	@echo "make bench        run the benchmarks and print their tables"
-	@echo "make gpu-day      try everything on a GPU that has not run on one yet; without one, show the steps"
+	@echo "make gpu-day DAY=first  show on a GPU what no CPU can; other days are nccl, te and large"
+	@echo "make gpu-day-prepare  fetch and build what those days need on a machine without a network"
 	@echo "make docs         build the documentation site in runs/site"
 	@echo "make docs-serve   show it at http://127.0.0.1:8000 and follow changes of its pages"
 	@echo "make clean        remove runs and caches"
@@ -108,10 +109,14 @@ BENCHMARKS := layouts stall storage convert recovery_time planning scale agreeme
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
-# STEPS="NAME..." runs some of them; FOLDER is where logs and tables go. INTERPRETER=python3 uses a Python that has what
-# is needed, on a machine that cannot install .venv.
-gpu-day: $(if $(INTERPRETER),,.venv/installed)
-	$(or $(INTERPRETER),$(BIN)/python) -m tools.gpu_day $(STEPS) $(if $(FOLDER),--folder $(FOLDER))
+# DAY=first|nccl|te|large. STEPS="NAME..." runs some of its steps, BUDGET_S=SECONDS leaves out what does not fit; FOLDER is
+# where results go. PYTHON=python3 is used as it is: a lent machine cannot install .venv. docs/gpu_day.md has the rest.
+gpu-day: $(if $(PYTHON),,.venv/installed)
+	$(or $(PYTHON),$(BIN)/python) -m tools.gpu_day $(DAY) $(STEPS) $(if $(BUDGET_S),--budget-s $(BUDGET_S)) \
+	    $(if $(FOLDER),--folder $(FOLDER))
+
+gpu-day-prepare: $(if $(PYTHON),,.venv/installed)
+	@PYTHON="$(or $(PYTHON),$(BIN)/python)" bash tools/gpu_day/prepare.sh $(DAYS)
 
 clean:
 	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,7 @@
-"""Repair in place on GPUs. Nothing here has run yet: docs/first_day_on_a_gpu.md has the order to try it in.
+"""Repair in place on GPUs. Nothing here has run yet: docs/gpu_day.md says how to try it.
 
-NCCL refuses two ranks on one GPU. With one GPU, backends are tried in one rank, and whole repairs over gloo.
+NCCL before 2.30 refuses two ranks on one GPU. With one GPU, backends are tried in one rank, and a repair over
+gloo. With GPU_DAY_SHARED=1, and an NCCL and variables that allow it, ranks of repairs share the GPU.
 """
 
 import os
@@ -42,18 +43,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+_HAS_TWO, _SHARES = torch.cuda.device_count() >= 2, os.environ.get("GPU_DAY_SHARED") == "1"
+needs_two = pytest.mark.skipif(not _HAS_TWO, reason="needs two GPUs")
+needs_two_ranks = pytest.mark.skipif(not _HAS_TWO and not _SHARES, reason="needs two GPUs")
 
 NUM_ROUNDS = 20
 TIMEOUT = timedelta(seconds=60)
 MOST_GROWTH = 64 << 20
 DEADLINE_S = 600.0
-# The script of a rank that shares the first GPU with others.
-ON_ONE_GPU = """
-import os, runpy, sys
-os.environ["LOCAL_RANK"] = "0"
-runpy.run_path("pretrain_gpt_moe.py", run_name="__main__")
-"""
+ON_ONE_GPU = "tools/gpu_day/one_gpu.py"
 
 
 def renew_one_rank(folder: str) -> None:
@@ -143,27 +141,31 @@ class GpuJob:
         *,
         strategy: Sequence[str] = DENSE,
         layout: dict[str, int],
-        devices: str,
-        script: str = "pretrain_gpt_moe.py",
+        backend: str = "nccl",
         **changes: Any,
     ) -> None:
-        """Run both, and compare."""
+        """Run both, and compare. Over gloo, and where `_SHARES`, both ranks are on the first GPU."""
+        is_shared = backend == "gloo" or _SHARES
+        devices = "0" if is_shared else "0,1"
+        script = ON_ONE_GPU if is_shared else "pretrain_gpt_moe.py"
+        first = ["pretrain_gpt_moe.py"] if is_shared else []
+        changes |= {"distributed_backend": backend}
         env = {**deterministic_environment(), "CUDA_VISIBLE_DEVICES": devices}
         common = {"train_iters": NUM_REPAIRED, "hidden_dropout": 0.1, "deterministic_mode": True}
         model = model_flags(**{**common, "attention_backend": "unfused", **changes})
         base = [*model, *layout_flags(layout), *self._place.dataset_flags]
         alone = self._folder / "alone"
-        if devices != "0":
+        if not is_shared:
             run_training([*base, *event_flags(alone)], 2, log_dir=alone, env=env).check()
         else:
-            words = [*base, *event_flags(alone)]
+            words = [*first, *base, *event_flags(alone)]
             log = self._folder / "alone.log"
             run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()
         job = RepairedJob(self._place)
         job.num_ranks = 2
         changes = {**changes, "deterministic_mode": True, "attention_backend": "unfused"}
         strategy = (*strategy, "--moe-ft-allow-untested", "repair")
-        words = job.flags([fault], strategy, layout, changes=changes)
+        words = [*first, *job.flags([fault], strategy, layout, changes=changes)]
         log = self._folder / "log"
         run_kept(words, 2, log=log, script=script, env=env, deadline_s=DEADLINE_S).check()
         rank = int(fault.split(":")[1].partition("@")[0])
@@ -176,14 +178,11 @@ def job(dataset_flags: list[str], tmp_path: Path, memory_dir: Path) -> GpuJob:
     return GpuJob(Place(dataset_flags, tmp_path, memory_dir, References(tmp_path)))
 
 
-def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ON_ONE_GPU)
-    changes: dict[str, Any] = {"distributed_backend": "gloo", "use_distributed_optimizer": False}
-    job.check("kill:1@4:backward", {3, 4}, layout={}, devices="0", script=str(script), **changes)
+def test_killed_rank_on_a_gpu_is_replaced_over_gloo(job: GpuJob) -> None:
+    job.check("kill:1@4:backward", {3, 4}, layout={"ep": 2}, backend="gloo")
 
 
-@needs_two
+@needs_two_ranks
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -191,16 +190,16 @@ def test_killed_rank_of_nccl_is_replaced_and_the_result_has_the_same_bits(
     job: GpuJob, phase: str, strategy: Sequence[str], layout: dict[str, int]
 ) -> None:
     recovered = {3, 4} if strategy is DENSE else {3}
-    job.check(f"kill:1@4:{phase}", recovered, strategy=strategy, layout=layout, devices="0,1")
+    job.check(f"kill:1@4:{phase}", recovered, strategy=strategy, layout=layout)
 
 
-@needs_two
+@needs_two_ranks
 @pytest.mark.parametrize(("phase", "scope"), [("backward", "local"), ("in-step", "global")])
 def test_survivors_of_nccl_keep_their_state_unless_the_broken_iteration_has_made_it(
     job: GpuJob, tmp_path: Path, phase: str, scope: str
 ) -> None:
     strategy = (*SPARSE, *LOCAL)
-    job.check(f"kill:1@4:{phase}", {3, 4}, strategy=strategy, layout={"pp": 2}, devices="0,1")
+    job.check(f"kill:1@4:{phase}", {3, 4}, strategy=strategy, layout={"pp": 2})
     repairs = [events(tmp_path / "events", rank, "repair")[0] for rank in range(2)]
     assert [each["scope"] for each in repairs] == [scope] * 2
 
@@ -224,12 +223,12 @@ def test_ranks_that_leave_abort_nccl_and_leave_a_breakpoint(
         assert [each["problem"] for each in job.events("breakpoint", rank)] == [""]
 
 
-@needs_two
+@needs_two_ranks
 def test_stopped_rank_of_nccl_is_killed_and_replaced(job: GpuJob) -> None:
     strategy = (*DENSE, "--moe-ft-repair-heartbeat-s", "20")
-    job.check("stop:1@4:forward", {3, 4}, strategy=strategy, layout={"ep": 2}, devices="0,1")
+    job.check("stop:1@4:forward", {3, 4}, strategy=strategy, layout={"ep": 2})
 
 
-@needs_two
+@needs_two_ranks
 def test_rank_that_others_time_out_waiting_for_in_nccl_ends_itself(job: GpuJob) -> None:
-    job.check("hang:1@4:forward", {3, 4}, layout={"ep": 2}, devices="0,1")
+    job.check("hang:1@4:forward", {3, 4}, layout={"ep": 2})

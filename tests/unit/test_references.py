@@ -36,10 +36,10 @@ FOLDER = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/*-]*(?![\w.*])")
 MODULE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})(?:\.[a-z]\w*)+(?![\w/(])")
 MEGATRON = ("megatron.core", "megatron.training")
 PLACEHOLDER = re.compile(r"[A-Z_]+")
-# Said to be absent, the name of a lock, and a script of Megatron-LM.
+# Said to be absent, the name of a lock, a script of Megatron-LM, and a result of tools/gpu_day.
 NOT_OURS = {
     *("megatron/__init__.py", "megatron/core/datasets", "moe_ft.lock"),
-    *("pretrain_gpt.py", "Megatron-LM/pretrain_gpt.py"),
+    *("pretrain_gpt.py", "Megatron-LM/pretrain_gpt.py", "summary.md"),
 }
 
 

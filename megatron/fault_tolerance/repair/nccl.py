@@ -1,4 +1,4 @@
-"""Transport of NCCL. Nothing here has run on a GPU: docs/first_day_on_a_gpu.md says how to try it.
+"""Transport of NCCL. Nothing here has run on a GPU: docs/gpu_day.md says how to try it.
 
 `ProcessGroupNCCL.abort` has the kernels of a group leave, which frees the device, and with it a thread that
 waits for it. That is no exception: the device runs on with what it had not received, and the thread learns of

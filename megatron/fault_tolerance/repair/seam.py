@@ -358,7 +358,7 @@ def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:
     if args.rank == 0:
         sets = "".join(f" {name}={value}" for name, value in added.items())
         say(
-            "--moe-ft-repair=auto has never run on a GPU (docs/first_day_on_a_gpu.md); it sets"
+            "--moe-ft-repair=auto has never run on a GPU (docs/gpu_day.md); it sets"
             f"{sets or ' no variables'}"
         )
     return (Gloo(), Nccl())

@@ -1,62 +1,107 @@
-"""Steps of a first day on a GPU run one by one, and a bad one does not stop the rest."""
+"""Days with a GPU keep their budget, a bad step does not stop the others, and results are always complete."""
 
+import argparse
 import json
-import shlex
-import subprocess
+import os
 import sys
+import tarfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from _pytest.mark.expression import Expression
+from megatron.training.arguments import add_megatron_arguments
 
-from tests.unit.source import ROOT
-from tools.gpu_day import MOST_MINUTES, STEPS, TABLE, Need, Result, Step, main, run_all
+from megatron.fault_tolerance.launch.arguments import add_arguments
+from tools.gpu_day import __main__ as command
+from tools.gpu_day import day, job, results
+from tools.gpu_day.steps import DAYS, Step, Turn
 
-NOTHING_LACKS = dict.fromkeys(Need, False)
-
-
-def step(name: str, code: str, **changes: Any) -> Step:
-    base = Step(name=name, shows=f"shows {name}", words=("-c", code), expected="good", needs=())
-    return replace(base, **changes)
-
-
-# A rank of a test is in a session of its own.
+STEPS = [each for each_day in DAYS.values() for each in each_day.steps]
+# A rank of a job is in a session of its own.
 SLEEPER = """
 import subprocess, sys, time
-command = [sys.executable, "-c", "import time; time.sleep(600)"]
-child = subprocess.Popen(command, start_new_session=True)
-print(child.pid, flush=True)
+words = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(words, start_new_session=True).pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_step_that_fails_hangs_or_shows_nothing_does_not_stop_the_rest(tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work"
+    for module in (results, day, job, command):
+        monkeypatch.setattr(module, "WORK", folder)
+    monkeypatch.setenv("GPU_DAY_WORK", str(folder))
+    return folder
+
+
+def step(name: str, code: str, **changes: Any) -> Step:
+    base = Step(name=name, question=f"{name}?", words=("-c", code), usual_s=1, most_s=60)
+    return replace(base, **changes)
+
+
+def good(name: str, *digest: str) -> str:
+    return (
+        "from tools.gpu_day.results import note\n"
+        f"note({name!r}, 'line of {name}', digest={[list(digest)]})"
+    )
+
+
+def run(steps: Sequence[Step], folder: Path, budget_s: float = 100.0) -> dict[str, Any]:
+    """Run steps; return their results by name."""
+    day.Runner(
+        steps,
+        budget_s=budget_s,
+        folder=folder,
+        env={**os.environ, "PYTHONPATH": str(results.ROOT)},
+        together=2,
+        is_rehearsal=False,
+        title="title",
+    ).run()
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def test_step_that_fails_hangs_or_shows_nothing_does_not_stop_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    is_there = f"assert 'killed after 2 s' in open({str(out / 'summary.md')!r}).read()\n"
     steps = [
-        step("fails", "print('good'); raise SystemExit(3)"),
-        step("silent", "print('12 skipped')"),
-        step("hangs", SLEEPER, minutes=0.05),
-        step("lacks", "print('good')", needs=(Need.TWO_GPUS,)),
-        step("tables", "print('good\\n| a |\\n|---|\\n| 1 |')", expected=TABLE),
-        step("passes", "import os; print('good', os.environ['X'])", env={"X": "7"}),
+        step("probe", "raise SystemExit('no way')", turn=Turn.FIRST),
+        step("hangs", SLEEPER, most_s=2, turn=Turn.FIRST),
+        step("follows", good("follows"), after="probe"),
+        step("long", good("long"), usual_s=1000),
+        step("silent", "print('no result')"),
+        step("reference", good("reference", "a", "b")),
+        step("equal", good("equal", "a", "b"), of="reference"),
+        step("rest", good("rest", "a", "c"), of="reference"),
+        step("lonely", good("lonely", "a", "b"), of="silent"),
+        step("last", is_there + good("last"), turn=Turn.ALONE),
     ]
-    assert run_all(steps, tmp_path, {**NOTHING_LACKS, Need.TWO_GPUS: True}) == 1
-    summary = (tmp_path / "summary.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in summary.splitlines()]
-    assert [(row[0], row[1], row[3]) for row in rows[2:]] == [
-        ("fails", Result.FAILED, "exit code 3"),
-        ("silent", Result.NOTHING, "the log says why"),
-        ("hangs", Result.LATE, "killed after 0.05 minutes"),
-        ("lacks", Result.LACKING, "needs two GPUs"),
-        ("tables", Result.PASSED, ""),
-        ("passes", Result.PASSED, ""),
-    ]
-    assert "good 7" in (tmp_path / "passes.log").read_text()
-    assert "| 1 |" in (tmp_path / "tables.md").read_text()
-    assert not (tmp_path / "lacks.log").exists()
-    child = int((tmp_path / "hangs.log").read_text().split()[-1])
+    found = run(steps, out)
+    assert {name: each["result"] for name, each in found.items()} == {
+        "probe": "FAILED",
+        "hangs": "TOO LATE",
+        "follows": "not begun",
+        "long": "not begun",
+        "silent": "FAILED",
+        "reference": "passed",
+        "equal": "passed",
+        "rest": "DIFFERS",
+        "lonely": "FAILED",
+        "last": "passed",
+    }
+    assert found["follows"]["line"] == "probe has not passed"
+    assert found["long"]["line"].endswith("s were left, it takes about 1000")
+    assert found["equal"]["line"] == "BITWISE EQUAL; line of equal"
+    assert found["probe"]["line"] == "no way (exit code 1)"
+    assert "| last | passed |" in (out / "summary.md").read_text()
+    assert len(list(out.iterdir())) <= 8
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        log = archive.extractfile("logs/hangs.log")
+        assert log is not None
+        child = int(log.read().split()[0])
     assert not is_running(child), "what a step has started holds the GPU"
 
 
@@ -67,61 +112,71 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_steps_run_one_by_one_add_to_one_summary(tmp_path: Path) -> None:
-    steps = [step("first", "print('good')"), step("second", "print('good')")]
-    assert run_all(steps[1:], tmp_path, NOTHING_LACKS, of=steps) == 0
-    assert run_all(steps[:1], tmp_path, NOTHING_LACKS, of=steps) == 0
-    lines = (tmp_path / "summary.md").read_text().splitlines()[2:]
-    assert [line.split("|")[1].strip() for line in lines] == ["first", "second"]
-    assert json.loads((tmp_path / "second.json").read_text())["result"] == "passed"
+def test_step_that_runs_again_begins_without_its_old_job_and_result(
+    tmp_path: Path, work: Path
+) -> None:
+    run([step("once", good("once"))], tmp_path / "first")
+    old = work / "jobs" / "once" / "events.jsonl"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    found = run([step("once", "pass")], tmp_path / "second")
+    assert found["once"]["result"] == "FAILED"
+    assert not old.exists()
 
 
-def test_without_a_gpu_the_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--dry-run"]) == 0
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["monday"], "DAY=monday must be one of first, nccl, te, large"),
+        ([], "DAY=None must be one of"),
+        (["nccl", "n-ep2", "dense"], "STEPS=dense must be steps of nccl"),
+    ],
+)
+def test_unknown_day_or_step_is_refused(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(words)
+    assert error in capsys.readouterr().err
+
+
+def test_python_without_needed_packages_is_refused_before_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "CARRIED", tmp_path)
+    monkeypatch.setattr(command, "_NEEDED", ("no-such-package",))
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["first"])
+    error = capsys.readouterr().err
+    assert f"{sys.executable} lacks no-such-package" in error and "gpu-day-prepare" in error
+
+
+def test_step_that_is_named_brings_what_it_is_compared_with_and_depends_on() -> None:
+    chosen = command.choose(DAYS["nccl"], ["n-ep2-repair"])
+    assert [each.name for each in chosen] == ["facts", "nccl-probe", "n-ep2", "n-ep2-repair"]
+
+
+def test_list_has_every_step_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"| {each.name} " in shown for each in STEPS)
-    assert f"{len(STEPS)} steps would have run" in shown
-    assert main(["--dry-run", "stall"]) == 0
-    assert "1 steps would have run, in at most 9 minutes" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["--dry-run", "nonsense"])
+    assert all(each.name in shown and each.question in shown for each in STEPS)
 
 
-def test_every_step_names_something_that_exists_and_fits_into_ten_minutes() -> None:
-    assert len({each.name for each in STEPS}) == len(STEPS)
-    assert max(each.minutes for each in STEPS) <= MOST_MINUTES
-    collected = collect("tests/gpu", "tests/unit/kernels")
+def test_flags_of_all_jobs_are_flags_of_megatron_and_of_the_product() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(add_megatron_arguments(parser))
     for each in STEPS:
-        if each.words[1] != "pytest":
-            module = each.words[1].replace(".", "/")
-            assert (ROOT / f"{module}.py").is_file(), each.name
-            continue
-        words = [*each.words]
-        expression = Expression.compile(words[words.index("-k") + 1] if "-k" in words else "")
-        places = [word for word in words if word.startswith("tests/")]
-        chosen = [node for node in collected if any(is_in(node, place) for place in places)]
-        if "-k" in words:
-            chosen = [node for node in chosen if expression.evaluate(named_in(node))]
-        assert chosen, f"{each.name}: no test is {shlex.join(words)}"
+        if "tools.gpu_day.job" in each.words:
+            flags = [*each.words[each.words.index("--") + 1 :]]
+            if "--moe-ft-allow-untested" in flags:
+                del flags[(place := flags.index("--moe-ft-allow-untested")) : place + 2]
+            assert not parser.parse_known_args(flags)[1], each.name
 
 
-def named_in(node: str) -> Any:
-    return lambda name, **_: name in node
-
-
-def is_in(node: str, place: str) -> bool:
-    return node == place or node.startswith((f"{place}/", f"{place}::"))
-
-
-def collect(*folders: str) -> list[str]:
-    """Return the names of all tests in folders."""
-    options = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *folders)
-    run = subprocess.run((sys.executable, *options), cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:]
-    return [line for line in run.stdout.splitlines() if "::" in line]
-
-
-def test_every_test_for_a_gpu_is_in_a_step() -> None:
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py")}
-    named = {word.split("::")[0] for each in STEPS for word in each.words if "tests/" in word}
-    assert files <= named
+def test_step_of_a_rank_trains_on_this_machine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "IS_REHEARSAL", True)
+    job.main(["alone", "--", "--train-iters", "2"])
+    result = json.loads((work / "results" / "alone.json").read_text())
+    assert result["is_good"], result["line"]
+    assert len(result["digest"]) == 1
+    assert "1 ranks" in result["line"] and "loss" in result["line"]

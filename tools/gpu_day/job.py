@@ -1,0 +1,238 @@
+"""A training job of a day, undisturbed or with a fault. Its digests are left to be compared (day.py).
+
+    python -m tools.gpu_day.job NAME [--ranks N] [--fault FAULT] [--backend gloo|nccl] [--model big]
+        [--with-compile] -- FLAG...
+
+One rank starts by itself, and again after a fault. Several share the first GPU (one_gpu.py) under torchrun,
+which starts them again, or, with --moe-ft-repair, under `moe_ft keep`, which replaces the dead one.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moe_ft.events import event_path, read_events
+from tools.gpu_day.day import memory_of
+from tools.gpu_day.results import IS_REHEARSAL, ROOT, WORK, note, rate
+
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 512 "
+    "--moe-ffn-hidden-size 512 --num-experts 8 --moe-router-topk 2 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01 --seq-length 256 --max-position-embeddings 256 "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0.1 --attention-dropout 0.0 "
+    "--micro-batch-size 4 --global-batch-size 16 --train-iters 12 --lr 1e-3 "
+    "--lr-decay-style constant --clip-grad 1.0 --bf16 --use-distributed-optimizer --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 1024 "
+    "--mock-data --split 100,0,0 --distributed-timeout-minutes 2 --seed 1234"
+)
+# Of two values of a flag the last one counts. 0.6 B parameters: 7.2 GB of masters and moments.
+BIG = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 1536 "
+    "--moe-ffn-hidden-size 1536 --num-experts 16 --seq-length 1024 --max-position-embeddings 1024 "
+    "--hidden-dropout 0.0 --lr 1e-4 --train-iters 25 --log-interval 5"
+)
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 64 "
+    "--moe-ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 256 --micro-batch-size 2 --global-batch-size 8"
+)
+_WARM = 6  # iterations that are not measured, if there are enough
+
+
+class Job:
+    """A job, its processes and its event logs."""
+
+    def __init__(self, options: argparse.Namespace, flags: Sequence[str]) -> None:
+        self.name, self.num_ranks, self.fault = options.name, options.ranks, options.fault
+        self.backend = "gloo" if IS_REHEARSAL else options.backend
+        self.is_compiled = options.with_compile and not IS_REHEARSAL
+        self.folder = WORK / "jobs" / self.name
+        self.memory = memory_of(self.name)
+        self.flags = [*MODEL.split(), *(BIG.split() if options.model == "big" else ())]
+        if IS_REHEARSAL:
+            self.flags += SMALL.split()
+        self.flags += [*flags, "--moe-ft-event-log", str(self.folder / "events")]
+        self.flags += ["--moe-ft-state-digest", "--data-cache-path", str(WORK / "data_cache")]
+        if self.backend:
+            self.flags += ["--distributed-backend", self.backend]
+        if "--moe-ft-strategy" in flags:
+            self.flags += ["--moe-ft-job-id", self.name, "--moe-ft-memory-dir", str(self.memory)]
+        if self.fault:
+            self.flags += ["--moe-ft-inject-fault", self.fault]
+
+    @property
+    def is_repaired(self) -> bool:
+        """True if `moe_ft keep` replaces ranks."""
+        return "--moe-ft-repair" in self.flags
+
+    def run(self) -> str:
+        """Train; return why that is no result, if so."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            code = self._start(0)
+            if self.fault and self.num_ranks == 1:
+                if code == 0 or not self.events("fault_injected"):
+                    return f"exit code {code} before the fault: {self._said(0)}"
+                code = self._start(1)
+        finally:
+            shutil.rmtree(self.memory, ignore_errors=True)
+        last = int(bool(self.fault) and self.num_ranks == 1)
+        return f"exit code {code}: {self._said(last)}" if code else ""
+
+    def _start(self, number: int) -> int:
+        env = {
+            **os.environ,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            "NCCL_ALGO": "Ring",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        }
+        if not self.is_compiled:
+            env["TORCHDYNAMO_DISABLE"] = "1"  # starts are faster, and it is another question
+        words = ["pretrain_gpt_moe.py"]
+        if self.num_ranks == 1:
+            env["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        else:
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            words = [*self._launcher(), "-m", "tools.gpu_day.one_gpu", *words]
+        words = [sys.executable, *words, *self.flags]
+        with self._log(number).open("w") as log:
+            print("$", *words, file=log, flush=True)
+            return subprocess.run(words, cwd=ROOT, env=env, stdout=log, stderr=log).returncode
+
+    def _launcher(self) -> list[str]:
+        with socket.socket() as each:
+            each.bind(("127.0.0.1", 0))
+            port = each.getsockname()[1]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.num_ranks)]
+        launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", self.name]
+        launcher += ["--rdzv-endpoint", f"localhost:{port}"]
+        return [*launcher, *(["-m", "moe_ft", "keep", "--"] if self.is_repaired else [])]
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"start_{number}.log"
+
+    def _said(self, number: int) -> str:
+        """Return the line of a log that names the error best. The launcher's own is about all ranks alike."""
+        text = self._log(number).read_text(errors="replace")
+        lines = [each for each in text.splitlines() if each.strip() and "ChildFailed" not in each]
+        for mark in (": error: ", "Error: ", "moe_ft: "):
+            if marked := [each for each in lines if mark in each]:
+                return marked[-1][:300]
+        return lines[-1][:300]
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the events of these kinds, of all ranks one after the other."""
+        paths = [event_path(self.folder / "events", rank) for rank in range(self.num_ranks)]
+        return [
+            each
+            for path in paths
+            if path.exists()
+            for each in read_events(path)
+            if each["event"] in kinds
+        ]
+
+    def digests(self) -> list[list[str]]:
+        """Return the last digests of each rank: of weights and moments, and of all state."""
+        found = {each["rank"]: each for each in self.events("state_digest")}
+        return [[found[rank]["sha256"], found[rank]["sha256_all"]] for rank in sorted(found)]
+
+    def problems(self) -> list[str]:
+        """Return what the events lack of what the job was to show."""
+        found = []
+        if len(self.digests()) < self.num_ranks:
+            found.append("ranks have left no digest")
+        losses = [each["loss"] for each in self.events("iteration") if each["loss"] is not None]
+        if not self.fault and not (losses and losses[-1] < losses[0]):
+            found.append("the loss does not fall")
+        if self.fault and not self.events("recovery"):
+            found.append("nothing was recovered")
+        if self.is_repaired and not self.events("repair"):
+            found.append("nothing was repaired in place")
+        if "--moe-ft-breakpoints" in self.flags:
+            ends = self.events("breakpoint")
+            if not ends or any(each["problem"] for each in ends):
+                found.append(f"breakpoints: {[each['problem'] for each in ends]}")
+        return found
+
+    def _num_skipped(self) -> int:
+        return sum(each.get("part") == "snapshot" for each in self.events("skipped"))
+
+    def figures(self) -> str:
+        """Return the figures of the events in words."""
+        ends = self.events("iteration")
+        ends = ends[_WARM:] if len(ends) > 2 * _WARM else ends
+        losses = [each["loss"] for each in ends if each["loss"] is not None]
+        parts = [
+            f"{self.num_ranks} ranks",
+            f"{1e3 * median(each['iteration_s'] for each in ends):.0f} ms an iteration, of it stalled "
+            f"{1e3 * median(each['stall_s'] for each in ends):.1f} "
+            f"(most {1e3 * max(each['stall_s'] for each in ends):.1f})",
+        ]
+        if losses:
+            parts.append(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        peak = max(
+            (each["peak_device_memory_bytes"] or 0 for each in self.events("end")), default=0
+        )
+        if peak:
+            parts.append(f"{peak / 2**30:.2f} GiB on the device")
+        if snapshots := self.events("snapshot"):
+            size, copy_s, whole_s = (
+                median(each[key] for each in snapshots) for key in ("bytes", "copy_s", "seconds")
+            )
+            parts.append(
+                f"{len(snapshots)} snapshots of {size / 2**20:.1f} MiB, copied in {1e3 * copy_s:.1f} ms "
+                f"({rate(size, copy_s)} GB/s), complete after {whole_s:.2f} s, "
+                f"{self._num_skipped()} skipped"
+            )
+        for each in self.events("degraded")[:1]:
+            parts.append(f"degraded: {each['part']}: {each['reason'][:160]}")
+        if recoveries := self.events("recovery"):
+            parts.append(f"continued from iteration {recoveries[0]['iteration']}")
+        if repairs := self.events("repair"):
+            phases = {name: round(s, 2) for name, s in repairs[0]["phases_s"].items()}
+            slowest_s = max(each["seconds"] for each in repairs)
+            parts.append(
+                f"repaired in place in {repairs[0]['seconds']:.2f} s (slowest {slowest_s:.2f}) {phases}"
+            )
+        return ", ".join(parts)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run a job and leave its result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--backend", default="")
+    parser.add_argument("--model", choices=("usual", "big"), default="usual")
+    parser.add_argument("--with-compile", action="store_true")
+    given = list(sys.argv[1:] if words is None else words)
+    place = given.index("--")
+    options = parser.parse_args(given[:place])
+    if options.ranks > 1 and not options.backend:
+        options.backend = "gloo"
+    job = Job(options, given[place + 1 :])
+    begin_s = time.monotonic()
+    failure = job.run()
+    seconds = time.monotonic() - begin_s
+    if failure:
+        note(job.name, f"{failure}, after {seconds:.0f} s", is_good=False)
+        return
+    problems = job.problems()
+    line = "; ".join([*problems, f"{job.figures()}, start to end {seconds:.0f} s"])
+    note(job.name, line, is_good=not problems, digest=job.digests())
+
+
+if __name__ == "__main__":
+    main()
