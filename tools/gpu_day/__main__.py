@@ -126,7 +126,6 @@ def environment(day: Day, *, is_rehearsal: bool) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "TRITON_CACHE_DIR": str(WORK / "triton"),
-        "PYTHONPYCACHEPREFIX": str(WORK / "pycache"),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
@@ -184,7 +183,7 @@ def main(words: Sequence[str] | None = None) -> int:
         budget_s=options.budget_s or day.budget_s,
         folder=options.folder.resolve(),
         env=environment(day, is_rehearsal=is_rehearsal),
-        together=options.together or max(2, min(day.together, num_cores)),
+        together=options.together or max(3, min(day.together, num_cores)),
         is_rehearsal=is_rehearsal,
         title=title,
     )

@@ -87,9 +87,12 @@ class Runner:
         by_turn = {turn: [each for each in self._steps if each.turn is turn] for turn in Turn}
         for step in by_turn[Turn.FIRST]:
             self._take(step)
+        together, alone = by_turn[Turn.TOGETHER], by_turn[Turn.ALONE]
+        if self._is_rehearsal:  # no figure counts
+            together, alone = [*together, *alone], []
         with ThreadPoolExecutor(self._together) as pool:
-            list(pool.map(self._take, by_turn[Turn.TOGETHER]))
-        for step in by_turn[Turn.ALONE]:
+            list(pool.map(self._take, together))
+        for step in alone:
             self._take(step)
         return all(each.result is Result.PASSED for each in self._compared())
 

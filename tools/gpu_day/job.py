@@ -53,7 +53,9 @@ class Job:
     """A job, its processes and its event logs."""
 
     def __init__(self, options: argparse.Namespace, flags: Sequence[str]) -> None:
-        self.name, self.num_ranks, self.fault = options.name, options.ranks, options.fault
+        self.name: str = options.name
+        self.num_ranks: int = options.ranks
+        self.fault: str = options.fault
         self.backend = "gloo" if IS_REHEARSAL else options.backend
         self.is_compiled = options.with_compile and not IS_REHEARSAL
         self.folder = WORK / "jobs" / self.name

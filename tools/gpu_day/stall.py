@@ -20,6 +20,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import benchmarks.ours
 import benchmarks.peers
@@ -124,7 +125,7 @@ class Raw(Candidate):
 class DcpProcess(benchmarks.peers.DcpThread):
     """torch DCP as on a GPU: a thread copies to pinned shared memory that is kept, a process writes it."""
 
-    kind = benchmarks.peers.AsyncCheckpointerType.PROCESS
+    kind = AsyncCheckpointerType.PROCESS
     staging = StagingOptions(
         use_pinned_memory=_DEVICE == "cuda",
         use_shared_memory=True,
