@@ -58,7 +58,7 @@ class Job:
         self.fault: str = options.fault
         self.backend = "gloo" if IS_REHEARSAL else options.backend
         self.is_compiled = options.with_compile and not IS_REHEARSAL
-        self.folder = WORK / "jobs" / self.name
+        self.folder: Path = WORK / "jobs" / self.name
         self.memory = memory_of(self.name)
         self.flags = [*MODEL.split(), *(BIG.split() if options.model == "big" else ())]
         if IS_REHEARSAL:
