@@ -5,6 +5,7 @@ MoeFtError
 |                           ValueError)
 +-- PlanError               no valid plan exists for this topology and state (also a ValueError)
 +-- SnapshotError           a copy to host memory failed, or a region was used out of turn
++-- PinError                CUDA cannot register host memory: copies to it would hold training up
 +-- CorruptStateError       a checksum, size, index or manifest does not match (also an OSError)
 |   +-- FormatVersionError  the file is of another version of moe_ft: intact, and not readable here
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
@@ -35,6 +36,10 @@ class PlanError(MoeFtError, ValueError):
 
 class SnapshotError(MoeFtError):
     """A snapshot failed, or memory that must be kept would be overwritten."""
+
+
+class PinError(MoeFtError):
+    """CUDA refuses to register host memory, so that no GPU can copy into it directly."""
 
 
 class CorruptStateError(MoeFtError, OSError):

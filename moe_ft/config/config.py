@@ -43,10 +43,14 @@ class MemoryConfig(Part):
         "most host memory a node may give to snapshots and replicas, such as 512GiB",
         metavar="SIZE",
     )
+    pin: str = setting(
+        "require",
+        "where CUDA cannot pin the memory of snapshots: require = the start fails; try = copies are slower",
+        choices=("require", "try"),
+    )
     replication_factor: str = setting(
         "auto",
-        "copies of every rank's state in the memory of other nodes; auto = 2 where the nodes allow "
-        "it, else 1, and 0 on one node",
+        "copies of a rank's state at other nodes; auto = 2 where these allow it, else 1, and 0 on one node",
         metavar="N|auto",
         bounds=Bounds(at_least=0),
     )
@@ -90,8 +94,7 @@ class MemoryConfig(Part):
     )
     node_id: str | None = setting(
         None,
-        "name of this node; default: the environment variable MOE_FT_NODE_ID, SLURMD_NODENAME or "
-        "the host name",
+        "name of this node; default: MOE_FT_NODE_ID or SLURMD_NODENAME of the environment, or the host name",
         metavar="NAME",
     )
 
@@ -152,9 +155,7 @@ class MemoryConfig(Part):
 class StorageConfig(Part):
     """Storage: checkpoints that outlive all nodes."""
 
-    persist_dir: str | None = setting(
-        None, "directory or fsspec URL for checkpoints on storage", metavar="URL"
-    )
+    persist_dir: str | None = setting(None, "folder or fsspec URL for checkpoints", metavar="URL")
     persist_interval: int = setting(
         10,
         "every how many complete snapshots one is written to storage; 0 = never",
@@ -315,8 +316,7 @@ class FaultConfig(Part):
     )
     fault_report_grace_s: float = setting(
         5.0,
-        "seconds a failing rank waits for the other ranks' reports before it names the "
-        "ranks that gave none; 0 = do not wait",
+        "seconds a failing rank waits for others' reports before it names those without; 0 = do not wait",
         metavar="SECONDS",
         bounds=Bounds(at_least=0, at_most=600),
         reason="a launcher kills a slow rank after 30 seconds or so",

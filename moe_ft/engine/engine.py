@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe_ft.engine.agreement import StageSum
-from moe_ft.engine.background import BackgroundPart, Messages, PhaseHook, Report
+from moe_ft.engine.background import BackgroundPart, Messages, PhaseHook, Report, Reports
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
@@ -37,6 +37,7 @@ from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile, Stall
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
+from moe_ft.errors import PinError
 from moe_ft.files.patience import waiting
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
@@ -63,6 +64,7 @@ class EngineSettings:
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
         num_streams: connections to each peer.
         keeps_gradients: whether peers make replicas of gradients.
+        needs_pins: whether a start fails if CUDA cannot register its memory.
     """
 
     interval: int | None
@@ -73,6 +75,7 @@ class EngineSettings:
     dense_interval: int = 0
     num_streams: int = 1
     keeps_gradients: bool = False
+    needs_pins: bool = True
 
     @property
     def persists(self) -> bool:
@@ -161,11 +164,11 @@ class CheckpointEngine:
         return None if self._decisions.is_off else self._strategy.debts
 
     def start(self, iteration: int, restored: Handover | None) -> None:
-        """Open memory, accept replicas, start workers and the writer; raises OSError if there is no room."""
+        """Open memory, accept replicas, start workers and the writer; raises OSError or PinError."""
         context = self._context
         self._memory.open((restored.start, restored.iteration) if restored else None)
         if context.is_on_gpu:
-            self._memory.pin()
+            _pin(self._memory, self._settings, self._reports, iteration)
         self._start_iteration = self._iteration = iteration
         kept = self._windows.start(iteration, restored)
         is_in_use = restored is not None and restored.needs_breakpoint
@@ -404,7 +407,7 @@ class CheckpointEngine:
         return self._start_iteration if is_in_memory else None
 
     def close(self) -> None:
-        """End workers, connections and the writer process. The memory stays."""
+        """End workers, connections and the writer process; then nothing uses the memory, whose files stay."""
         if self.breakpoints is not None:
             self.breakpoints.close()
         self._writer.close(_CLOSE_DEADLINE_S)
@@ -413,10 +416,19 @@ class CheckpointEngine:
         if self._supervisor is not None:
             self._supervisor.close()
         self._context.server.close()
-        if self._context.is_on_gpu:
-            self._memory.unpin()
         self._memory.close()
 
     def remove_memory(self) -> None:
         """Remove this rank's memory; the run has ended cleanly."""
         self._memory.remove()
+
+
+def _pin(memory: RankMemory, settings: EngineSettings, reports: Reports, iteration: int) -> None:
+    """Pin a rank's memory; if CUDA refuses, report that, or raise PinError where it must not."""
+    try:
+        memory.pin()
+    except PinError as error:
+        if settings.needs_pins:
+            raise
+        reason = f"--moe-ft-pin=try: snapshots take longer and training waits for them: {error}"
+        reports.degraded(BackgroundPart.MEMORY, iteration, reason)

@@ -16,6 +16,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
+from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.seats import Seat
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
@@ -66,6 +67,7 @@ class Checkpoints(LoopListener):
         self._breakpoints: Breakpoints | None = None
         self._began_with = ""
         self._running: Checkpointing | None = None
+        self._mappings = Mappings(lasts=True)  # from one start to the next in this process
         self._resumption: Resumption | None = None
         self._seam: StateSeam | None = None
         self._may_lose_memory = False  # at the end: nothing in memory is needed any more
@@ -114,6 +116,7 @@ class Checkpoints(LoopListener):
             lambda phase, iteration: self._faults.enter_phase(iteration, phase),  # any thread
             lambda site: self._faults.set_node(lambda: _node_of(site)),
             self._loop.most_iteration,
+            self._mappings,
         )
         self._running = running
         if running.outcome.record is None and self._loop.most_iteration is not None:
@@ -336,6 +339,7 @@ class Checkpoints(LoopListener):
     def close(self) -> None:
         if self._running is not None:
             self._running.close(removes_memory=self._is_over)
+        self._mappings.close()
 
 
 class PipelineLog(LoopListener):

@@ -123,6 +123,8 @@ class Together(LoopListener):
     def suspend(self, iteration: int) -> None:
         """End checkpointing of this start, and the dead ranks' part for good."""
         self._call(lambda each: each.suspend(iteration))
+        for each in self._dead.values():
+            each.checkpoints.close()  # another process may speak for it next
         self._end()
 
     @override

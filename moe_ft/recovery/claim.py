@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
@@ -50,8 +51,11 @@ class Claimed:
     trouble: Trouble | None = None
 
 
-def claim(met: Met, opened: ExitStack) -> Claimed:
+def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Claimed:
     """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
+
+    Args:
+        mappings: of this rank; what an earlier start has left there and this one does not need goes.
 
     Raises:
         ConfigError: if a directory in memory cannot be used, any is used by another job, or there is too
@@ -70,15 +74,22 @@ def claim(met: Met, opened: ExitStack) -> Claimed:
     directory = together(open_persist_directory)
     troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
     together(lambda: check_memory(site, met.peers))
+    memory = memory_of(site, met.peers, site.topology, mappings)
+    memory.release_others()
     return Claimed(
-        memory=memory_of(site, met.peers, site.topology),
+        memory=memory,
         storage=directory.storage,
         lock=directory.lock,
         trouble=next(troubles, None),
     )
 
 
-def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) -> RankMemory:
+def memory_of(
+    site: Site,
+    peers: Sequence[tuple[int, ...]],
+    topology: Topology,
+    mappings: Mappings | None = None,
+) -> RankMemory:
     """Return a rank's share of its node's memory, with the sizes that a topology says; nothing is opened."""
     return RankMemory(
         site.node_dir,
@@ -86,6 +97,7 @@ def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) 
         topology,
         sources_of(peers, site.rank),
         persists=site.writes_to_storage,
+        mappings=mappings,
     )
 
 

@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 from moe_ft.config.fields import size_text
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
-from moe_ft.engine.memory.job_directory import rank_and_holder
+from moe_ft.engine.memory.job_directory import file_system_type, rank_and_holder
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import holds
 from moe_ft.engine.memory.restored import FetchedWindow, Handover
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import WriterSettings
-from moe_ft.errors import ConfigError, SnapshotError
+from moe_ft.errors import ConfigError, PinError, SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
@@ -53,7 +53,7 @@ def protect(
         trouble: why the persist directory cannot be used yet; empty if it can be.
 
     Raises:
-        ConfigError: if the memory directory has no room for the regions of a rank.
+        ConfigError: if there is no room for the regions of a rank, or CUDA cannot pin them.
     """
     if restored is not None and restored.plan.is_other_layout:
         if not met.strategy.saves_all:
@@ -70,6 +70,8 @@ def protect(
             make_room(site, met.peers, _needed(restored))
             given = hand_over(restored, met.strategy, site.node_dir, site.rank, peers)
             engine.start(iteration, given)
+        except PinError as error:
+            raise _pin_refusal(site, error) from error
         except (OSError, SnapshotError) as error:
             raise ConfigError(
                 f"--moe-ft-memory-dir={site.config.memory.memory_dir} cannot hold the regions of rank "
@@ -84,6 +86,21 @@ def protect(
         engine.protect()
         opened.pop_all()
     return engine
+
+
+def _pin_refusal(site: Site, error: PinError) -> ConfigError:
+    memory_dir, kind = site.config.memory.memory_dir, file_system_type(site.node_dir)
+    cause = (
+        "locked memory is limited (ulimit -l, or by the container), a sandbox such as gVisor forbids it, or "
+        "the file has more than 512 GiB. Raise the limit, which `python -m moe_ft doctor` shows"
+    )
+    if kind != "tmpfs":
+        cause = f"the directory is on {kind}, and Linux pins only tmpfs. Name one below /dev/shm"
+    return ConfigError(
+        f"--moe-ft-pin=require with --moe-ft-memory-dir={memory_dir}: the memory of rank {site.rank} on node "
+        f"{site.node} cannot be pinned for its GPU: {error}. Likely causes: {cause}; or give --moe-ft-pin "
+        "try: then snapshots take longer, and training waits for them."
+    )
 
 
 def _build(
@@ -105,6 +122,7 @@ def _build(
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
             num_streams=config.memory.streams,
             keeps_gradients=config.memory.sends_gradients,
+            needs_pins=config.memory.pin == "require",
         ),
         EngineContext(
             rank=met.site.rank,
@@ -358,7 +376,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
     more = min({*range(_MOST_POOLS + 1)} - everywhere)
     site = replace(met.site, topology=_with_slots(met.site.topology, more))
     claimed.memory.close()
-    memory = memory_of(site, met.peers, site.topology)
+    memory = memory_of(site, met.peers, site.topology, claimed.memory.mappings)
     return replace(met, site=site), replace(claimed, memory=memory)
 
 

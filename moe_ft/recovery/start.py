@@ -24,6 +24,7 @@ from msgspec import UNSET
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
+from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.patience import waiting
 from moe_ft.format.identity import Identity, Start
@@ -57,6 +58,7 @@ def start(
     phase_hook: PhaseHook,
     note_site: Callable[[Site], None] = lambda site: None,
     most_iteration: int | None = None,
+    mappings: Mappings | None = None,
 ) -> Checkpointing:
     """Recover what can be recovered and start checkpointing. Called by all ranks.
 
@@ -68,19 +70,19 @@ def start(
         note_site: called with this rank's place as soon as it is known.
         most_iteration: the latest that may be recovered; None for any. A loop that has not finished an
             iteration yet must run it again, not skip it.
+        mappings: owned by the caller, who closes them after the last start; None if this is the only one.
 
     Raises:
         ConfigError: if the flags do not fit this machine, or the state that is there is another model's.
         UnrecoverableError: if there is state and none of it is usable, or nothing is there and
             --moe-ft-on-missing=fail.
-        StorageAwayError: if storage may hold what is needed, and has not answered for a while; or if it
-            cannot be written to, and nothing is recovered.
+        StorageAwayError: if storage that is needed does not answer, or a fresh start cannot write to it.
     """
     phases_s: dict[str, float] = {}
     with ExitStack() as opened:
         met = meet(config, facts, built, phase_hook, opened)
         note_site(met.site)
-        claimed = claim(met, opened)
+        claimed = claim(met, opened, mappings)
         strategy = met.strategy  # checksums only of weights that are not always saved
         origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
         planner, offer = _find(met, claimed, most_iteration, phases_s)

@@ -150,9 +150,11 @@ class Finding:
     problem: str
 
 
-def check(schedule: Schedule, folder: Path = Path("/dev/shm")) -> list[str]:
+def check(
+    schedule: Schedule, folder: Path = Path("/dev/shm"), *, refuses_pins: bool = False
+) -> list[str]:
     """Run a schedule on late devices; return what is wrong."""
-    with installed(), late_devices(schedule.seed) as devices:
+    with installed(), late_devices(schedule.seed, refuses_pins=refuses_pins) as devices:
         verdict = attempt(schedule, folder)
         violations = [each for each in verdict.violations if _SLOW not in each]
         return [*devices.conflicts, *violations]

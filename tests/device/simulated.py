@@ -46,9 +46,11 @@ class Devices:
     Attributes:
         has_buffers: whether anything but weights and moments is on a device. Where nothing is, taking a
             record waits for no copy.
+        refuses_pins: whether no memory of the host can be registered.
     """
 
     seed: int
+    refuses_pins: bool = False
     all: list[Device] = field(default_factory=list)
 
     @property
@@ -229,9 +231,9 @@ class ReferenceTable:
 
 
 @contextmanager
-def late_devices(seed: int) -> Iterator[Devices]:
+def late_devices(seed: int, *, refuses_pins: bool = False) -> Iterator[Devices]:
     """Put late devices into a simulation that is installed already."""
-    devices, patches = Devices(seed), Patches()
+    devices, patches = Devices(seed, refuses_pins), Patches()
     try:
         _install_cuda(devices, patches)
         _install_model(devices, patches)
@@ -262,7 +264,7 @@ def _install_cuda(devices: Devices, patches: Patches) -> None:
     patches.divert(torch.cuda, "set_device", lambda world, _: of(world).set_current())
     patches.divert(torch.cuda, "current_stream", lambda world, *_: of(world).current)
     patches.divert(torch.cuda, "synchronize", lambda world, *_: of(world).synchronize())
-    patches.divert(torch.cuda, "cudart", lambda world: _Runtime(of(world)))
+    patches.divert(torch.cuda, "cudart", lambda world: _Runtime(of(world), devices.refuses_pins))
     for name in ("zeros", "tensor"):
         patches.divert(torch, name, partial(_make, devices, getattr(torch, name)))
 
@@ -312,10 +314,15 @@ def _reference_table(table: Any) -> ReferenceTable:
 class _Runtime:
     """The calls of `torch.cuda.cudart()` that the product makes."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, refuses_pins: bool) -> None:  # noqa: FBT001
+        self._device, self._refuses = device, refuses_pins
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"error {error} of the device"
 
     def cudaHostRegister(self, first: int, num_bytes: int, _: int) -> int:  # noqa: N802
+        if self._refuses:
+            return 1
         self._device.pin(first, num_bytes)
         return 0
 

@@ -2,6 +2,7 @@
 
 import ast
 
+import msgspec
 import pytest
 import torch
 
@@ -30,6 +31,18 @@ def test_jobs_whose_checksums_have_several_threads_break_no_promise(
     monkeypatch.setattr(checksums, "_LEAST_BYTES", 0)
     for schedule in schedules(SEEDS[:1]):
         assert check(schedule) == [], schedule
+
+
+def test_jobs_that_may_continue_without_pinned_memory_say_so_and_break_no_promise() -> None:
+    for schedule in schedules(range(1)):
+        setup = msgspec.structs.replace(schedule.setup, pin="try")
+        trying = msgspec.structs.replace(schedule, setup=setup)
+        problems = check(trying, refuses_pins=True)
+        reported = "'memory', 'reason': '--moe-ft-pin=try: snapshots take longer"
+        assert problems, "a failure to pin is an event"
+        assert [each for each in problems if reported not in each] == [], schedule
+        (refusal, *_) = check(schedule, refuses_pins=True)
+        assert "--moe-ft-pin=require" in refusal
 
 
 @pytest.mark.parametrize(

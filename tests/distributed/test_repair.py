@@ -3,6 +3,7 @@
 The launcher never learns of it: nothing is restarted. What cannot be repaired is restarted as before.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -26,12 +27,30 @@ def test_ranks_killed_in_a_log_line_and_stopped_in_an_iteration_are_replaced_one
             "DYING": "kill:2@5",  # of iteration 4, counted from 0
             "DYING_IN": "log",
             "DYING_MARKER": str(repaired.folder / "has_died"),
+            "PINS_DIR": str(repaired.folder),
         },
     )
     # The window that began with the repair at iteration 3 is complete at 6, if it was committed in time.
     repaired.check([2, 3], [4, 6], [{3}, {3, 6}])
     compiled = re.findall(rf"{COMPILES} on rank (\d)", (repaired.folder / "log").read_text())
     assert sorted(compiled) == ["0", "1", "2", "3"], "not in a replacement"
+    check_pins(repaired)
+
+
+def check_pins(job: RepairedJob) -> None:
+    """Check that only new processes have pinned and touched memory, and that all was let go at the end."""
+    for rank in range(job.num_ranks):
+        text = (job.folder / f"pins_{rank}").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        *starts, end = lines
+        assert (end["seam"], end["kept"]) == ("close", 0)
+        new = [
+            each["pid"] not in {one["pid"] for one in starts[:at]} for at, each in enumerate(starts)
+        ]
+        assert len(starts) > new.count(True)
+        assert [each["pinned"] > 0 for each in starts] == new, starts
+        assert [each["touched"] > 0 for each in starts] == new, starts
+        assert len({each["kept"] for each in starts}) == 1
 
 
 @pytest.mark.rest

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_ft.engine.boundary.log import SendCopier
-from moe_ft.engine.memory.rank_memory import _pin
 from tests.unit.moe_ft.engine.boundary.logs import open_log, sends_of, small_log
 
 pytestmark = [
@@ -35,7 +34,7 @@ def test_memory_of_a_sent_tensor_is_not_given_away_before_the_copy_has_ended() -
 def test_log_of_tensors_on_a_gpu_holds_what_was_sent(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         for slot in log.slots:
-            _pin(slot)
+            slot.mappings.pin([slot.data_path])
         for iteration in range(4):
             log.log.keep(iteration)
             log.take(iteration, [(*each[:2], each[2].cuda()) for each in sends_of(iteration)])
@@ -44,6 +43,3 @@ def test_log_of_tensors_on_a_gpu_holds_what_was_sent(tmp_path: Path) -> None:
             logged = open_log(tmp_path)[0][iteration]
             for entry, (_, _, tensor) in zip(logged.index.sent, sends_of(iteration), strict=True):
                 assert bytes(logged.read(entry)) == tensor.view(torch.uint8).numpy().tobytes()
-        for slot in log.slots:
-            view = torch.frombuffer(slot.view, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostUnregister(view.data_ptr())

@@ -41,6 +41,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         later: layouts of the starts after the first; those after these have the last one.
         fan_out: ranks of a group of the agreement.
         streams: as --moe-ft-streams takes it.
+        pin: as --moe-ft-pin takes it.
         dead: ``[start]`` the rank that is dead in it, for which the one before it in its stage speaks; -1
             for none, as in all further starts.
         boost: as --moe-ft-capacity-boost takes it.
@@ -65,6 +66,7 @@ class Setup(Shape, frozen=True, kw_only=True):
     later: tuple[Shape, ...] = ()
     fan_out: int = FAN_OUT
     streams: int = 1
+    pin: str = "require"
     boost: float = 0.0
     dead: tuple[int, ...] = ()
 
@@ -122,6 +124,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 breakpoints=self.breakpoints,
                 upstream_log=self.upstream_log,
                 streams=self.streams,
+                pin=self.pin,
             ),
             storage=StorageConfig(
                 persist_dir=storage,

@@ -279,7 +279,7 @@ def install(patches: Patches) -> None:
     patches.divert(signal, "signal", _handle_signal)
     patches.divert(resource, "getrlimit", lambda world, what: (_MANY_DESCRIPTORS,) * 2)
     patches.divert(resource, "setrlimit", lambda world, what, limits: None)
-    tmpfs = [SimpleNamespace(mountpoint="/", fstype="tmpfs")]
+    tmpfs = [SimpleNamespace(mountpoint="/", fstype="tmpfs", opts="rw")]
     patches.divert(psutil, "disk_partitions", lambda world, all=False: tmpfs)
     patches.divert(subprocess, "Popen", WriterProcess)
     patches.divert(writer, "_read_settings", _read_settings)

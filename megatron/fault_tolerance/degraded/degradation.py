@@ -150,6 +150,7 @@ class Degradation:
         checkpoints, args = listeners.find(Checkpoints), get_args()
         tell = partial(_tell_idle, groups, listeners.loop)
         if dist.get_rank() in groups.idle:
+            checkpoints.close()  # its deputy has the memory now, and may remove it
             self._stand_in = Idle(checkpoints, tell)
             listeners.replace(checkpoints, self._stand_in)
             return

@@ -44,7 +44,7 @@ class SendCopier:
         """Copy a tensor; from a GPU, only begin to, and leave the tensor free to be freed.
 
         Args:
-            target: ``[bytes]`` in host memory, pinned if the tensor is on a GPU.
+            target: ``[bytes]`` in host memory; unless it is pinned, this waits until a GPU has copied.
         """
         source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if not source.is_cuda:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
+from typing import Any
 
 import filelock
 import msgspec
@@ -121,12 +122,23 @@ def indexes_in[Kind: (Index, IndexHead, BoundaryIndex)](
 
 def file_system_type(path: Path) -> str:
     """Return the type of the file system that a path is on, such as tmpfs; empty if unknown."""
+    mount = _mount_of(path)
+    return "" if mount is None else str(mount.fstype)
+
+
+def huge_pages(path: Path) -> tuple[str, str]:
+    """Return the option huge= of the tmpfs that a path is on, and its mount point; never without one."""
+    mount = _mount_of(path)
+    if mount is None or mount.fstype != "tmpfs":
+        return "never", ""
+    given = [each for each in mount.opts.split(",") if each.startswith("huge=")]
+    return given[-1].removeprefix("huge=") if given else "never", str(mount.mountpoint)
+
+
+def _mount_of(path: Path) -> Any:
     path = path.resolve()
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    for parent in (path, *path.parents):
-        if parent in mounts:
-            return mounts[parent]
-    return ""
+    mounts = {Path(each.mountpoint): each for each in psutil.disk_partitions(all=True)}
+    return next((mounts[each] for each in (path, *path.parents) if each in mounts), None)
 
 
 class JobMarker(msgspec.Struct, frozen=True):

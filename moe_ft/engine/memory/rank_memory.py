@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from moe_ft.engine.memory.job_directory import (
     own_directory,
     rank_and_holder,
     remove_node,
     replica_directory,
 )
+from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import (
     BOUNDARY_FILE_NAME,
@@ -26,8 +25,6 @@ from moe_ft.engine.memory.regions import (
     Region,
     breakpoint_region,
 )
-from moe_ft.errors import SnapshotError
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
@@ -66,11 +63,12 @@ class RankMemory:
         sources: Sequence[int],
         *,
         persists: bool,
+        mappings: Mappings | None = None,
     ) -> None:
+        """Open nothing yet. `mappings` may have files of an earlier start; without, nothing stays mapped."""
         self.node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
         self._node = own.node
-        self._pinned: list[MappedFile] = []
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
         self.pool = _pool(own_directory(node_dir, rank), own)
         self.breakpoint = (
@@ -93,6 +91,10 @@ class RankMemory:
             )
             for source in sources
         }
+        self.mappings = mappings or Mappings()
+        self.mappings.num_sharers = len(topology.on_node(own.node))
+        for file in self._files():
+            file.mappings = self.mappings
 
     @property
     def num_own_bytes(self) -> int:
@@ -111,10 +113,15 @@ class RankMemory:
             restored: writer and iteration of the state that is to be kept: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
         """
+        self.release_others()
         for file in self._files():
             file.open()
             if isinstance(file, Region) and restored and holds(file.index_path, *restored):
                 file.iteration = restored[1]
+
+    def release_others(self) -> None:
+        """Unmap what an earlier start has left and this one does not need, before others need the room."""
+        self.mappings.keep_only({file.data_path: file.num_bytes for file in self._files()})
 
     def _files(self) -> Iterator[MappedFile]:
         yield from self._own_files()
@@ -132,19 +139,11 @@ class RankMemory:
         yield from self.boundary
 
     def pin(self) -> None:
-        """Let the GPU copy into this rank's own memory directly; raises SnapshotError if it cannot."""
-        for file in self._own_files():
-            _pin(file)
-            self._pinned.append(file)
-
-    def unpin(self) -> None:
-        """Undo `pin`, before the memory is unmapped."""
-        while self._pinned:  # fewer than all after a start that failed
-            view = torch.frombuffer(self._pinned.pop().view, dtype=torch.uint8)
-            torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+        """Let the GPU copy into this rank's own memory directly; raises PinError if it cannot."""
+        self.mappings.pin(file.data_path for file in self._own_files())
 
     def close(self) -> None:
-        """Unmap everything; the files stay."""
+        """Unpin and unmap everything unless the mappings last; the files stay."""
         for file in self._files():
             file.close()
 
@@ -203,12 +202,3 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
         return False
     found = (index.identity.start, index.iteration)
     return found == (start, iteration) and index.is_whole
-
-
-def _pin(file: MappedFile) -> None:
-    """Let the GPU copy into a file's memory; the driver may refuse, as where too much memory is locked."""
-    view = torch.frombuffer(file.view, dtype=torch.uint8)
-    with waiting(file.num_bytes / SLOWEST_BYTES_PER_S):
-        error = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), 0)
-    if int(error) != 0:
-        raise SnapshotError(f"cudaHostRegister of {view.numel()} bytes failed with {error}")

@@ -7,21 +7,16 @@ are in engine/memory/pool.py; where the files lie is engine/memory/job_directory
 """
 
 import mmap
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-
 from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.engine.memory.layout import declare, encode_header
+from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.errors import SnapshotError
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import (
-    create_private,
     make_private,
     read_private,
     write_atomically,
@@ -29,14 +24,17 @@ from moe_ft.files.private_files import (
 from moe_ft.format.boundary import SentTensor
 from moe_ft.format.encoding import Body, decode
 
-_MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
-
 
 class MappedFile:
-    """A file of fixed size, mapped and touched once."""
+    """A file of fixed size, mapped and touched once.
+
+    Attributes:
+        mappings: where it is mapped; those of its rank, if it is a rank's.
+    """
 
     def __init__(self, data_path: Path, num_bytes: int) -> None:
         self.data_path, self.num_bytes = data_path, num_bytes
+        self.mappings = Mappings()
         self._mapping: mmap.mmap | None = None
 
     @property
@@ -66,14 +64,7 @@ class MappedFile:
         make_private(self.data_path.parent)
         if self.data_path.is_file() and not self.is_in_place and not self.data_path.is_symlink():
             self._discard()
-        descriptor = create_private(self.data_path)
-        try:
-            os.posix_fallocate(descriptor, 0, self.num_bytes)  # ENOSPC now, not SIGBUS later
-            self._mapping = mmap.mmap(descriptor, self.num_bytes)
-        finally:
-            os.close(descriptor)
-        with waiting(self.num_bytes / SLOWEST_BYTES_PER_S):
-            _touch(self._mapping)
+        self._mapping = self.mappings.open(self.data_path, self.num_bytes)
 
     def _discard(self) -> None:
         self.data_path.unlink()
@@ -84,11 +75,9 @@ class MappedFile:
         return self.data_path.is_file() and self.data_path.stat().st_size == self.num_bytes
 
     def close(self) -> None:
-        """Unmap; the file stays. A buffer that still shows the memory keeps it mapped."""
-        if self._mapping is not None:
-            with suppress(BufferError):
-                self._mapping.close()
-            self._mapping = None
+        """Use it no longer; the file stays. It is unmapped unless its mappings last."""
+        self._mapping = None
+        self.mappings.let_go(self.data_path)
 
 
 class IndexedFile(MappedFile):
@@ -155,15 +144,6 @@ def breakpoint_region(directory: Path, num_bytes: int) -> Region:
     """
     found = (Region(directory, number, num_bytes) for number in count(-1, -1))
     return next(each for each in found if each.is_in_place or not each.data_path.exists())
-
-
-def _touch(mapping: mmap.mmap) -> None:
-    """Have every page mapped now: a first touch costs six times a copy."""
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError:  # Linux before 5.14
-        pages = np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE]
-        pages |= 0
 
 
 BOUNDARY_FILE_NAME = re.compile(r"boundary_\d+\.(safetensors|json)")

@@ -2,7 +2,7 @@
 
 DYING holds faults such as kill:3@4: rank 3 is killed when it comes to that place for the fourth time: a step
 of its evaluations, the beginning or the end of its log lines, or the decision to exit. A replacement counts
-from 1 again.
+from 1 again. With PINS_DIR, ranks write there what they pin and touch.
 """
 
 import os
@@ -15,6 +15,7 @@ from megatron.training import ft_integration, training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.patching import Patches
+from tests.pins import count_in_job
 
 COMPILES = "Megatron compiles beforehand"
 _num_begun = 0
@@ -58,6 +59,8 @@ def die_or_call(original: Any, *args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     with Patches() as patches:
         patches.wrap(training, "set_jit_fusion_options", compile_and_say)
+        if folder := os.environ.get("PINS_DIR"):
+            count_in_job(patches, Path(folder))
         match os.environ["DYING_IN"]:
             case "evaluation":
                 patches.set(ft_integration, "on_eval_step_start", die_once)

@@ -1,0 +1,206 @@
+"""Mapped memory of a rank: files on tmpfs that its process has mapped, touched and, for a GPU, pinned.
+
+A process that starts again, after a repair, takes up what it has: mapping, touching and pinning 30 GiB takes
+it many seconds. What is in the files is engine/memory/regions.py and pool.py.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moe_ft.config.fields import size_text
+from moe_ft.engine.memory.job_directory import huge_pages
+from moe_ft.errors import PinError
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
+from moe_ft.files.private_files import create_private
+
+_MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
+_HUGE_PAGE_BYTES = 2 << 20
+_SLICE_BYTES = 128 << 20  # that a thread touches at once
+_MOST_THREADS = 8
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Mapped:
+    """A mapped file.
+
+    Attributes:
+        file: device, inode and bytes of the file when it was mapped.
+    """
+
+    memory: mmap.mmap
+    file: tuple[int, int, int]
+    is_pinned: bool = False
+
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+
+
+class Mappings:
+    """Mapped files of one rank, by path. Owned by its training thread.
+
+    Attributes:
+        num_sharers: ranks that share the cores of this node.
+    """
+
+    def __init__(self, *, lasts: bool = False) -> None:
+        """Map nothing yet. If it `lasts`, what is let go stays mapped and pinned for the next start."""
+        self.num_sharers = 1
+        self._lasts = lasts
+        self._mapped: dict[Path, _Mapped] = {}
+        self._pin_problem = ""
+
+    def open(self, path: Path, num_bytes: int) -> mmap.mmap:
+        """Return the mapping of a file, all of it touched; one that is there in this size keeps its bytes.
+
+        Raises:
+            UnsafePathError, OSError: as `MappedFile.open`.
+        """
+        if not self._is_current(path, num_bytes):
+            self._release(path)
+            descriptor = create_private(path)
+            try:
+                with waiting(num_bytes / SLOWEST_BYTES_PER_S):
+                    memory = _map(descriptor, path, num_bytes, self._num_threads)
+                self._mapped[path] = _Mapped(memory=memory, file=_file_of(os.fstat(descriptor)))
+            finally:
+                os.close(descriptor)
+        return self._mapped[path].memory
+
+    @property
+    def _num_threads(self) -> int:
+        return min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // self.num_sharers))
+
+    def _is_current(self, path: Path, num_bytes: int | None) -> bool:
+        """Return whether a path still is the file that was mapped: writes to another one would be lost."""
+        found = self._mapped.get(path)
+        try:
+            status = _file_of(os.lstat(path))
+        except OSError:
+            return False
+        return found is not None and found.file == status and num_bytes == status[2]
+
+    def pin(self, paths: Iterable[Path]) -> None:
+        """Let the GPU copy into open files directly. After a failure none is pinned, and none will be.
+
+        Each file is registered as a whole: CUDA refuses a copy across the border of two registrations.
+
+        Raises:
+            PinError: if CUDA refuses one, or has before.
+        """
+        for path in paths:
+            mapped = self._mapped[path]
+            if not self._pin_problem and not mapped.is_pinned:
+                self._pin_problem = _register(path, mapped)
+                mapped.is_pinned = not self._pin_problem
+        if self._pin_problem:
+            for mapped in self._mapped.values():
+                _unpin(mapped)
+            raise PinError(self._pin_problem)
+
+    def keep_only(self, sizes: Mapping[Path, int]) -> None:
+        """Unmap all files but these, and those that were removed or replaced: their memory is free then."""
+        for path in [*self._mapped]:
+            if not self._is_current(path, sizes.get(path)):
+                self._release(path)
+
+    def let_go(self, path: Path) -> None:
+        """Note that a start needs a file no longer. A buffer that still shows the memory keeps it mapped."""
+        if not self._lasts:
+            self._release(path)
+
+    def close(self) -> None:
+        """Unpin and unmap everything; the files stay."""
+        self.keep_only({})
+
+    def _release(self, path: Path) -> None:
+        mapped = self._mapped.pop(path, None)
+        if mapped is not None:
+            _unpin(mapped)
+            with suppress(BufferError):
+                mapped.memory.close()
+
+
+def _file_of(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size
+
+
+def _map(descriptor: int, path: Path, num_bytes: int, num_threads: int) -> mmap.mmap:
+    """Map a file that gets this size, and touch all of it."""
+    memory = None
+    is_new = os.fstat(descriptor).st_size != num_bytes
+    if is_new and num_bytes >= _HUGE_PAGE_BYTES and huge_pages(path)[0] != "never":
+        # Before posix_fallocate, which takes small pages where a mapping must ask for huge ones.
+        os.ftruncate(descriptor, num_bytes)
+        memory = mmap.mmap(descriptor, num_bytes)
+        with suppress(OSError):  # of which the next call finds the reason, if it is lack of room
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            _populate(memory, num_threads)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # ENOSPC now, not SIGBUS later
+    except OSError:
+        if memory is not None:
+            os.ftruncate(descriptor, 0)  # else it would look like one with room
+        raise
+    memory = memory or mmap.mmap(descriptor, num_bytes)
+    try:
+        _populate(memory, num_threads)
+    except OSError:  # Linux before 5.14
+        pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
+        pages |= 0
+    return memory
+
+
+def _populate(memory: mmap.mmap, num_threads: int) -> None:
+    """Have every page mapped now: a first touch costs six times a copy."""
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    starts = range(0, len(memory), _SLICE_BYTES)
+    populate = partial(_populate_slice, address, len(memory))
+    if num_threads == 1 or len(starts) == 1:
+        for start in starts:
+            populate(start)
+        return
+    with ThreadPoolExecutor(num_threads, "moe_ft-touch") as pool:
+        for _ in pool.map(populate, starts):
+            pass
+
+
+def _populate_slice(address: int, num_bytes: int, start: int) -> None:
+    # Not by mmap.madvise: that holds the interpreter for seconds, and with it the signs of life of the rank.
+    length = min(_SLICE_BYTES, num_bytes - start)
+    if _LIBC.madvise(address + start, length, _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _register(path: Path, mapped: _Mapped) -> str:
+    """Register a file's memory with CUDA; return why that failed, or nothing."""
+    cudart, num_bytes = torch.cuda.cudart(), mapped.file[2]
+    with waiting(num_bytes / SLOWEST_BYTES_PER_S):
+        error = cudart.cudaHostRegister(mapped.address, num_bytes, 0)
+    if int(error) == 0:
+        return ""
+    with suppress(
+        RuntimeError
+    ):  # CUDA keeps the error for the next launch of this thread: here it is
+        torch.zeros(1, device="cuda").neg_()
+    text = cudart.cudaGetErrorString(error)
+    return f"cudaHostRegister of {size_text(num_bytes)} ({path}) failed with error {int(error)} ({text})"
+
+
+def _unpin(mapped: _Mapped) -> None:
+    if mapped.is_pinned:
+        torch.cuda.cudart().cudaHostUnregister(mapped.address)
+        mapped.is_pinned = False
