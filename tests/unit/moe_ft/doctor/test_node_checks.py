@@ -42,7 +42,8 @@ def test_every_part_of_a_node_is_checked(
 ) -> None:
     rows = check(address, memory_dir, str(tmp_path / "persist"))
     assert [row.check for row in rows] == [
-        *("memory dir", "memory room", "leftovers", "locked memory", "open files", "core files"),
+        *("memory dir", "memory room", "huge pages", "leftovers"),
+        *("locked memory", "open files", "core files"),
         *("reach", "storage", "storage lock", "storage room", "storage write", "storage read"),
     ]
     assert {row.result for row in rows if "storage" in row.check} <= {Result.PASS, Result.WARN}
