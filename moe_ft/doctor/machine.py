@@ -118,13 +118,14 @@ def _pages(site: Site) -> list[Row]:
         return []
     # This file is about memory without a mount; only these two of its values change those with one.
     general = SHMEM_PAGES.read_text() if SHMEM_PAGES.exists() else ""
+    found, remedy = f"used (huge={option})", ""
     if "[deny]" in general:
+        found = f"none: {SHMEM_PAGES} denies them"
         remedy = f"Allow them: echo never > {SHMEM_PAGES} (never is for other memory)."
-        return [Row(_PAGES, site.node, Result.PASS, f"none: {SHMEM_PAGES} denies them", remedy)]
-    if option == "never" and "[force]" not in general:
+    elif option == "never" and "[force]" not in general:
+        found = "none (huge=never)"
         remedy = f"GPU nodes start faster with mount -o remount,huge=within_size {mount_point}."
-        return [Row(_PAGES, site.node, Result.PASS, "none (huge=never)", remedy)]
-    return [passed(_PAGES, site.node, f"used (huge={option})")]
+    return [Row(_PAGES, site.node, Result.PASS, found, remedy)]
 
 
 def _free(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:

@@ -55,7 +55,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     """Check this machine's directories, claim them, and open what the flags name. Called by all ranks.
 
     Args:
-        mappings: of this rank; what an earlier start has left there and this one does not need goes.
+        mappings: what an earlier start of this process has mapped; None for nothing.
 
     Raises:
         ConfigError: if a directory in memory cannot be used, any is used by another job, or there is too
@@ -74,8 +74,9 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     directory = together(open_persist_directory)
     troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
     together(lambda: check_memory(site, met.peers))
-    memory = memory_of(site, met.peers, site.topology, mappings)
-    memory.release_others()
+    memory = memory_of(site, met.peers, site.topology)
+    if mappings is not None:  # now, before any rank needs the room of what is not used again
+        memory.take_up(mappings)
     return Claimed(
         memory=memory,
         storage=directory.storage,
@@ -84,12 +85,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     )
 
 
-def memory_of(
-    site: Site,
-    peers: Sequence[tuple[int, ...]],
-    topology: Topology,
-    mappings: Mappings | None = None,
-) -> RankMemory:
+def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) -> RankMemory:
     """Return a rank's share of its node's memory, with the sizes that a topology says; nothing is opened."""
     return RankMemory(
         site.node_dir,
@@ -97,7 +93,6 @@ def memory_of(
         topology,
         sources_of(peers, site.rank),
         persists=site.writes_to_storage,
-        mappings=mappings,
     )
 
 

@@ -376,7 +376,8 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
     more = min({*range(_MOST_POOLS + 1)} - everywhere)
     site = replace(met.site, topology=_with_slots(met.site.topology, more))
     claimed.memory.close()
-    memory = memory_of(site, met.peers, site.topology, claimed.memory.mappings)
+    memory = memory_of(site, met.peers, site.topology)
+    memory.take_up(claimed.memory.mappings)
     return replace(met, site=site), replace(claimed, memory=memory)
 
 

@@ -43,10 +43,6 @@ class _Mapped:
     file: tuple[int, int, int]
     is_pinned: bool = False
 
-    @property
-    def address(self) -> int:
-        return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
-
 
 class Mappings:
     """Mapped files of one rank, by path. Owned by its training thread.
@@ -133,6 +129,10 @@ class Mappings:
                 mapped.memory.close()
 
 
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
 def _file_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
 
@@ -165,16 +165,13 @@ def _map(descriptor: int, path: Path, num_bytes: int, num_threads: int) -> mmap.
 
 def _populate(memory: mmap.mmap, num_threads: int) -> None:
     """Have every page mapped now: a first touch costs six times a copy."""
-    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
     starts = range(0, len(memory), _SLICE_BYTES)
-    populate = partial(_populate_slice, address, len(memory))
-    if num_threads == 1 or len(starts) == 1:
-        for start in starts:
-            populate(start)
+    populate = partial(_populate_slice, _address(memory), len(memory))
+    if len(starts) == 1:
+        populate(0)
         return
     with ThreadPoolExecutor(num_threads, "moe_ft-touch") as pool:
-        for _ in pool.map(populate, starts):
-            pass
+        list(pool.map(populate, starts))
 
 
 def _populate_slice(address: int, num_bytes: int, start: int) -> None:
@@ -189,12 +186,11 @@ def _register(path: Path, mapped: _Mapped) -> str:
     """Register a file's memory with CUDA; return why that failed, or nothing."""
     cudart, num_bytes = torch.cuda.cudart(), mapped.file[2]
     with waiting(num_bytes / SLOWEST_BYTES_PER_S):
-        error = cudart.cudaHostRegister(mapped.address, num_bytes, 0)
+        error = cudart.cudaHostRegister(_address(mapped.memory), num_bytes, 0)
     if int(error) == 0:
         return ""
-    with suppress(
-        RuntimeError
-    ):  # CUDA keeps the error for the next launch of this thread: here it is
+    # CUDA keeps the error for the next launch of this thread, which would be blamed: here it is.
+    with suppress(RuntimeError):
         torch.zeros(1, device="cuda").neg_()
     text = cudart.cudaGetErrorString(error)
     return f"cudaHostRegister of {size_text(num_bytes)} ({path}) failed with error {int(error)} ({text})"
@@ -202,5 +198,5 @@ def _register(path: Path, mapped: _Mapped) -> str:
 
 def _unpin(mapped: _Mapped) -> None:
     if mapped.is_pinned:
-        torch.cuda.cudart().cudaHostUnregister(mapped.address)
+        torch.cuda.cudart().cudaHostUnregister(_address(mapped.memory))
         mapped.is_pinned = False

@@ -63,9 +63,7 @@ class RankMemory:
         sources: Sequence[int],
         *,
         persists: bool,
-        mappings: Mappings | None = None,
     ) -> None:
-        """Open nothing yet. `mappings` may have files of an earlier start; without, nothing stays mapped."""
         self.node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
         self._node = own.node
@@ -91,10 +89,7 @@ class RankMemory:
             )
             for source in sources
         }
-        self.mappings = mappings or Mappings()
-        self.mappings.num_sharers = len(topology.on_node(own.node))
-        for file in self._files():
-            file.mappings = self.mappings
+        self.take_up(Mappings())
 
     @property
     def num_own_bytes(self) -> int:
@@ -113,15 +108,18 @@ class RankMemory:
             restored: writer and iteration of the state that is to be kept: regions and replicas that hold
                 it get its iteration, and so are not overwritten before their owner says so.
         """
-        self.release_others()
         for file in self._files():
             file.open()
             if isinstance(file, Region) and restored and holds(file.index_path, *restored):
                 file.iteration = restored[1]
 
-    def release_others(self) -> None:
-        """Unmap what an earlier start has left and this one does not need, before others need the room."""
-        self.mappings.keep_only({file.data_path: file.num_bytes for file in self._files()})
+    def take_up(self, mappings: Mappings) -> None:
+        """Open files in these mappings from now on; what they have of other files is unmapped."""
+        self.mappings = mappings
+        mappings.num_sharers = len(self._topology.on_node(self._node))
+        mappings.keep_only({file.data_path: file.num_bytes for file in self._files()})
+        for file in self._files():
+            file.mappings = mappings
 
     def _files(self) -> Iterator[MappedFile]:
         yield from self._own_files()

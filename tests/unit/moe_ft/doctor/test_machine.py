@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.doctor import machine
 from moe_ft.doctor.machine import check_memory, free_memory
 from moe_ft.doctor.rows import Result, Row
 from tests.unit.moe_ft.recovery.jobs import leave_job, site_of
@@ -53,6 +54,38 @@ def test_file_system_that_is_too_small_for_the_plan_fails(
     assert row.result is Result.FAIL
     assert "take 8.00 MiB" in row.found
     assert "remount,size" in row.remedy
+
+
+@pytest.mark.parametrize(
+    ("option", "general", "found", "remedy"),
+    [
+        (
+            "huge=never",
+            "advise [never]",
+            "none (huge=never)",
+            "mount -o remount,huge=within_size PLACE.",
+        ),
+        ("huge=advise", "advise [never]", "used (huge=advise)", ""),
+        ("huge=advise", "[deny] force", "none: FILE denies them", "Allow them: echo never > FILE"),
+        ("huge=never", "deny [force]", "used (huge=never)", ""),
+    ],
+)
+def test_huge_pages_are_those_of_the_mount_and_what_gives_them_is_named(
+    option: str,
+    general: str,
+    found: str,
+    remedy: str,
+    mount_small: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = mount_small(f"6m,{option}")
+    pages = place.parent / "shmem_enabled"
+    pages.write_text(general)
+    monkeypatch.setattr(machine, "SHMEM_PAGES", pages)
+    row = check(place)["huge pages"]
+    assert row.result is Result.PASS  # a job is no worse without them than before
+    assert row.found == found.replace("FILE", str(pages))
+    assert remedy.replace("FILE", str(pages)).replace("PLACE", str(place)) in row.remedy
 
 
 def test_limit_that_a_start_would_keep_fails(memory_dir: Path) -> None:

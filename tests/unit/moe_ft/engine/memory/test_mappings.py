@@ -42,7 +42,8 @@ def start(folder: Path, kept: Mappings, **changes: Any) -> RankMemory:
     """Open and pin the two regions of a rank."""
     info = RankInfo(rank=0, node="a", stage=0, pid=1, address=None, region_bytes=SIZE)
     topology = Topology(ranks=(replace(info, **changes),))
-    memory = RankMemory(folder, 0, topology, [], persists=False, mappings=kept)
+    memory = RankMemory(folder, 0, topology, [], persists=False)
+    memory.take_up(kept)
     memory.open(None)
     memory.pin()
     return memory
@@ -86,8 +87,8 @@ def test_what_the_next_start_does_not_need_is_unpinned_and_unmapped_before_it_ta
     for path in (memory.breakpoint.data_path, memory.regions[0].data_path):
         path.unlink()  # its bytes stay in use as long as it is mapped
     info = RankInfo(rank=0, node="a", stage=0, pid=1, address=None, region_bytes=SIZE)
-    following = RankMemory(tmp_path, 0, Topology(ranks=(info,)), [], persists=False, mappings=kept)
-    following.release_others()
+    following = RankMemory(tmp_path, 0, Topology(ranks=(info,)), [], persists=False)
+    following.take_up(kept)
     assert not is_mapped(memory.breakpoint.data_path)
     assert not is_mapped(memory.regions[0].data_path)
     assert is_mapped(memory.regions[1].data_path)
@@ -101,6 +102,7 @@ def test_memory_of_one_start_is_unpinned_and_unmapped_with_it(
     tmp_path: Path, counts: Registrations
 ) -> None:
     memory = start(tmp_path, Mappings())
+    assert is_mapped(memory.regions[0].data_path)
     memory.close()
     assert not is_mapped(memory.regions[0].data_path)
     assert counts.sizes == {}
@@ -135,9 +137,11 @@ def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_ra
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
     monkeypatch.setattr(mappings, "_SLICE_BYTES", SIZE)
-    together, touch = threading.Barrier(3, timeout=30.0), mappings._populate_slice
+    threads = set[int]()
+    together, touch = threading.Barrier(3, timeout=15.0), mappings._populate_slice
 
     def touch_together(*args: int) -> None:
+        threads.add(threading.get_ident())
         together.wait()  # for two other threads
         touch(*args)
 
@@ -146,6 +150,7 @@ def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_ra
     kept.num_sharers = 2
     kept.open(tmp_path / "file", 5 * SIZE + 1)
     assert sorted(counts.touched) == [1, *[SIZE] * 5]
+    assert len(threads) == 3
     kept.close()
 
 
