@@ -168,8 +168,6 @@ def test_flags_of_all_jobs_are_flags_of_megatron_and_of_the_product() -> None:
     for each in STEPS:
         if "tools.gpu_day.job" in each.words:
             flags = [*each.words[each.words.index("--") + 1 :]]
-            if "--moe-ft-allow-untested" in flags:
-                del flags[(place := flags.index("--moe-ft-allow-untested")) : place + 2]
             assert not parser.parse_known_args(flags)[1], each.name
 
 
