@@ -8,6 +8,8 @@ import functools
 import gc
 import inspect
 
+import torch
+
 from moe_ft.keeper.forked_rank import without_driver
 
 with without_driver():
@@ -32,4 +34,4 @@ listener.STRANGER_S = 30.0
 gc.collect()
 gc.freeze()  # collections of ranks leave alone what they share, or pages are copied
 
-__all__ = ["megatron", "pretrain_gpt_moe"]
+__all__ = ["megatron", "pretrain_gpt_moe", "torch"]

@@ -1,9 +1,10 @@
 """Features that use a GPU: which have been seen on one, and which a start refuses unless it is told to.
 
-docs/gpus.md shows them. What looks at Megatron's flags and seams is in megatron/fault_tolerance/seams.
+docs/gpus.md shows them. What looks at Megatron's flags and seams is in megatron/fault_tolerance/seams; each
+strategy says itself whether it has been seen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +50,6 @@ GRAPHS = Feature(
     reason="while they are captured a thread copies a snapshot, whose calls may break the capture",
 )
 FEATURES = (
-    Feature("strategy dense", "moe_ft_strategy", "dense"),
-    Feature("strategy sparse", "moe_ft_strategy", "sparse"),
-    Feature("strategy partial", "moe_ft_strategy", "partial"),
-    Feature("strategy selective", "moe_ft_strategy", "selective"),
     Feature("replicas", "has_replicas"),
     Feature("replicas by gradients", "moe_ft_replicate", "gradients"),
     Feature("packed snapshots", "is_packed"),
@@ -79,9 +76,9 @@ def refusals_on_gpus(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def lines_of_features(run: Mapping[str, Any]) -> list[str]:
+def lines_of_features(run: Mapping[str, Any], own: Sequence[Feature] = ()) -> list[str]:
     """Return a line on which features of a run have been seen on a GPU; none if it uses none."""
-    used = [each for each in FEATURES if each.is_used(run)]
+    used = [*own, *(each for each in FEATURES if each.is_used(run))]
     seen = [each.name for each in used if each.seen]
     words = [f"seen on one: {', '.join(seen)}"] if seen else []
     if written := [each.name for each in used if not each.seen]:

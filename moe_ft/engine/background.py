@@ -1,6 +1,7 @@
 """Background work: workers, which run while training continues, and their reports, read at the next seam."""
 
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -12,8 +13,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any
-
-import torch
 
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
@@ -182,7 +181,8 @@ def device_of_this_thread() -> Callable[[], None]:
     The GPU of a new thread is the first one of its node. The first call of CUDA there would make another
     context on it, of half a GiB for each process.
     """
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")  # commands that need none import this file
+    if torch is None or not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 

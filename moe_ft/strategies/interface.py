@@ -338,6 +338,7 @@ class StrategyKind(ABC):
             made of gradients too.
         adaptive_with: flags that make `can_shard_adaptively` true; empty if none do.
         memory_remedy: what makes snapshots smaller, as a sentence; empty if nothing does.
+        seen_on_gpu: date, card, versions and page of a run on a GPU; empty for none.
     """
 
     name: str
@@ -348,6 +349,7 @@ class StrategyKind(ABC):
     follows_gradients: bool = False
     adaptive_with: str = ""
     memory_remedy: str = ""
+    seen_on_gpu: str = ""
 
     def options_in(self, config: MoeFtConfig) -> Any:
         """Return this strategy's options, the defaults if the settings hold none."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_ft.engine.boundary.log import SendCopier
+from moe_ft.engine.memory.rank_memory import _register, _unregister
 from tests.unit.moe_ft.engine.boundary.logs import open_log, sends_of, small_log
 
 pytestmark = [
@@ -34,7 +35,7 @@ def test_memory_of_a_sent_tensor_is_not_given_away_before_the_copy_has_ended() -
 def test_log_of_tensors_on_a_gpu_holds_what_was_sent(tmp_path: Path) -> None:
     with small_log(tmp_path) as log:
         for slot in log.slots:
-            slot.mappings.pin([slot.data_path])
+            slot.mappings.pin([slot.data_path], _register, _unregister)
         for iteration in range(4):
             log.log.keep(iteration)
             log.take(iteration, [(*each[:2], each[2].cuda()) for each in sends_of(iteration)])

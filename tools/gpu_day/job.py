@@ -1,7 +1,7 @@
 """A training job of a day, undisturbed or with a fault. Its digests are left to be compared (day.py).
 
     python -m tools.gpu_day.job NAME [--ranks N] [--fault FAULT] [--backend gloo|nccl] [--model big]
-        [--with-compile] -- FLAG...
+        [--with-compile] [--only-check] -- FLAG...
 
 One rank starts by itself, and again after a fault. Several share the first GPU (one_gpu.py) under torchrun,
 which starts them again, or, with --moe-ft-repair, under `moe_ft keep`, which replaces the dead one.
@@ -19,6 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron.fault_tolerance.program.arguments import add_flags
+from megatron.fault_tolerance.seams.settings import checked_config
+from moe_ft.errors import ConfigError
 from moe_ft.events import event_path, read_events
 from tools.gpu_day.day import memory_of
 from tools.gpu_day.results import IS_REHEARSAL, ROOT, WORK, note, rate
@@ -210,6 +215,19 @@ class Job:
         return ", ".join(parts)
 
 
+def check(name: str, num_ranks: int, flags: Sequence[str]) -> None:
+    """Leave whether a start on a GPU accepts the flags of a job."""
+    parser = add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    try:
+        args = parser.parse_args([*MODEL.split(), *flags, "--moe-ft-job-id", name])
+        args.world_size = num_ranks
+        checked_config(args)
+    except ConfigError as error:
+        note(name, str(error), is_good=False)
+    else:
+        note(name, "its flags are accepted")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Run a job and leave its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,11 +237,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", default="")
     parser.add_argument("--model", choices=("usual", "big"), default="usual")
     parser.add_argument("--with-compile", action="store_true")
+    parser.add_argument("--only-check", action="store_true", help="where kernels cannot run")
     given = list(sys.argv[1:] if words is None else words)
     place = given.index("--")
     options = parser.parse_args(given[:place])
     if options.ranks > 1 and not options.backend:
         options.backend = "gloo"
+    if options.only_check:
+        check(options.name, options.ranks, given[place + 1 :])
+        return
     job = Job(options, given[place + 1 :])
     begin_s = time.monotonic()
     failure = job.run()

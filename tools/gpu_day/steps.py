@@ -6,7 +6,7 @@ one GPU; at last those that measure time, each with the GPU alone. In each turn 
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Turn(enum.Enum):
@@ -126,8 +126,10 @@ def _nccl(name: str, question: str, flags: str, *, fault: str = "", of: str = ""
 
 
 def _te(name: str, question: str, flags: str, *, fault: str = "", of: str = "") -> Step:
+    """Return a step whose kernels need a GPU: a rehearsal reads its flags."""
     seconds = (70 if fault else 45, 170)
-    return _job(name, question, flags, fault=fault, of=of, seconds=seconds, after="te-import")
+    step = _job(name, question, flags, fault=fault, of=of, seconds=seconds, after="te-import")
+    return replace(step, rehearsed=_module("job", f"{name} --only-check -- {flags}"))
 
 
 def _big(name: str, question: str, flags: str, usual_s: float) -> Step:

@@ -91,6 +91,7 @@ _NEEDS_KERNELS = {
     "exp_avg_sq_dtype": "fp32",
     "fp8": None,
     "fp4": None,
+    "moe_router_padding_for_quantization": False,
     "te_precision_config_file": None,
 }
 

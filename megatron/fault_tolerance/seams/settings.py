@@ -23,7 +23,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.stock_defects import lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
-from moe_ft.config.untested import MEGATRON, UNTESTED, lines_of_features, refusals_on_gpus
+from moe_ft.config.untested import MEGATRON, UNTESTED, Feature, lines_of_features, refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 from moe_ft.keeper.link import own_link
@@ -149,7 +149,9 @@ def lines_on_gpus(config: MoeFtConfig, megatron: argparse.Namespace, world_size:
         "is_packed": config.precision.staging,
         "is_kept": own_link() is not None,
     }
-    return lines_of_features({**vars(megatron), **flags.as_arguments(config), **facts})
+    kind = registry.kind_of(config.strategy.strategy)
+    own = [] if kind is None else [Feature(f"strategy {kind.name}", "", seen=kind.seen_on_gpu)]
+    return lines_of_features({**vars(megatron), **flags.as_arguments(config), **facts}, own)
 
 
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ it many seconds. What is in the files is engine/memory/regions.py and pool.py.
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from moe_ft.config.fields import size_text
 from moe_ft.engine.memory.job_directory import huge_pages
 from moe_ft.errors import PinError
 from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
@@ -37,11 +35,12 @@ class _Mapped:
 
     Attributes:
         file: device, inode and bytes of the file when it was mapped.
+        unpin: undoes what `Mappings.pin` has done; None if it is not pinned.
     """
 
     memory: mmap.mmap
     file: tuple[int, int, int]
-    is_pinned: bool = False
+    unpin: Callable[[], None] | None = None
 
 
 class Mappings:
@@ -88,19 +87,31 @@ class Mappings:
             return False
         return found is not None and found.file == status and num_bytes == status[2]
 
-    def pin(self, paths: Iterable[Path]) -> None:
+    def pin(
+        self,
+        paths: Iterable[Path],
+        register: Callable[[int, int], str],
+        unregister: Callable[[int], None],
+    ) -> None:
         """Let the GPU copy into open files directly. After a failure none is pinned, and none will be.
 
         Each file is registered as a whole: CUDA refuses a copy across the border of two registrations.
+
+        Args:
+            register: takes an address and bytes; returns why that failed, or nothing.
+            unregister: takes an address.
 
         Raises:
             PinError: if CUDA refuses one, or has before.
         """
         for path in paths:
             mapped = self._mapped[path]
-            if not self._pin_problem and not mapped.is_pinned:
-                self._pin_problem = _register(path, mapped)
-                mapped.is_pinned = not self._pin_problem
+            if not self._pin_problem and mapped.unpin is None:
+                address = _address(mapped.memory)
+                if problem := register(address, mapped.file[2]):
+                    self._pin_problem = f"{path}: {problem}"
+                else:
+                    mapped.unpin = partial(unregister, address)
         if self._pin_problem:
             for mapped in self._mapped.values():
                 _unpin(mapped)
@@ -182,21 +193,7 @@ def _populate_slice(address: int, num_bytes: int, start: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def _register(path: Path, mapped: _Mapped) -> str:
-    """Register a file's memory with CUDA; return why that failed, or nothing."""
-    cudart, num_bytes = torch.cuda.cudart(), mapped.file[2]
-    with waiting(num_bytes / SLOWEST_BYTES_PER_S):
-        error = cudart.cudaHostRegister(_address(mapped.memory), num_bytes, 0)
-    if int(error) == 0:
-        return ""
-    # CUDA keeps the error for the next launch of this thread, which would be blamed: here it is.
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda").neg_()
-    text = cudart.cudaGetErrorString(error)
-    return f"cudaHostRegister of {size_text(num_bytes)} ({path}) failed with error {int(error)} ({text})"
-
-
 def _unpin(mapped: _Mapped) -> None:
-    if mapped.is_pinned:
-        torch.cuda.cudart().cudaHostUnregister(_address(mapped.memory))
-        mapped.is_pinned = False
+    if mapped.unpin is not None:
+        mapped.unpin()
+        mapped.unpin = None

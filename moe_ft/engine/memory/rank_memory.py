@@ -6,9 +6,13 @@ engine/snapshots/windows.py decides what goes in.
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from moe_ft.config.fields import size_text
 from moe_ft.engine.memory.job_directory import (
     own_directory,
     rank_and_holder,
@@ -25,6 +29,7 @@ from moe_ft.engine.memory.regions import (
     Region,
     breakpoint_region,
 )
+from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import read_private
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
@@ -138,7 +143,8 @@ class RankMemory:
 
     def pin(self) -> None:
         """Let the GPU copy into this rank's own memory directly; raises PinError if it cannot."""
-        self.mappings.pin(file.data_path for file in self._own_files())
+        paths = (file.data_path for file in self._own_files())
+        self.mappings.pin(paths, _register, _unregister)
 
     def close(self) -> None:
         """Unpin and unmap everything unless the mappings last; the files stay."""
@@ -200,3 +206,21 @@ def holds(index_path: Path, start: Start, iteration: int) -> bool:
         return False
     found = (index.identity.start, index.iteration)
     return found == (start, iteration) and index.is_whole
+
+
+def _register(address: int, num_bytes: int) -> str:
+    """Register memory with CUDA; return why that failed, or nothing."""
+    cudart = torch.cuda.cudart()
+    with waiting(num_bytes / SLOWEST_BYTES_PER_S):
+        error = cudart.cudaHostRegister(address, num_bytes, 0)
+    if int(error) == 0:
+        return ""
+    # CUDA keeps the error for the next launch of this thread, which would be blamed: here it is.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").neg_()
+    text = cudart.cudaGetErrorString(error)
+    return f"cudaHostRegister of {size_text(num_bytes)} failed with error {int(error)} ({text})"
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

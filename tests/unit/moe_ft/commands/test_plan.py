@@ -93,7 +93,8 @@ def test_preset_before_the_command_adds_its_flags(tmp_path: Path) -> None:
 
 
 def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (*SMALL, "--fp8-format", "hybrid", "--moe-ft-window", "3", "--moe-ft-strategy", "dense")
+    padded = ("--fp8-format", "hybrid", "--moe-router-padding-for-quantization")
+    flags = (*SMALL, *padded, "--moe-ft-window", "3", "--moe-ft-strategy", "dense")
     assert main(["plan", "--world-size", "4", "--", *flags]) == 0
     text = capsys.readouterr().out
     assert "note: --fp8-format: " in text
