@@ -10,7 +10,13 @@ from pathlib import Path
 
 import filelock
 
-from moe_ft.engine.memory.job_directory import foreign_entry, job_lock, read_marker, remove_job
+from moe_ft.engine.memory.job_directory import (
+    MARKER_NAME,
+    foreign_entry,
+    job_lock,
+    read_marker,
+    remove_job,
+)
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.job_memory import describe, find_directories, is_alive
 
@@ -98,6 +104,8 @@ def _find(memory_dir: str, job_id: str | None, least_age_s: float) -> list[tuple
 def _reason_to_leave(directory: Path) -> str:
     """Return why a job's memory must stay; empty if it may go. The caller holds the job's lock."""
     if read_marker(directory) is None:
+        if [each.name for each in directory.iterdir()] == [MARKER_NAME]:
+            remove_job(directory)  # the lock has made it again
         return "it has just ended"
     if is_alive(directory):
         return "it is running"

@@ -1,6 +1,7 @@
 """`clean` removes the memory of dead jobs, and nothing else that it is pointed at."""
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from moe_ft.cli import main
 from moe_ft.engine.memory.job_directory import job_lock
 from moe_ft.errors import ConfigError
+from moe_ft.recovery.inspect import cleaning
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import alive_lock
 from tests.unit.moe_ft.recovery.jobs import HOUR_S, leave_job
@@ -58,6 +60,20 @@ def test_running_job_is_left_even_if_it_is_named(tmp_path: Path) -> None:
         _, left = clean(str(tmp_path), "job", 0, removes=True)
     assert left == ["job 'job': 1.00 MiB, 120 minutes old: it is running"]
     assert (directory / "node0" / "rank_00000" / "region_0.safetensors").exists()
+
+
+def test_job_that_ends_meanwhile_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = leave_job(tmp_path, "job")
+
+    def end(found: Path) -> tuple[str, float]:
+        shutil.rmtree(found)
+        return "job", 2 * HOUR_S
+
+    monkeypatch.setattr(cleaning, "describe", end)
+    assert clean(str(tmp_path), None, HOUR_S)[1] == ["job: it has just ended"]
+    assert not directory.exists()
 
 
 def test_job_that_is_just_starting_is_left(tmp_path: Path) -> None:
