@@ -69,7 +69,8 @@ class Job:
         if IS_REHEARSAL:
             self.flags += SMALL.split()
         self.flags += [*flags, "--moe-ft-event-log", str(self.folder / "events")]
-        self.flags += ["--moe-ft-state-digest", "--data-cache-path", str(WORK / "data_cache")]
+        # Each job has a cache of its own: Megatron reads one that another job is writing.
+        self.flags += ["--moe-ft-state-digest", "--data-cache-path", str(self.folder / "cache")]
         if self.backend:
             self.flags += ["--distributed-backend", self.backend]
         if "--moe-ft-strategy" in flags:
