@@ -3,6 +3,7 @@
 Its tensors are plain ones of the CPU, so only collectives are late. Also a script of tests.
 """
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,9 @@ def use_defaults_of_gpus() -> None:
 
     Fused functions run eagerly here, data have two workers, and batches are not pinned.
     """
+    for name in [*os.environ]:
+        if name.startswith("NVTE_"):  # from a process of tests in which Megatron has built a model
+            del os.environ[name]
     loader: Any = torch.utils.data.DataLoader
     load = loader.__init__
     loader.__init__ = lambda self, *args, **given: load(
