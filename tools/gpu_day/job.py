@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -216,11 +217,15 @@ class Job:
         return ", ".join(parts)
 
 
+@cache
+def _parser() -> argparse.ArgumentParser:
+    return add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
 def check(name: str, num_ranks: int, flags: Sequence[str]) -> None:
     """Leave whether a start on a GPU accepts the flags of a job."""
-    parser = add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     try:
-        args = parser.parse_args([*MODEL.split(), *flags, "--moe-ft-job-id", name])
+        args = _parser().parse_args([*MODEL.split(), *flags, "--moe-ft-job-id", name])
         args.world_size = num_ranks
         checked_config(args)
     except ConfigError as error:
