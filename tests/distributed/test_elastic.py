@@ -308,6 +308,12 @@ def test_state_that_no_node_has_is_taken_from_storage_or_waited_for(
         assert "waiting for nodes, at most 0 s: there is state of this job" in result.output(0)
 
 
+def _has_peers_of(log: Path, iteration: int) -> bool:
+    """Return whether all three ranks have sent a state of this iteration or a later one."""
+    sent = [[each["iteration"] for each in events(log, rank, "replicate")] for rank in range(3)]
+    return all(max(each, default=0) >= iteration for each in sent)
+
+
 def test_nodes_of_keep_are_lost_and_come_back_while_the_others_train(
     tmp_path: Path, memory_dir: Path
 ) -> None:
@@ -324,6 +330,7 @@ def test_nodes_of_keep_are_lost_and_come_back_while_the_others_train(
         wait_for(lambda: _has_trained(log, 3), "training on three nodes", 200)
         # Its cells are not the size of the others'.
         wait_for(lambda: events(log, 0, "repair"), "the repair of rank 1", 200)
+        wait_for(lambda: _has_peers_of(log, 4), "replicas of what came after it", 200)
         nodes.kill("node2")
         shutil.rmtree(memory_dir / "nodes" / "node2")
         wait_for(lambda: _has_trained(log, 2), "training on two nodes", 200)
