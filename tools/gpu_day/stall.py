@@ -148,12 +148,13 @@ _CANDIDATES: dict[str, type[Candidate]] = {
 
 
 def complete(candidate: Candidate) -> None:
-    """Wait until the last checkpoint is complete."""
+    """Wait until the last checkpoint is complete, in iterations in which nothing is computed."""
     end_s = time.monotonic() + _COMPLETION_S
     while not candidate.is_complete():
         if time.monotonic() > end_s:
             raise TimeoutError(f"a checkpoint was not complete in {_COMPLETION_S:.0f} s")
         time.sleep(0.01)
+        candidate.before_step()  # it may take more than one until all is agreed
         candidate.poll()
 
 
@@ -183,7 +184,6 @@ def train(state: State, candidate: Candidate) -> tuple[dict[str, list[float]], i
             times[key].append(watch.s)
     synchronize()
     if has_saved:
-        candidate.before_step()
         complete(candidate)
         if candidate.completed_s is not None:
             times["complete"].append(candidate.completed_s - began_s)
