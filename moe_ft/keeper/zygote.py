@@ -58,7 +58,7 @@ _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
 _LOOK_S = 1.0  # between two looks at connections without a request
 _BACKLOG = 1024
 _STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
-# What torch imports when it compiles first, where Megatron's modules have imported the rest of its compiler.
+# Modules that torch imports when it first compiles. Megatron has imported the rest of the compiler by then.
 _OF_COMPILER = ("torch._inductor.compile_fx", "torch.export._trace", "sympy.physics.units")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)
 

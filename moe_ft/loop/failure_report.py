@@ -91,7 +91,8 @@ class FailureReport(LoopListener):
         """Learn which processes of the job run on this machine. Called by all ranks."""
         if dist.is_initialized():
             # On GPUs a breakpoint aborts the groups first, and nothing but the store is left.
-            self._job_rank, self._processes = find_job_rank(), meet_processes()
+            self._job_rank = find_job_rank()
+            self._processes = meet_processes()
 
     def failed(self, error: Exception) -> None:
         """Report an exception, unless it is a refusal; the process ends within a deadline from now on."""

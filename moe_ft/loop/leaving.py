@@ -104,7 +104,8 @@ class BreakpointMeeting:
         incarnation: int,
         processes: JobProcesses,
     ) -> None:
-        self._world_size, self._pids = own.world_size, processes.pids
+        self._world_size = own.world_size
+        self._pids = processes.pids
         self._prefix = f"moe_ft/breakpoints/{incarnation}"
         self._meeting = StoreMeeting(
             SignedStore(own.store, lambda: processes.token),

@@ -315,7 +315,8 @@ class _Runtime:
     """The calls of `torch.cuda.cudart()` that the product makes."""
 
     def __init__(self, device: Device, refuses_pins: bool) -> None:  # noqa: FBT001
-        self._device, self._refuses = device, refuses_pins
+        self._device = device
+        self._refuses = refuses_pins
 
     def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
         return f"error {error} of the device"

@@ -72,8 +72,12 @@ class Runner:
         is_rehearsal: bool,
         title: str,
     ) -> None:
-        self._steps, self._folder, self._env = steps, folder, dict(env)
-        self._together, self._is_rehearsal, self._title = together, is_rehearsal, title
+        self._steps = steps
+        self._folder = folder
+        self._env = dict(env)
+        self._together = together
+        self._is_rehearsal = is_rehearsal
+        self._title = title
         self._start_s = time.monotonic()
         self._end_s = self._start_s + budget_s
         self._outcomes: dict[str, Outcome] = {}

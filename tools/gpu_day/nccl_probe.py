@@ -60,7 +60,8 @@ class Rank:
     """One of two ranks. Leaves what it has found after each part: the next one may hang."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+        self._folder = folder
+        self._rank = rank
         self._found: dict[str, Any] = {}
         self._base = torch.arange(_NUM, device=_DEVICE, dtype=torch.float32)
 
