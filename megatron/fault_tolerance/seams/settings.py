@@ -115,14 +115,8 @@ def void_settings(
         command_line: as given: shows a flag that is given with its default value.
     """
     lines = config.warnings(planned_iterations(args) or None)
-    run = {} if cpu_device.is_active() else flags.as_arguments(config)
-    run["has_misfits"] = any(seam.misfit() for seam in versions.SEAMS)
-    run["cuda_graph_impl"] = config.strategy.is_on and args.cuda_graph_impl
-    lines += [
-        f"--moe-ft-allow-untested={value} changes nothing: nothing is refused for {each.name}"
-        for value, each in UNTESTED.items()
-        if each.is_allowed(config.strategy.allow_untested) and not each.is_used(run)
-    ]
+    if config.strategy.allow_untested is not None:
+        lines += _void_leave(args, config)
     is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
     if is_given and args.use_distributed_optimizer and config.strategy.is_on:
         lines.append(
@@ -131,6 +125,18 @@ def void_settings(
             "replicated)"
         )
     return lines
+
+
+def _void_leave(args: argparse.Namespace, config: MoeFtConfig) -> list[str]:
+    """Return one line for each value of --moe-ft-allow-untested that changes nothing."""
+    run = {} if cpu_device.is_active() else flags.as_arguments(config)
+    run["has_misfits"] = any(seam.misfit() for seam in versions.SEAMS)
+    run["cuda_graph_impl"] = config.strategy.is_on and args.cuda_graph_impl
+    return [
+        f"--moe-ft-allow-untested={value} changes nothing: nothing is refused for {each.name}"
+        for value, each in UNTESTED.items()
+        if each.is_allowed(config.strategy.allow_untested) and not each.is_used(run)
+    ]
 
 
 def lines_on_megatron(args: argparse.Namespace) -> list[str]:
