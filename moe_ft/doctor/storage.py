@@ -98,7 +98,7 @@ def check_semantics(storage: Storage) -> list[Row]:
 
 _SUBDIRECTORY, _SMALL = "iter_0000001", "small"
 _LARGE = f"{_SUBDIRECTORY}/data"
-_FILES = (_LARGE, _SMALL, f"{_SMALL}.part", LOCK_NAME)  # of the operations below
+_FILES = (_LARGE, _SMALL, LOCK_NAME)  # of the operations below
 
 
 def _creates(storage: Storage) -> bool:

@@ -5,6 +5,7 @@ Local files are written past the page cache where the file system can (O_DIRECT)
     iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells starts apart
     iter_%07d/manifest.json, manifest_LINEAGE.json             makes them a checkpoint; written last
     moe_ft.lock                                                which job writes here
+    NAME.RANDOM.part                                           a file of this machine, while it is written
 
 Manifests are engine/persist/manifests.py, what is deleted engine/persist/retention.py, the lock
 engine/persist/storage_lock.py. Used by the writer process and by recovery; no torch.
@@ -18,6 +19,7 @@ import mmap
 import os
 import random
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -171,27 +173,38 @@ class Storage:
             sync_file(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
-        """Write a large file; on a local file system it is on the disk when this returns."""
+        """Write a large file, whole or not at all; when this returns it is on the disk, if that is local."""
         full = self._full(path)
         with self._translating(f"write {path}"):
-            self._write(full, pieces)
-            self._sync_directories(full)
-
-    def _write(self, full: str, pieces: Iterable[memoryview]) -> None:
-        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
-        with self._file_system.open(full, "wb") as file:
-            if not self._is_local:
+            if self._is_local:
+                self._write_here(full, pieces)
+                return
+            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+            with self._file_system.open(full, "wb") as file:
                 for content in pieces:
                     for start in range(0, len(content), _CHUNK_BYTES):
                         file.write(content[start : start + _CHUNK_BYTES])
-                return
-            write_past_cache(file, pieces)
-            file.flush()
-            os.fsync(file.fileno())
+
+    def _write_here(self, full: str, pieces: Iterable[memoryview]) -> None:
+        # Two nodes that rescue a job write the same names: neither may truncate or rename what the other
+        # is writing.
+        part = f"{full}.{secrets.token_hex(4)}.part"
+        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        try:
+            with self._file_system.open(part, "wb") as file:
+                write_past_cache(file, pieces)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, full)
+        except (Exception, KeyboardInterrupt):
+            with suppress(OSError):  # on a full disk every try would leave one
+                os.unlink(part)
+            raise
+        self._sync_directories(full)
 
     def _sync_directories(self, full: str) -> None:
         """Bring a file's name to the disk, with those of the directories that were made for it."""
-        for directory in Path(full).parents if self._is_local else ():
+        for directory in Path(full).parents:
             sync_file(str(directory))
             if directory == Path(self._root):
                 return
@@ -206,15 +219,7 @@ class Storage:
             self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._file_system.pipe_file(full, content)
             return
-        part = f"{full}.part"
-        try:
-            self._write(part, [memoryview(content)])
-            os.replace(part, full)
-        except OSError:
-            with suppress(OSError):  # on a full disk every try would leave one
-                os.unlink(part)
-            raise
-        self._sync_directories(full)
+        self._write_here(full, [memoryview(content)])
 
     def create(self, path: str, content: bytes) -> None:
         """Write a small file to an object store; raises FileExistsError if it is there.

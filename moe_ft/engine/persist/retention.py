@@ -16,7 +16,8 @@ from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import has_superseded, is_alive
 
 _OUR_FILE = re.compile(
-    r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)(\.part)?|manifest(_[A-Za-z0-9_-]+)?\.json\.part"
+    r"rank_\d{5,}_[0-9a-f]{8}\.(safetensors|json)((\.[0-9a-f]{8})?\.part)?"
+    r"|manifest(_[A-Za-z0-9_-]+)?\.json(\.[0-9a-f]{8})?\.part"
 )
 
 

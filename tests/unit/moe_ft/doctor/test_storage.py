@@ -39,7 +39,7 @@ def test_local_directory_passes_and_nothing_stays(tmp_path: Path) -> None:
     (row,) = check_semantics(probe.storage)
     assert (row.result, row.found) == (Result.PASS, "create, replace, list, lock, delete")
     probe.root.write(probe.speed_path, [memoryview(b"left")])
-    for path in ("iter_0000001/data", "small", "small.part"):
+    for path in ("iter_0000001/data", "small"):
         probe.storage.write(path, [memoryview(b"left")])
     StorageLock(probe.storage).take("left", None)
     probe.close()

@@ -1,10 +1,11 @@
 """The storage tier: what makes a checkpoint, and what a killed writer leaves."""
 
+import errno
 import mmap
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -306,6 +307,37 @@ def test_large_file_is_written_past_the_page_cache(tmp_path: Path) -> None:
     Storage(str(tmp_path)).write("file", pieces)
     assert not _is_cached(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
+def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two nodes do that rescue a job: the other writes all of it before the first names its own."""
+
+    def replace_after_the_other(source: str, target: str) -> None:
+        monkeypatch.undo()
+        Storage(str(tmp_path)).write_atomically("file", b"the other's")
+        assert (tmp_path / "file").read_bytes() == b"the other's"
+        os.replace(source, target)
+
+    monkeypatch.setattr("moe_ft.files.storage.os.replace", replace_after_the_other)
+    Storage(str(tmp_path)).write_atomically("file", b"own")
+    assert (tmp_path / "file").read_bytes() == b"own"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(b"new")
+        raise OSError(errno.ENOSPC, "no room")
+
+    files = Storage(str(tmp_path))
+    files.write("file", [memoryview(b"before")])
+    with pytest.raises(OSError, match="no room"):
+        files.write("file", pieces())
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"before")]
 
 
 def test_file_is_written_where_the_file_system_refuses_to_pass_by_the_page_cache(
