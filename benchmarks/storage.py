@@ -222,7 +222,7 @@ def measure_threads(region: Region, repetitions: int) -> Samples:
     """Time checksums of all units by several numbers of threads, also by more than there are cores."""
 
     def check(num_threads: int) -> None:
-        with mock.patch.object(checksums, "num_free_cores", lambda: num_threads):
+        with mock.patch.object(checksums, "num_cores_of_rank", lambda: num_threads + 1):
             check_region(region)
 
     functions = {f"{each} threads": partial(check, each) for each in NUM_THREADS}

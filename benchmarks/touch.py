@@ -9,38 +9,43 @@ without huge=within_size show what huge pages change. Pinning needs a GPU and is
 """
 
 import argparse
-import os
 import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
+from moe_ft.engine.memory import mappings
 from moe_ft.engine.memory.job_directory import huge_pages
 from moe_ft.engine.memory.mappings import Mappings
+from moe_ft.processes import num_cores_of_rank
 
 
 def measure(folder: Path, num_bytes: int, repetitions: int) -> dict[str, list[float]]:
     """Return seconds by what is measured."""
-    cores = len(os.sched_getaffinity(0))
-    sharers = {"new, 1 thread": cores, f"new, {min(cores, 8)} threads": 1}
-    found: dict[str, list[float]] = {name: [] for name in (*sharers, "found", "taken up")}
+    threads = {
+        f"new, {each} thread{'s' * (each > 1)}": each for each in (1, min(num_cores_of_rank(), 8))
+    }
+    found: dict[str, list[float]] = {name: [] for name in (*threads, "found", "taken up")}
 
-    def timed(name: str, mappings: Mappings) -> None:
+    def timed(name: str, memory: Mappings) -> None:
         begin_s = time.perf_counter()
-        mappings.open(folder / "file", num_bytes)
+        memory.open(folder / "file", num_bytes)
         found[name].append(time.perf_counter() - begin_s)
 
     for _ in range(repetitions):
-        for name, num_sharers in sharers.items():
+        for name, num_threads in threads.items():
             (folder / "file").unlink(missing_ok=True)
-            with closing(Mappings()) as mappings:
-                mappings.num_sharers = num_sharers
-                timed(name, mappings)
-        with closing(Mappings()) as mappings:
-            timed("found", mappings)
-            timed("taken up", mappings)
+            with (
+                closing(Mappings()) as memory,
+                mock.patch.object(mappings, "num_cores_of_rank", lambda each=num_threads: each),
+            ):
+                timed(name, memory)
+        with closing(Mappings()) as memory:
+            timed("found", memory)
+            timed("taken up", memory)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: its boot, their start, end and name, and what ends them.
+"""Processes of this machine: its boot, their start, end, name and cores, and what ends them.
 
 Standard library only; Linux.
 """
@@ -65,6 +65,15 @@ def is_stopped(pid: int) -> bool:
 
 def _status(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def num_cores_of_rank() -> int:
+    """Return how many cores this rank has, or may use if it is alone; at least 1.
+
+    Ranks share the cores of their node, unless each is bound to cores of its own.
+    """
+    of_node = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(of_node, len(os.sched_getaffinity(0))))
 
 
 def die_with_parent() -> None:

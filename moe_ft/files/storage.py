@@ -173,23 +173,21 @@ class Storage:
             sync_file(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview]) -> None:
-        """Write a large file, whole or not at all; when this returns it is on the disk, if that is local."""
+        """Write a large file; a local one whole or not at all, and it is on the disk when this returns."""
         full = self._full(path)
         with self._translating(f"write {path}"):
+            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
             if self._is_local:
                 self._write_here(full, pieces)
-                return
-            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
-            with self._file_system.open(full, "wb") as file:
-                for content in pieces:
-                    for start in range(0, len(content), _CHUNK_BYTES):
-                        file.write(content[start : start + _CHUNK_BYTES])
+            else:
+                with self._file_system.open(full, "wb") as file:
+                    for content in pieces:
+                        for start in range(0, len(content), _CHUNK_BYTES):
+                            file.write(content[start : start + _CHUNK_BYTES])
 
     def _write_here(self, full: str, pieces: Iterable[memoryview]) -> None:
-        # Two nodes that rescue a job write the same names: neither may truncate or rename what the other
-        # is writing.
+        # A name of its own: two nodes that rescue a job write the same files at the same time.
         part = f"{full}.{secrets.token_hex(4)}.part"
-        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
         try:
             with self._file_system.open(part, "wb") as file:
                 write_past_cache(file, pieces)
@@ -200,11 +198,7 @@ class Storage:
             with suppress(OSError):  # on a full disk every try would leave one
                 os.unlink(part)
             raise
-        self._sync_directories(full)
-
-    def _sync_directories(self, full: str) -> None:
-        """Bring a file's name to the disk, with those of the directories that were made for it."""
-        for directory in Path(full).parents:
+        for directory in Path(full).parents:  # its name, and those of what was made for it
             sync_file(str(directory))
             if directory == Path(self._root):
                 return
@@ -215,11 +209,11 @@ class Storage:
 
     def _write_atomically(self, path: str, content: bytes) -> None:
         full = self._full(path)
-        if not self._is_local:  # object stores show an object only when it is complete
-            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        if self._is_local:
+            self._write_here(full, [memoryview(content)])
+        else:  # object stores show an object only when it is complete
             self._file_system.pipe_file(full, content)
-            return
-        self._write_here(full, [memoryview(content)])
 
     def create(self, path: str, content: bytes) -> None:
         """Write a small file to an object store; raises FileExistsError if it is there.

@@ -3,11 +3,11 @@
 What a checksum is says moe_ft/format/encoding.py.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moe_ft.format.encoding import checksum
+from moe_ft.processes import num_cores_of_rank
 
 _MOST_THREADS = 4
 _LEAST_BYTES = 16 << 20  # below, starting threads takes longer than what they save
@@ -18,7 +18,8 @@ def checksums(contents: Sequence[memoryview]) -> list[str]:
 
     The largest begins first: threads have no part in the work of another one.
     """
-    num_threads = min(num_free_cores(), len(contents))
+    num_free_cores = num_cores_of_rank() - 1  # beside that of the training thread
+    num_threads = min(num_free_cores, _MOST_THREADS, len(contents))
     if num_threads < 2 or sum(map(len, contents)) < _LEAST_BYTES:
         return [*map(checksum, contents)]
     order = sorted(range(len(contents)), key=lambda place: -len(contents[place]))
@@ -30,12 +31,3 @@ def checksums(contents: Sequence[memoryview]) -> list[str]:
     except RuntimeError:  # there are too many threads, or the interpreter ends
         return [*map(checksum, contents)]
     return [found[place] for place in range(len(contents))]
-
-
-def num_free_cores() -> int:
-    """Return how many cores this process has beside that of its training thread: 1 to 4.
-
-    Ranks share the cores of their node, also where each may run on all of them.
-    """
-    of_node = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(_MOST_THREADS, max(1, min(of_node, len(os.sched_getaffinity(0))) - 1))

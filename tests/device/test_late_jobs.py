@@ -27,7 +27,7 @@ def test_chosen_jobs_wait_for_all_that_they_need() -> None:
 def test_jobs_whose_checksums_have_several_threads_break_no_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checksums, "num_free_cores", lambda: 3)
+    monkeypatch.setattr(checksums, "num_cores_of_rank", lambda: 4)
     monkeypatch.setattr(checksums, "_LEAST_BYTES", 0)
     for schedule in schedules(SEEDS[:1]):
         assert check(schedule) == [], schedule

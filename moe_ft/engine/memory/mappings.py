@@ -20,6 +20,7 @@ from moe_ft.engine.memory.job_directory import huge_pages
 from moe_ft.errors import PinError
 from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import create_private
+from moe_ft.processes import num_cores_of_rank
 
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
 _HUGE_PAGE_BYTES = 2 << 20
@@ -44,15 +45,10 @@ class _Mapped:
 
 
 class Mappings:
-    """Mapped files of one rank, by path. Owned by its training thread.
-
-    Attributes:
-        num_sharers: ranks that share the cores of this node.
-    """
+    """Mapped files of one rank, by path. Owned by its training thread."""
 
     def __init__(self, *, lasts: bool = False) -> None:
         """Map nothing yet. If it `lasts`, what is let go stays mapped and pinned for the next start."""
-        self.num_sharers = 1
         self._lasts = lasts
         self._mapped: dict[Path, _Mapped] = {}
         self._pin_problem = ""
@@ -68,15 +64,11 @@ class Mappings:
             descriptor = create_private(path)
             try:
                 with waiting(num_bytes / SLOWEST_BYTES_PER_S):
-                    memory = _map(descriptor, path, num_bytes, self._num_threads)
+                    memory = _map(descriptor, path, num_bytes)
                 self._mapped[path] = _Mapped(memory=memory, file=_file_of(os.fstat(descriptor)))
             finally:
                 os.close(descriptor)
         return self._mapped[path].memory
-
-    @property
-    def _num_threads(self) -> int:
-        return min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // self.num_sharers))
 
     def _is_current(self, path: Path, num_bytes: int | None) -> bool:
         """Return whether a path still is the file that was mapped: writes to another one would be lost."""
@@ -148,7 +140,7 @@ def _file_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
 
 
-def _map(descriptor: int, path: Path, num_bytes: int, num_threads: int) -> mmap.mmap:
+def _map(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
     """Map a file that gets this size, and touch all of it."""
     memory = None
     is_new = os.fstat(descriptor).st_size != num_bytes
@@ -158,7 +150,7 @@ def _map(descriptor: int, path: Path, num_bytes: int, num_threads: int) -> mmap.
         memory = mmap.mmap(descriptor, num_bytes)
         with suppress(OSError):  # of which the next call finds the reason, if it is lack of room
             memory.madvise(mmap.MADV_HUGEPAGE)
-            _populate(memory, num_threads)
+            _populate(memory)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)  # ENOSPC now, not SIGBUS later
     except OSError:
@@ -167,21 +159,21 @@ def _map(descriptor: int, path: Path, num_bytes: int, num_threads: int) -> mmap.
         raise
     memory = memory or mmap.mmap(descriptor, num_bytes)
     try:
-        _populate(memory, num_threads)
+        _populate(memory)
     except OSError:  # Linux before 5.14
         pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
         pages |= 0
     return memory
 
 
-def _populate(memory: mmap.mmap, num_threads: int) -> None:
+def _populate(memory: mmap.mmap) -> None:
     """Have every page mapped now: a first touch costs six times a copy."""
     starts = range(0, len(memory), _SLICE_BYTES)
     populate = partial(_populate_slice, _address(memory), len(memory))
     if len(starts) == 1:
         populate(0)
         return
-    with ThreadPoolExecutor(num_threads, "moe_ft-touch") as pool:
+    with ThreadPoolExecutor(min(_MOST_THREADS, num_cores_of_rank()), "moe_ft-touch") as pool:
         list(pool.map(populate, starts))
 
 

@@ -121,7 +121,6 @@ class RankMemory:
     def take_up(self, mappings: Mappings) -> None:
         """Open files in these mappings from now on; what they have of other files is unmapped."""
         self.mappings = mappings
-        mappings.num_sharers = len(self._topology.on_node(self._node))
         mappings.keep_only({file.data_path: file.num_bytes for file in self._files()})
         for file in self._files():
             file.mappings = mappings

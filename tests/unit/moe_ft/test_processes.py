@@ -1,10 +1,20 @@
-"""Processes of this machine: those that have ended are told from living ones, and names are those of ps."""
+"""Processes of this machine: which have ended, what ps calls them, and how many cores each has."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
-from moe_ft.processes import boot_id, has_ended, process_name, process_namespace, start_ticks
+import pytest
+
+from moe_ft.processes import (
+    boot_id,
+    has_ended,
+    num_cores_of_rank,
+    process_name,
+    process_namespace,
+    start_ticks,
+)
 
 
 def test_process_has_ended_before_its_parent_notices_and_after_its_number_went_to_another() -> None:
@@ -40,3 +50,23 @@ def test_name_of_a_process_is_the_one_that_it_has_set() -> None:
         assert process_name(process.pid) == "rank_7"
         process.communicate(b"\n")
     assert process_name(process.pid) == ""
+
+
+@pytest.mark.parametrize(
+    ("of_node", "of_process", "num_ranks", "of_rank"),
+    [
+        (2, 2, "1", 2),
+        (128, 128, "8", 16),
+        (16, 2, "8", 2),  # bound to cores of its own
+        (128, 16, "8", 16),
+        (4, 4, "8", 1),
+    ],
+)
+def test_ranks_share_the_cores_of_their_node_unless_they_are_bound(
+    of_node: int, of_process: int, num_ranks: str, of_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: Callable[[int], range] = lambda _: range(of_process)  # noqa: E731 - a stand-in
+    monkeypatch.setattr(os, "cpu_count", lambda: of_node)
+    monkeypatch.setattr(os, "sched_getaffinity", bound)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
+    assert num_cores_of_rank() == of_rank

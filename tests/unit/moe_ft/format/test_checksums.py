@@ -1,8 +1,7 @@
 """Checksums of many units are computed by several threads, and are those that one thread has."""
 
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.format import checksums as module
-from moe_ft.format.checksums import checksums, num_free_cores
+from moe_ft.format.checksums import checksums
 from moe_ft.format.encoding import checksum
 
 DEADLINE_S = 120.0
@@ -27,7 +26,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> set[int]:
         barrier.wait(DEADLINE_S)
         return checksum(content)
 
-    monkeypatch.setattr(module, "num_free_cores", lambda: num_threads)
+    monkeypatch.setattr(module, "num_cores_of_rank", lambda: num_threads + 1)
     monkeypatch.setattr(module, "_LEAST_BYTES", 0)
     monkeypatch.setattr(module, "checksum", together)
     return threads
@@ -46,7 +45,7 @@ def test_results_are_those_of_one_thread_in_the_order_of_the_contents(
     given_bytes: Sequence[bytes], num_threads: int
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(module, "num_free_cores", lambda: num_threads)
+        monkeypatch.setattr(module, "num_cores_of_rank", lambda: num_threads + 1)
         monkeypatch.setattr(module, "_LEAST_BYTES", 0)
         assert checksums([memoryview(each) for each in given_bytes]) == [
             *map(checksum, given_bytes)
@@ -79,29 +78,7 @@ def _no_thread(*_: Any) -> ThreadPoolExecutor:
 def test_one_core_little_content_and_too_many_threads_leave_the_work_to_the_caller(
     num_threads: int, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "num_free_cores", lambda: num_threads)
+    monkeypatch.setattr(module, "num_cores_of_rank", lambda: num_threads + 1)
     monkeypatch.setattr(module, "_LEAST_BYTES", least_bytes)
     monkeypatch.setattr(module, "ThreadPoolExecutor", _no_thread)
     assert checksums(CONTENTS) == [*map(checksum, CONTENTS)]
-
-
-@pytest.mark.parametrize(
-    ("of_node", "of_process", "num_ranks", "free"),
-    [
-        (2, 2, "1", 1),
-        (128, 128, "8", 4),
-        (16, 16, "8", 1),
-        (128, 2, "8", 1),  # each rank bound to cores of its own
-        (128, 16, "8", 4),
-        (4, 4, "8", 1),
-        (32, 32, "8", 3),
-    ],
-)
-def test_ranks_share_the_cores_of_their_node_beside_those_of_their_training_threads(
-    of_node: int, of_process: int, num_ranks: str, free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound: Callable[[int], range] = lambda _: range(of_process)  # noqa: E731 - a stand-in
-    monkeypatch.setattr(os, "cpu_count", lambda: of_node)
-    monkeypatch.setattr(os, "sched_getaffinity", bound)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_ranks)
-    assert num_free_cores() == free

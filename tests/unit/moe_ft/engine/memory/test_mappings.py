@@ -133,7 +133,7 @@ def test_file_that_cuda_refuses_leaves_none_pinned_is_named_and_not_tried_again(
 def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_rank(
     tmp_path: Path, counts: Registrations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
+    monkeypatch.setattr(mappings, "num_cores_of_rank", lambda: 3)
     monkeypatch.setattr(mappings, "_SLICE_BYTES", SIZE)
     threads = set[int]()
     together, touch = threading.Barrier(3, timeout=15.0), mappings._populate_slice
@@ -145,7 +145,6 @@ def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_ra
 
     monkeypatch.setattr(mappings, "_populate_slice", touch_together)
     kept = Mappings()
-    kept.num_sharers = 2
     kept.open(tmp_path / "file", 5 * SIZE + 1)
     assert sorted(counts.touched) == [1, *[SIZE] * 5]
     assert len(threads) == 3
