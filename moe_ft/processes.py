@@ -68,10 +68,7 @@ def _status(pid: int) -> list[str]:
 
 
 def num_cores_of_rank() -> int:
-    """Return how many cores this rank has, or may use if it is alone; at least 1.
-
-    Ranks share the cores of their node, unless each is bound to cores of its own.
-    """
+    """Return how many cores are this rank's share of its node, or those that it is bound to; at least 1."""
     of_node = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(of_node, len(os.sched_getaffinity(0))))
 

@@ -111,12 +111,13 @@ class Runner:
         left_s = self._end_s - time.monotonic()
         usual_s = min(step.usual_s, _REHEARSED_S) if self._is_rehearsal else step.usual_s
         before = self._outcomes.get(step.after)
+        obstacle = ""
         if left_s < usual_s + _ENDING_S:
-            why = f"{max(left_s, 0):.0f} s were left, it takes about {usual_s:.0f}"
-            outcome = Outcome(name=step.name, result=Result.NOT_BEGUN, line=why)
+            obstacle = f"{max(left_s, 0):.0f} s were left, it takes about {usual_s:.0f}"
         elif before is not None and before.result is not Result.PASSED:
-            why = f"{step.after} has not passed"
-            outcome = Outcome(name=step.name, result=Result.NOT_BEGUN, line=why)
+            obstacle = f"{step.after} has not passed"
+        if obstacle:
+            outcome = Outcome(name=step.name, result=Result.NOT_BEGUN, line=obstacle)
         else:
             outcome = self._run(step, min(step.most_s, left_s - _ENDING_S))
         with self._lock:

@@ -114,7 +114,9 @@ class Rank:
     def _check_collectives(self) -> None:
         rank, base, half = self._rank, self._base, _NUM // 2
         value = base + rank
-        total, out, other = value.clone(), torch.empty_like(value), torch.empty_like(value)
+        total = value.clone()
+        out = torch.empty_like(value)
+        other = torch.empty_like(value)
         both = torch.empty(2 * _NUM, device=_DEVICE)
         dist.all_reduce(total)
         dist.all_to_all_single(out, value)
@@ -183,7 +185,8 @@ def attempt(name: str, variables: dict[str, str]) -> dict[str, Any]:
 
 def main() -> None:
     """Try variables until some work; prefer those with which an abort ends an unanswered call."""
-    lines, good = [], ""
+    lines = []
+    good = ""
     for name, extra in _TRIES.items():
         found = attempt(name, {**_SHARED, **extra})
         lines.append(f"{name}: {found}")

@@ -57,7 +57,9 @@ class Received:
     """A receive whose `wait` brings the tensor to the device."""
 
     def __init__(self, work: Any, near: torch.Tensor, far: torch.Tensor) -> None:
-        self._work, self._near, self._far = work, near, far
+        self._work = work
+        self._near = near
+        self._far = far
 
     def wait(self, *args: Any) -> bool:
         """Wait for the tensor."""

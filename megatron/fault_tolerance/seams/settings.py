@@ -116,7 +116,7 @@ def void_settings(
     """
     lines = config.warnings(planned_iterations(args) or None)
     if config.strategy.allow_untested is not None:
-        lines += _void_leave(args, config)
+        lines += _void_permissions(args, config)
     is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
     if is_given and args.use_distributed_optimizer and config.strategy.is_on:
         lines.append(
@@ -127,7 +127,7 @@ def void_settings(
     return lines
 
 
-def _void_leave(args: argparse.Namespace, config: MoeFtConfig) -> list[str]:
+def _void_permissions(args: argparse.Namespace, config: MoeFtConfig) -> list[str]:
     """Return one line for each value of --moe-ft-allow-untested that changes nothing."""
     run = {} if cpu_device.is_active() else flags.as_arguments(config)
     run["has_misfits"] = any(seam.misfit() for seam in versions.SEAMS)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import psutil
 import pytest
@@ -62,8 +64,24 @@ def run(steps: Sequence[Step], folder: Path, budget_s: float = 100.0) -> dict[st
     return dict(json.loads((folder / "result.json").read_text()))
 
 
-def test_step_that_fails_hangs_or_shows_nothing_does_not_stop_the_others(tmp_path: Path) -> None:
+def begin_seconds_late(log: Path, most_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the seconds of a step begin when it has written to its log: a machine may be busy."""
+
+    class Process(subprocess.Popen[bytes]):
+        @override
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == most_s and log.stat().st_size == 0:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+
+
+def test_step_that_fails_hangs_or_shows_nothing_does_not_stop_the_others(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
+    begin_seconds_late(work / "logs" / "hangs.log", 2, monkeypatch)
     is_there = f"assert 'killed after 2 s' in open({str(out / 'summary.md')!r}).read()\n"
     steps = [
         step("probe", "raise SystemExit('no way')", turn=Turn.FIRST),
