@@ -17,6 +17,7 @@ from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 
 WINDOW = 3
+NUM_RESERVES = 3  # as many as a user would hold; each makes the wrapper slower
 SCRIPT = "pretrain_gpt_moe.py"
 DENSE = ("--moe-ft-strategy", "dense")
 REPAIR = ("--moe-ft-repair", "auto")
@@ -41,6 +42,7 @@ class Kind:
         keeps: whether ranks are forked by `moe_ft keep`.
         is_local: whether the stages of the others run no iterations again.
         interval_s: of a wrapper in the process: how often it looks, and how long it waits for other reports.
+        num_reserves: of a wrapper in the process: ranks that wait for a kill each; 0 for a kind without.
     """
 
     title: str
@@ -49,6 +51,7 @@ class Kind:
     keeps: bool = True
     is_local: bool = False
     interval_s: float = 0.0
+    num_reserves: int = 0
 
 
 KINDS = {
@@ -61,8 +64,18 @@ KINDS = {
         flags=(*_WHOLE, *REPAIR),
         is_local=True,
     ),
-    "nvrx": Kind(title="NVRx in-process", answer=Answer.INPROCESS, interval_s=1.0),
-    "nvrx-fast": Kind(title="NVRx in-process, 0.1 s", answer=Answer.INPROCESS, interval_s=0.1),
+    "nvrx": Kind(
+        title="NVRx in-process",
+        answer=Answer.INPROCESS,
+        interval_s=1.0,
+        num_reserves=NUM_RESERVES,
+    ),
+    "nvrx-fast": Kind(
+        title="NVRx in-process, 0.1 s",
+        answer=Answer.INPROCESS,
+        interval_s=0.1,
+        num_reserves=NUM_RESERVES,
+    ),
 }
 REFERENCE = "restart"  # others are compared with it
 

@@ -4,7 +4,7 @@
         [--failures N] [--failure-every N] [--barrier-iterations N] [--nvrx DIR] [--quick] [--output FILE.md]
 
 recovery  Each job trains the demo model of the tests in pretrain_gpt_moe.py. Its highest rank is killed in
-          the backward of an iteration, --repeats times in a job. benchmarks/recovery_moments.py has what is
+          the backward of an iteration, --repeats times. benchmarks/recovery_moments.py has what is
           measured, and checks that each kill was answered as it should be.
 ettr      The job of examples/quickstart.sh on 4 ranks, killed every 100 iterations, --failures times.
           ETTR is the time of all iterations, each once and as long as the median one, over the time from
@@ -18,8 +18,9 @@ restart    torchrun starts all ranks again; those that it ends wait for nobody's
 keep       the same under `moe_ft keep`
 repair     --moe-ft-repair auto, strategy dense
 whole      the same with whole survivors: strategy sparse, --moe-ft-recovery local
-nvrx       the in-process wrapper of nvidia-resiliency-ext with its own intervals of 1 s, a reserve rank for
-           each kill, and the same program (benchmarks/inprocess_rank.py); from the folder --nvrx
+nvrx       the in-process wrapper of nvidia-resiliency-ext with its own intervals of 1 s, and the same program
+           (benchmarks/inprocess_rank.py); from the folder --nvrx. A reserve rank waits for each kill, so
+           its jobs have three kills each, and as many jobs as it takes
 nvrx-fast  the same with intervals of 0.1 s
 
 A kind that is refused or not installed is left out, with the reason. So is one that fails; the exit code is
@@ -32,6 +33,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from statistics import median
 
@@ -119,14 +121,15 @@ def measure_recoveries(
     kills = kills_of(repeats)
     # All kinds could be wrong in the same way: the first digests are those of a job without a kill.
     bench.run(RECOVERY, _job("keep", num_ranks, (), kills[-1] + 3), lambda result: True)
-    found = {}
+    found: dict[str, list[Moments]] = {}
     for kind in kinds:
-        job = _job(kind, num_ranks, kills, kills[-1] + 3)
-        moments = bench.run(RECOVERY, job, partial(_moments, job))
-        if moments is not None:
-            found[kind] = moments
-            shown = ", ".join(f"{each.loop_s:.2f}" for each in found[kind])
-            print(f"    to the loop: {shown} s", file=sys.stderr, flush=True)
+        for kills_of_job in batched(kills, KINDS[kind].num_reserves or len(kills)):
+            job = _job(kind, num_ranks, kills_of_job, kills[-1] + 3)
+            moments = bench.run(RECOVERY, job, partial(_moments, job))
+            if moments is not None:
+                found.setdefault(kind, []).extend(moments)
+                shown = ", ".join(f"{each.iteration_s:.2f}" for each in moments)
+                print(f"    to the first new iteration: {shown} s", file=sys.stderr, flush=True)
     return found
 
 
@@ -309,7 +312,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--repeats", type=int, default=5, help="kills in a job, pairs of jobs")
+    parser.add_argument("--repeats", type=int, default=5, help="kills of a kind, pairs of jobs")
     parser.add_argument("--failures", type=int, default=2, help="of the demo job")
     parser.add_argument("--failure-every", type=int, default=100, help="iterations of the demo job")
     parser.add_argument("--barrier-iterations", type=int, default=40, help="of each job")

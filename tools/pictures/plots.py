@@ -107,22 +107,20 @@ _KINDS = {
 
 
 def plot_recovery_time() -> Drawing:
-    """Plot the seconds from a kill until training runs again, by kind of answer."""
-    column = "to the loop, s"
+    """Plot the seconds from a kill until a new iteration has ended, by kind of answer."""
+    column = "to the first new iteration, s"
     table = table_with("recovery_time.md", "ranks", "kind", column)
     drawing = Drawing(
         860,
         478,
-        "Seconds from a kill until training runs again",
+        "Seconds from a kill until a new iteration has ended",
         "Repairs in place take about one second, restarts eight to "
         "twenty-nine, with two to eight ranks.",
     )
-    drawing.text(
-        20, 32, "Seconds from a kill until the training loop runs again", size=16, bold=True
-    )
+    drawing.text(20, 32, "Seconds from a kill until a new iteration has ended", size=16, bold=True)
     text = (
-        "Median and range of ten kills, in seconds; 2 CPU cores, "
-        "gloo, no GPU. NVRx holds ten reserve ranks."
+        "Median and range of nine kills, in seconds; 2 CPU cores, "
+        "gloo, no GPU. NVRx holds three reserve ranks."
     )
     drawing.text(20, 52, text, ink="soft", size=12)
     longest = max(measured(row[column]).high for row in table if row["ranks"] != "2")
