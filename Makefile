@@ -11,7 +11,7 @@ help:
 	@echo "make venv         create .venv with everything that constraints.txt pins"
 	@echo "make demo         train a small MoE GPT on 4 ranks, kill one, and see it repaired (a few minutes)"
 	@echo "make check        check formatting, lint, types and the documentation site"
-	@echo "make test         run the tests that every commit passes, in about 12 minutes"
+	@echo "make test         run the tests that every commit passes, in about 20 minutes on two cores"
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
 	@echo "make test-slurm   submit jobs to a SLURM of three nodes on this machine (needs slurm-wlm and munge)"
 	@echo "make test-versions  run a choice of tests on other versions of Megatron, and on CHECKOUTS=..."

@@ -14,6 +14,7 @@ from typing import Any, override
 
 from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.engine.background import BackgroundPart
 from moe_ft.engine.links.addresses import address_of
 from moe_ft.errors import ConfigError
 from moe_ft.events import last_incarnation
@@ -54,8 +55,6 @@ METRICS: Mapping[str, tuple[str, str, str]] = {
 
 def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
     """Yield name, label and value of what is known of a rank."""
-    yield "iteration", "", course.iteration
-    yield "incarnation", "", course.incarnation
     yield "iterations", "", course.num_iterations
     yield "tokens", "", course.num_tokens
     yield "stall_seconds", "", course.stall_s
@@ -64,12 +63,12 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
     yield "recoveries", "", course.num_recoveries
     yield "repairs", "", course.num_repairs
     yield "repair_seconds", "", course.repair_s
-    yield "lost_tokens", "", course.lost_tokens
-    known = {
-        "loss": course.loss,
-        "iteration_seconds": course.iteration_s,
-        "last_event_timestamp_seconds": course.time_s or None,
-    }
+    if course.time_s:  # before the first event of a process they would fall to 0
+        yield "iteration", "", course.iteration
+        yield "incarnation", "", course.incarnation
+        yield "lost_tokens", "", course.lost_tokens
+        yield "last_event_timestamp_seconds", "", course.time_s
+    known = {"loss": course.loss, "iteration_seconds": course.iteration_s}
     yield from ((name, "", value) for name, value in known.items() if value is not None)
     for use, seconds in course.spent.seconds.items():
         yield "time_seconds", use, seconds
@@ -79,8 +78,10 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         yield "snapshots", tier, traffic.num
         yield "snapshot_bytes", tier, traffic.num_bytes
         yield "snapshot_seconds", tier, traffic.seconds
-    for part, num in course.degraded.items():
-        yield "degraded", part, num
+    for (
+        part
+    ) in BackgroundPart:  # from the start: increase() misses the first failure of a new series
+        yield "degraded", part.value, course.degraded[part]
 
 
 class _Collector:
@@ -148,7 +149,7 @@ class Metrics(LoopListener):
         except ImportError as error:
             raise ConfigError(
                 f"{flag_of('metrics_port')}={self._config.metrics_port} needs prometheus_client, which is "
-                "not installed. Install it (pip install 'moe-ft[metrics]'), or leave the flag out."
+                "not installed. Install it (pip install prometheus-client), or leave the flag out."
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(course))

@@ -1,10 +1,12 @@
-"""Documents say what is so: commands and flags exist, tables are complete, figures come from their page."""
+"""Documents say what is so: commands, flags and packages exist, tables are whole, figures have a source."""
 
 import argparse
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain, pairwise
 from pathlib import PurePosixPath
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.output import STAMP
 from moe_ft import cli
+from moe_ft.strategies.registry import kinds
 from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of, tree_of
 
 DOCUMENTS = [path for path in text_files() if path.endswith(".md")]
@@ -28,6 +31,8 @@ NUMBER = r"\d+(?:[.,]\d+)*"
 FIGURE = re.compile(
     rf"{NUMBER}(?:(?: to |-){NUMBER})* ?(?:s|ms|minutes|%|x|[KMGT]i?B(?:/s)?|bytes)(?![\w/])"
 )
+INSTALL = re.compile(r"pip install (?:-\S+ )*['\"]?([\w.-]+)(?:\[(\w+)\])?")
+IN_A_BLOCK = re.compile(r" {2,}\S|- |\d+\. ")  # of a list, or of code
 LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")
 _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of its own
 _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
@@ -91,6 +96,49 @@ def test_flags_that_documents_show_exist() -> None:
         if flag not in known_flags() | _OF_OTHERS
     )
     check_rule(wrong, "no program here has these flags")
+
+
+def test_packages_that_people_are_told_to_install_are_extras_and_dependencies_of_the_project() -> (
+    None
+):
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    needed = chain(project["dependencies"], *extras.values())
+    packages = {re.split(r"[<>=\[]", each)[0] for each in needed}
+    wrong = (
+        f"{path}: {name}[{extra}]"
+        for path in (*DOCUMENTS, *product_files())
+        for name, extra in INSTALL.findall(" ".join(text_of(path).split()))
+        if not (extra in {"", *extras} if name == "." else name in packages)
+    )
+    check_rule(wrong, "this project is not on PyPI: name the package, or an extra as '.[EXTRA]'")
+
+
+def badly_set_lines(path: str) -> Iterator[str]:
+    """Yield the lines that a browser does not show as they are meant."""
+    lines = re.sub(r"(?s)```.*?```", "", text_of(path)).splitlines()
+    for before, line in pairwise(["", *lines]):
+        is_text = bool(line) and not line[0].isspace()
+        runs_on = is_text and IN_A_BLOCK.match(before) and not IN_A_BLOCK.match(line)
+        if runs_on or (is_text and line.endswith(" \\")) or re.search(r"`[^`]*\\\|[^`]*`", line):
+            yield f"{path}: {line}"
+
+
+def test_pages_are_shown_as_they_are_meant() -> None:
+    wrong = (each for path in DOCUMENTS for each in badly_set_lines(path))
+    check_rule(wrong, r"indent code and lists, end them with an empty line, and show no \| in code")
+
+
+def test_lists_of_strategies_have_all_of_them() -> None:
+    names = {kind.name for kind in kinds()}
+    wrong = (
+        f"{path}: {block}"
+        for path in {*DOCUMENTS} - {*PAGES}
+        for block in text_of(path).split("\n\n")
+        if len(found := {*re.findall(r"^(?:\||-) \**`(\w+)`", block, re.MULTILINE)} & names) > 1
+        if found != names
+    )
+    check_rule(wrong, "add what is missing, or say why it is")
 
 
 def test_list_of_commands_is_that_of_the_command_line() -> None:

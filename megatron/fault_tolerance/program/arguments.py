@@ -254,8 +254,8 @@ def _check_transformer_engine(args: argparse.Namespace) -> None:
     if args.transformer_impl == "transformer_engine":
         raise ConfigError(
             "--transformer-impl=transformer_engine needs the package transformer-engine, which is "
-            "not installed. Install it (pip install moe-ft[te], on a machine with a GPU), or use "
-            "--transformer-impl local."
+            "not installed. Install it (pip install 'transformer-engine[pytorch]', on a machine with a "
+            "GPU), or use --transformer-impl local."
         )
 
 

@@ -200,7 +200,7 @@ def _encoder(tokenizer: str | None) -> tuple[Encode, int]:
     except ImportError as error:
         raise ConfigError(
             f"tokenizer {tokenizer} needs the package transformers, which is not installed. "
-            "Install it (pip install moe-ft[tokenizers]), or leave the tokenizer out for bytes."
+            "Install it (pip install transformers), or leave the tokenizer out for bytes."
         ) from error
     try:
         encoder = transformers.AutoTokenizer.from_pretrained(tokenizer)
