@@ -78,9 +78,7 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         yield "snapshots", tier, traffic.num
         yield "snapshot_bytes", tier, traffic.num_bytes
         yield "snapshot_seconds", tier, traffic.seconds
-    for (
-        part
-    ) in BackgroundPart:  # from the start: increase() misses the first failure of a new series
+    for part in BackgroundPart:  # also with 0: increase() misses the birth of a series
         yield "degraded", part.value, course.degraded[part]
 
 

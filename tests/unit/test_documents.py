@@ -9,7 +9,6 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import PurePosixPath
 
-import pytest
 from megatron.training.arguments import add_megatron_arguments
 from torch.distributed.run import get_args_parser
 
@@ -178,18 +177,6 @@ def test_figures_of_the_readme_are_on_the_page_that_they_link_to() -> None:
     check_rule(figures_without_a_source("README.md", text_of("README.md")), "figures need a source")
 
 
-@pytest.mark.parametrize(
-    ("sentence", "is_wrong"),
-    [
-        ("It takes 19.3 to 135.7 bytes ([table](docs/host_memory.md)).", False),
-        ("It takes 19.4 to 135.7 bytes ([table](docs/host_memory.md)).", True),
-        ("It takes 19.4 bytes.", False),
-    ],
-)
-def test_figure_that_is_not_on_its_page_is_found(sentence: str, is_wrong: bool) -> None:
-    assert bool(list(figures_without_a_source("README.md", sentence))) == is_wrong
-
-
 def test_every_page_of_benchmarks_says_at_its_head_of_which_commit_its_figures_are() -> None:
     wrong = (
         path
@@ -224,10 +211,6 @@ def test_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120, "move the rest into docs/"
 
 
-def test_code_and_tables_are_no_reading() -> None:
-    assert num_words("One two\n\n    code code\n\n| a | b |\n\n```\nflow\n```\nthree\n") == 3
-
-
 def unknown_messages(text: str) -> Iterator[str]:
     """Yield the messages of tables in a text whose words are not in the product."""
     said = "\n".join(
@@ -244,9 +227,3 @@ def unknown_messages(text: str) -> Iterator[str]:
 
 def test_messages_that_the_documentation_explains_are_printed() -> None:
     check_rule(unknown_messages(text_of("docs/messages.md")), "nothing in the product says this")
-
-
-def test_message_that_nothing_prints_is_found() -> None:
-    row = "| `training continues after iteration ..., or so they hoped` | meaning | what to do |"
-    (found,) = unknown_messages(row)
-    assert found.endswith(": or so they hoped")

@@ -17,7 +17,6 @@ from tests.unit.source import (
     ROOT,
     check_rule,
     definitions,
-    module_name,
     python_files,
     text_files,
     text_of,
@@ -212,16 +211,6 @@ def test_modules_that_prose_names_exist() -> None:
     check_rule(wrong, "these modules are gone or have another name")
 
 
-def test_names_that_are_imported_exist() -> None:
-    wrong = [
-        f"{path}: {module}.{name}"
-        for path in python_files()
-        for module, name in imported_names(path).values()
-        if not module_exists(f"{module}.{name}" if name else module)
-    ]
-    check_rule(wrong, "these names are gone; imports inside functions count too")
-
-
 def test_attributes_that_tests_replace_exist() -> None:
     wrong = [
         f"{path}: {owner}.{name}"
@@ -261,12 +250,3 @@ def test_tests_that_prose_names_exist() -> None:
 def test_paths_are_found_in_prose(text: str, paths: set[str] | None) -> None:
     wanted = {"recovery/session.py", "docs/flags.md", "tests/distributed"}
     assert paths_in(text) == (wanted if paths is None else paths)
-
-
-def test_paths_are_found_with_and_without_their_package() -> None:
-    own = module_name(OWN).replace(".", "/")
-    assert exists(f"{own}.py")
-    assert exists("unit/test_references.py")
-    assert exists("unit")
-    assert not exists("unit/test_reference.py")
-    assert not exists("it/test_references.py")

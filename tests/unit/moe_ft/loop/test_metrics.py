@@ -144,14 +144,14 @@ def test_named_interface_alone_is_open(config: ObservabilityConfig) -> None:
     assert listening_at(config.metrics_port) == set()
 
 
-def test_other_local_ranks_serve_nothing(
+def test_nothing_is_opened_without_the_flag_or_by_other_local_ranks(
     config: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = len(psutil.Process().net_connections())
+    Metrics(replace(config, metrics_port=0), 2).start()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    listener = Metrics(config, 3)
-    listener.start()
-    assert listening_at(config.metrics_port) == set()
-    listener.close()
+    Metrics(config, 3).start()
+    assert len(psutil.Process().net_connections()) == before
 
 
 def test_port_that_is_taken_is_refused(config: ObservabilityConfig) -> None:
@@ -191,14 +191,6 @@ def test_missing_client_library_is_refused_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match="needs prometheus_client.*pip install prometheus-client"):
         Metrics(config, 2).start()
-
-
-def test_run_without_the_flag_opens_nothing(tmp_path: Path) -> None:
-    before = len(psutil.Process().net_connections())
-    listener = Metrics(ObservabilityConfig(event_log=str(tmp_path)), 0)
-    listener.start()
-    assert len(psutil.Process().net_connections()) == before
-    listener.close()
 
 
 def test_page_of_the_metrics_lists_what_is_served() -> None:
