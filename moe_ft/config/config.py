@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, override
 
 from moe_ft.config.elastic import ElasticConfig
-from moe_ft.config.fields import Bounds, Part, checked_name, flag_of, parse_size, setting
+from moe_ft.config.fields import NO_NAME, Bounds, Part, checked_name, flag_of, parse_size, setting
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.rules import (
     OF_ELASTIC,
@@ -120,18 +120,19 @@ class MemoryConfig(Part):
         Raises:
             ConfigError: if nothing names the job, or the name cannot be a directory's.
         """
-        from_torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
+        run_id = environment.get("TORCHELASTIC_RUN_ID") or "none"
         names = {
             "--moe-ft-job-id": self.job_id,
             "SLURM_JOB_ID": environment.get("SLURM_JOB_ID"),
-            "torchrun's --rdzv-id": None if from_torchrun == "none" else from_torchrun,
+            "torchrun's --rdzv-id": None if NO_NAME.fullmatch(run_id) else run_id,
         }
         for source, name in names.items():
             if name:
                 return checked_name("job_id", source, name)
+        drawn = "" if run_id == "none" else f" ({run_id} is drawn at random)"
         raise ConfigError(
             "--moe-ft-job-id is missing: a restarted job finds its memory by name, and neither "
-            "SLURM_JOB_ID nor torchrun's --rdzv-id gives one. Add --moe-ft-job-id NAME."
+            f"SLURM_JOB_ID nor torchrun's --rdzv-id gives one{drawn}. Add --moe-ft-job-id NAME."
         )
 
     def resolve_node_id(self, environment: Mapping[str, str], host: str) -> str:

@@ -182,8 +182,9 @@ def test_job_is_named_by_the_flag_then_slurm_then_torchrun(
     assert config.resolve_job_id(environment) == job_id
 
 
-@pytest.mark.parametrize("environment", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
-def test_job_that_nothing_names_is_refused_with_the_flag(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("run_id", [None, "", "none", "295d955d-8051-483d-af14-a9d9b77e0ed7"])
+def test_job_that_nothing_names_is_refused_with_the_flag(run_id: str | None) -> None:
+    environment = {} if run_id is None else {"TORCHELASTIC_RUN_ID": run_id}
     with pytest.raises(ConfigError, match="--moe-ft-job-id is missing.*Add --moe-ft-job-id NAME"):
         MemoryConfig().resolve_job_id(environment)
 
