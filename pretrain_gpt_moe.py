@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 pretrain_gpt_moe.py --text-dir DIR MEGATRON_FLAGS --moe-ft-FLAGS
 """
 
+import inspect
 import sys
 from functools import partial
 
@@ -31,7 +32,7 @@ def main(command_line: list[str] | None = None) -> None:
         args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
         model, described = build_config(args)
     call = partial(
-        pretrain,
+        inspect.unwrap(pretrain),  # `moe_ft run` puts the seams around it, and so does this program
         **described,
         train_valid_test_dataset_provider=provide_datasets,
         model_type=ModelType.encoder_or_decoder,

@@ -30,6 +30,11 @@ def run_own(flags: list[str]) -> None:
     run.run_script([str(OWN_SCRIPT), *BASE_FLAGS, *flags])
 
 
+def run_program(flags: list[str]) -> None:
+    """Run the program that installs the seams itself, which needs no `moe_ft run`, under `moe_ft run`."""
+    run.run_script([str(OWN_SCRIPT.parents[1] / "pretrain_gpt_moe.py"), *flags])
+
+
 def run_hybrid(flags: list[str]) -> None:
     """Run a script with a hybrid model under `moe_ft run`."""
     script = SCRIPTS / "pretrain_hybrid_layers.py"

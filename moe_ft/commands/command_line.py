@@ -142,7 +142,7 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
     num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
     num_nodes = num_nodes.rpartition(":")[2]  # the most, of MIN:MAX
     restarts = given.get("--max-restarts", "0") != "0"
-    backend = given.get("--rdzv-backend", "")
+    backend = "c10d" if "--standalone" in given else given.get("--rdzv-backend", "")
     if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node)):
         reason = f"--nnodes={num_nodes} --nproc-per-node={per_node} must be at least 1"
         return Launch(reason=reason, restarts=restarts, backend=backend)

@@ -21,7 +21,10 @@ from moe_ft.keeper.target import USAGE as USAGE_OF_KEEP
 from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
-EXAMPLE = "torchrun --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy NAME"
+EXAMPLE = (
+    "torchrun --standalone --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy sparse "
+    "--moe-ft-job-id NAME"
+)
 PROGRAM = "moe_ft run"
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 

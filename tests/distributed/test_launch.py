@@ -16,41 +16,35 @@ from tests.own_scripts import (
     run_older,
     run_own,
     run_own_parser,
+    run_program,
 )
+from tests.references import Digests
+from tests.shares import share_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
 JOB = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
 
 
-def check_recovery(
-    job: CheckpointJob, train: Callable[[list[str]], None], recovered: tuple[int, int]
+@pytest.mark.parametrize("train", share_of([run_own, run_hybrid, run_library], versions=[run_own]))
+def test_killed_script_ends_in_the_same_state(
+    train: Callable[[list[str]], None], job: CheckpointJob
 ) -> None:
-    """Check that a killed job recovers as told, and ends in the state of an undisturbed one."""
+    """Scripts with data, loss and arguments of their own, with a hybrid model, and with moe_ft imported."""
     job.train = train
     job.base = JOB
     results = job.run_with_faults("kill:1@4:backward", flags=SPARSE)
-    assert job.recovered() == [recovered]
+    assert job.recovered() == [(3, 4)]
     assert job.digests() == job.reference()
     assert "moe_ft: on: --moe-ft-strategy is sparse" in results[-1].output(0)
 
 
-@pytest.mark.versions
-@pytest.mark.rest
-def test_killed_script_with_data_loss_and_arguments_of_its_own_ends_in_the_same_state(
-    job: CheckpointJob,
+def test_program_that_needs_no_moe_ft_run_trains_the_same_with_it(
+    job: CheckpointJob, expected: Digests
 ) -> None:
-    check_recovery(job, run_own, (3, 4))
-
-
-@pytest.mark.rest
-def test_killed_hybrid_model_ends_in_the_same_state(job: CheckpointJob) -> None:
-    check_recovery(job, run_hybrid, (3, 4))
-
-
-@pytest.mark.rest
-def test_killed_script_that_imports_moe_ft_ends_in_the_same_state(job: CheckpointJob) -> None:
-    check_recovery(job, run_library, (3, 4))
+    job.train = run_program
+    job.run().check()
+    assert job.digests() == expected
 
 
 def test_without_flags_of_moe_ft_a_script_ends_in_the_state_of_plain_python(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def parse_args(
     """Call Megatron's function of this name, and check what no script changes afterwards."""
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_arguments(parser)
-        return parser if extra_args_provider is None else extra_args_provider(parser)
+        # First, as it may add the flags itself.
+        return add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
     with refusing():
         if words_of_moe_ft(sys.argv):

@@ -59,9 +59,9 @@ def check_restarts() -> None:
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if shares_store and (max_restarts != "0" or is_restart):
         raise ConfigError(
-            f"torchrun --max-restarts={max_restarts} needs --rdzv-backend=c10d and the environment "
-            "variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without both, restarted ranks look for "
-            "dead processes and fail. Set them before torchrun starts."
+            f"torchrun --max-restarts={max_restarts} needs --rdzv-backend=c10d or --standalone, and the "
+            "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without both, restarted ranks look "
+            "for dead processes and fail. Set them before torchrun starts."
         )
 
 

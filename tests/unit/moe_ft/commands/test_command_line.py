@@ -41,6 +41,7 @@ def test_ranks_are_those_that_the_launcher_starts(
     ("words", "restarts", "backend"),
     [
         ("torchrun --max-restarts 3 --rdzv_backend=c10d --nnodes 2", True, "c10d"),
+        ("torchrun --standalone --max-restarts 3 --nproc-per-node 8", True, "c10d"),
         ("torchrun --max-restarts=0 --nnodes 1:4", False, ""),
         ("srun --ntasks 4", False, None),
     ],
