@@ -11,12 +11,13 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 
+from benchmarks import paper_moevement as moevement
 from benchmarks import partial_sizes, sparse_figures
 from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paper_ettr import Cell, cells, ettr_parts
-from benchmarks.paper_models import ModelShape
-
-Row = tuple[object, ...]
+from benchmarks.paper_ettr import ettr_parts
+from benchmarks.paper_models import ModelShape, Sharding
+from benchmarks.paper_moevement import Row, deviation_row
+from benchmarks.paper_sizes import PaperLayout, checkpoint_bytes, paper_workload
 
 # Experts, layers and width of Lazarus' models (its Table 1), and the parameters that it prints.
 _LAZARUS = {
@@ -26,7 +27,11 @@ _LAZARUS = {
 }
 # Lazarus, Fig. 4, plan A: nodes of each expert. Its text prints the pairs that survive, not the placement.
 SPREAD = ({0, 1}, {1, 2, 3}, {0, 3, 4}, {0, 1, 2, 3, 4})
-_SKEWNESS = {0.25: 0.0469, 0.5: 0.0156, 0.75: 0.0052, 0.99: 0.000158}  # MoEvement, Appendix D
+# Lazarus and GPT-2: 1024 tokens, and as many positions.
+_LAZARUS_POSITIONS = 1024
+# MoC-System, section 6.2.4: width by size, seconds of a GB to the host by device.
+_SCALED_WIDTHS = {"Small": 1024, "Medium": 2048, "Large": 3072}
+_GB_PER_S = {"A800": 1, "H100": 2}
 
 # Figures that cannot be calculated: papers and places, and the reason.
 NOT_REACHED: tuple[Row, ...] = (
@@ -44,7 +49,11 @@ NOT_REACHED: tuple[Row, ...] = (
         "measured; what its own E[R] gives is 4 to 7 times more",
     ),
     ("MoEvement", "Table 5, Fig. 4, 12", "quality of trained models, routing in training"),
-    ("MoEvement", "Table 6, logs", "batches and widths of the models are not printed"),
+    (
+        "MoEvement",
+        "Table 6, logs of GPT-MoE and MoE-LLaVa",
+        "the width of the first and the batch of the second are not printed",
+    ),
     (
         "MoEvement",
         "Fig. 1",
@@ -52,15 +61,19 @@ NOT_REACHED: tuple[Row, ...] = (
     ),
     (
         "MoEvement",
-        "section 5.3, GCP trace",
-        "the six hours of the trace that were used are not printed",
+        "section 5.3, GCP trace: goodput over time, MoC-System's 1.98x",
+        "the six hours of the trace that were used are not printed, nor when tokens were lost",
     ),
     (
         "MoEvement",
-        "Fig. 11, Gemini; Fig. 13, 16",
+        "Fig. 11, Gemini",
         "iteration times, overheads and intervals are not printed",
     ),
-    ("MoEvement", "abstract, 31x, 18x, 17x recovery", "no two cells of its tables give these"),
+    (
+        "MoEvement",
+        "Fig. 13, gains of frozen operators, order and logs; Fig. 16",
+        "its MTBF and the routing of its runs are not printed",
+    ),
     ("MoEvement", "sections 3.2 to 3.6, thresholds", "choices of the authors, or measured"),
     (
         "MoC-System",
@@ -70,7 +83,8 @@ NOT_REACHED: tuple[Row, ...] = (
     (
         "MoC-System",
         "Tables 3 and 4, accuracy; Fig. 5, 14; section 6.3",
-        "quality of trained models",
+        "quality of trained models; Fig. 14a with a small one: "
+        "[partial_covers.md](../benchmarks/partial_covers.md)",
     ),
     (
         "MoC-System",
@@ -79,8 +93,8 @@ NOT_REACHED: tuple[Row, ...] = (
     ),
     (
         "MoC-System",
-        "Fig. 13, scaling",
-        "tokens and experts of a GPU are not printed, and both overlaps need them",
+        "Fig. 13a to e, overlap with training",
+        "tokens of a GPU are not printed; its snapshots and Fig. 13f are above",
     ),
     (
         "MoC-System",
@@ -99,7 +113,9 @@ NOT_REACHED: tuple[Row, ...] = (
     (
         "Lazarus",
         "Fig. 8, 41 % and 12 %",
-        "the loads of its run and the order of nodes are not printed",
+        "the loads of its run are not printed; with those of another, "
+        "[expert_placement.md](../benchmarks/expert_placement.md) has 40 % and 13 % with 5 dead nodes, and "
+        "61 % and 38 % with the 4 that the paper names",
     ),
     (
         "Lazarus",
@@ -114,98 +130,31 @@ NOT_REACHED: tuple[Row, ...] = (
 )
 
 
-def _row(
-    place: str, what: str, ours: float, paper: float, form: str = ".1f", note: str = ""
-) -> Row:
-    return place, what, f"{ours:{form}}", f"{paper:{form}}", f"{ours - paper:+{form}}", note
-
-
-def moevement_rows() -> Iterator[Row]:
-    """Yield figures of MoEvement that follow from its text and tables."""
-    yield _row("3.2", "frozen operator, % less", 100 * (1 - 2 / 12), 83)
-    yield _row(
-        "Fig. 6", "first sparse snapshot, % less", 100 * (1 - 32 / 72), 55, note="the mean is 61.1"
-    )
-    yield _row("5.7", "low precision, % less", 100 * (1 - 4 / 12), 66)
-    yield _row("Fig. 9", "from logging, %", 100 * 2 / 8, 23, note="6 micro-batches; 7 give 22.2")
-    yield _row("3.5", "frozen experts, % less", 100 / 3, 33, note="one of three products")
-    yield _row("3.6", "checkpoints, times as often", 78 / 3, 26)
-    for skewness, alpha in _SKEWNESS.items():
-        ours = (1 / skewness - 1) / 64
-        yield _row(
-            "App. D", f"alpha at S = {skewness}", ours, alpha, ".3g", "E[S] = 1 / (64 alpha + 1)"
-        )
-    ettr = {(each.system, each.case.name, each.mtbf_s): each.ettr for each in cells("table 3")}
-    models = dict.fromkeys(each.case.name for each in cells("table 3"))
-    for system, printed in (("CheckFreq", 1.4), ("Gemini", 1.3), ("MoC", 7.1)):
-        most = max(ettr["MoEvement", name, 600] / ettr[system, name, 600] for name in models)
-        yield _row(
-            "5.2", f"faster than {system} at 10 min", most, printed, note="quotients of its Table 3"
-        )
-    low = {(each.system, each.case.name, each.mtbf_s): each.ettr for each in cells("table 7")}
-    most = max(low["MoEvement", name, 600] / low["MoC", name, 600] for _, name, _ in low)
-    yield _row("abstract", "faster, at most", most, 8, note="quotients of its Table 7")
-    yield _row("Fig. 11", "faster than Gemini, 671B, 10 min", 0.86 / 0.55, 1.55, ".2f")
-
-
-def overhead_rows() -> tuple[float, float, float, list[Row]]:
-    """Return GB/s and shares of it, and MoC-System's overheads in MoEvement's Table 7 with these three."""
-    own = [each for each in cells("table 7") if each.system == "MoC"]
-    size = {each.case.name: sum(each.case.sizes[1:]) * each.case.total for each in own}  # GB
-    last = [each for each in own if each.mtbf_s == 600]
-    # overhead + T = size / bandwidth (MoC-System, equation 10)
-    seconds = [(each.overhead_s or 0.0) + each.case.iteration_s for each in last]
-    sizes = [size[each.case.name] for each in last]
-    inverse = _slope(sizes, seconds)
-    shares = {600.0: 1.0}
-
-    def full_s(cell: Cell) -> float:
-        return size[cell.case.name] * inverse - cell.case.iteration_s
-
-    for mtbf_s in (3600.0, 1800.0):
-        at = [each for each in own if each.mtbf_s == mtbf_s]
-        shares[mtbf_s] = _slope(
-            [full_s(each) for each in at], [each.overhead_s or 0.0 for each in at]
-        )
-    rows = [
-        _row(
-            each.case.name,
-            f"{each.mtbf_s / 60:g} min",
-            shares[each.mtbf_s] * full_s(each),
-            each.overhead_s or 0.0,
-            ".2f",
-        )[:5]
-        for each in own
-    ]
-    return 1 / inverse, shares[3600.0], shares[1800.0], rows
-
-
-def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the factor from x to y that fits best."""
-    return sum(a * b for a, b in zip(x, y, strict=True)) / sum(a * a for a in x)
-
-
 def moetion_rows() -> Iterator[Row]:
     """Yield sizes of MoEtion, with its 10 bytes of a parameter."""
     # 1.6e9 of the dense model, of which one expert's layers are (58.7 - 1.6) / 63.
     expert = (58.7 - 1.6) / 63
     rest = 58.7 - 64 * expert
     selected = 10 * (rest + 6 * expert)
-    yield _row("Fig. 4", "full checkpoint, GB", 58.7 * 10, 587)
-    yield _row("Fig. 4", "selective, GB", selected, 61, note="6 of 64 experts: the nearest")
-    yield _row("abstract", "times smaller", 587 / selected, 9)
+    yield deviation_row("Fig. 4", "full checkpoint, GB", 58.7 * 10, 587)
+    yield deviation_row(
+        "Fig. 4", "selective, GB", selected, 61, note="6 of 64 experts: the nearest"
+    )
+    yield deviation_row("abstract", "times smaller", 587 / selected, 9)
     # 46.7 at 8 experts and 182 at 32 are on one line.
     expert = (182 - 46.7) / 24
     rest = 182 - 32 * expert
-    yield _row(
+    yield deviation_row(
         "Fig. 9", "32 experts, selective, GB", 10 * (rest + 3 * expert), 195, note="3 of 32 experts"
     )
-    yield _row("4.1", "% less, at most", 85 * 14 / 16, 75, note="2 of 16 experts, 85 % in experts")
-    yield _row("5.2", "gradients alone, times less", (2 + 8) / 2, 5)
-    yield _row(
+    yield deviation_row(
+        "4.1", "% less, at most", 85 * 14 / 16, 75, note="2 of 16 experts, 85 % in experts"
+    )
+    yield deviation_row("5.2", "gradients alone, times less", (2 + 8) / 2, 5)
+    yield deviation_row(
         "abstract", "as often as Gemini, times", 100 / 6, 15, note="100 and 6 of 100 iterations"
     )
-    yield _row("1", "as often as CheckFreq, times", 100 / 2, 50)
+    yield deviation_row("1", "as often as CheckFreq, times", 100 / 2, 50)
 
 
 def lazarus_rows() -> Iterator[Row]:
@@ -216,13 +165,16 @@ def lazarus_rows() -> Iterator[Row]:
             hidden_size=hidden,
             num_experts=num_experts,
             moe_layers=tuple(range(num_layers)),
+            num_positions=_LAZARUS_POSITIONS,
         )
-        yield _row(
+        yield deviation_row(
             "Table 1", f"{name}, parameters, 1e6", shape.num_parameters / 1e6, printed / 1e6, ".0f"
         )
         if name != "GPT-M":
             size = 14 * shape.expert_parameters / 2**20
-            yield _row("6.3", f"{name}, an expert, MiB", size, 63 if name == "GPT-S" else 112)
+            yield deviation_row(
+                "6.3", f"{name}, an expert, MiB", size, 63 if name == "GPT-S" else 112
+            )
     for plan, places, printed, note in (
         ("A: spread", SPREAD, 5, "one of the placements that leave the 5 pairs which it prints"),
         (
@@ -231,7 +183,7 @@ def lazarus_rows() -> Iterator[Row]:
         ),
     ):
         odds = len(surviving_pairs(places))
-        yield _row("Fig. 4", f"{plan}, survivals of 10", odds, printed, ".0f", note)
+        yield deviation_row("Fig. 4", f"{plan}, survivals of 10", odds, printed, ".0f", note)
 
 
 def surviving_pairs(places: Sequence[set[int]]) -> list[tuple[int, int]]:
@@ -240,42 +192,65 @@ def surviving_pairs(places: Sequence[set[int]]) -> list[tuple[int, int]]:
     return [pair for pair in pairs if all({*pair} & nodes for nodes in places)]
 
 
-def _windows() -> list[Row]:
-    bandwidth = sparse_figures.BANDWIDTHS[0]
-    found = list[Row]()
-    for table, cases in ((3, sparse_figures.TABLE_3), (7, sparse_figures.TABLE_7)):
-        for case in cases:
-            printed = sparse_figures.printed_window(case, bandwidth)
-            own = sparse_figures.own_window(case, bandwidth)
-            found.append(
-                (
-                    f"Table {table}",
-                    case.name,
-                    printed,
-                    own,
-                    case.window,
-                    f"{printed - case.window:+d}",
-                )
-            )
-    return found
+def scaling_rows() -> Iterator[Row]:
+    """Yield snapshots and checkpoints of MoC-System's Fig. 13, with both ways of counting bytes.
 
-
-def _count_right(rows: Sequence[Row]) -> str:
-    return f"{sum(row[2] == row[4] for row in rows)} of {len(rows)}"
+    All 24 layers have experts, gated ones, and 32,000 words: LLaMA's, neither of which the paper prints.
+    """
+    for name, num_gpus in (
+        ("Medium", 64),
+        ("Medium", 256),
+        ("Medium", 1024),
+        ("Small", 256),
+        ("Large", 256),
+    ):
+        width = _SCALED_WIDTHS[name]
+        shape = ModelShape(
+            num_layers=24,
+            hidden_size=width,
+            num_experts=num_gpus,
+            moe_layers=tuple(range(24)),
+            ffn_hidden_size=6 * width,  # three matrices of 4 x width have as many as two of 6
+            vocab_size=32000,
+            num_positions=0,
+            has_bias=False,
+        )
+        snapshots, files = list[list[float]](), list[float]()
+        for k, sharding in ((num_gpus, Sharding.NONE), (num_gpus // 8, Sharding.ADAPTIVE)):
+            layout = PaperLayout(dp=num_gpus, ep=num_gpus, sharding=sharding)
+            models = list(partial_sizes.BYTE_MODELS.values())
+            each = [
+                paper_workload(shape, k, model, layout).bottleneck_bytes / 1e9 for model in models
+            ]
+            snapshots.append(each)
+            files += [checkpoint_bytes(shape, k, model) / 1e12 for model in models]
+        (full, _), partial = snapshots
+        yield (
+            name,
+            f"{num_gpus:,}",
+            f"{shape.num_parameters / 1e9:,.0f}",
+            *(f"{full / speed:.1f}" for speed in _GB_PER_S.values()),
+            *(
+                " / ".join(f"{size / speed:.1f}" for size in partial)
+                for speed in _GB_PER_S.values()
+            ),
+            f"{files[0]:.2f}",
+            f"{files[2]:.2f} / {files[3]:.2f}",
+        )
 
 
 def parts() -> list[str]:
     """Return all paragraphs and tables."""
     headers = ("place", "what", "ours", "paper", "deviation", "")
-    windows, (speed, hour, half, overheads) = _windows(), overhead_rows()
+    windows, (speed, hour, half, overheads) = moevement.windows(), moevement.overhead_rows()
     memory = ("model", "W", "Gemini: 26", "X", "26 + (W-1)", "24 + 2(W-1)", "as cut", "26 + 2(W-1)")
     return [
         "## MoEvement",
         *ettr_parts(),
         "Other figures",
-        markdown_table(moevement_rows(), headers),
-        f"W_sparse with Algorithm 1 as printed, {_count_right(windows)}. One bandwidth is fitted to all: "
-        f"{sparse_figures.BANDWIDTHS[0]} GB/s.",
+        markdown_table(moevement.moevement_rows(), headers),
+        f"W_sparse with Algorithm 1 as printed, {moevement.count_right(windows)}. One bandwidth is fitted to "
+        f"all: {sparse_figures.BANDWIDTHS[0]} GB/s.",
         markdown_table(
             windows, ("place", "model", "Algorithm 1", "our windows", "paper", "deviation")
         ),
@@ -301,6 +276,16 @@ def parts() -> list[str]:
         markdown_table(
             partial_sizes.range_rows(),
             ("sharding", "bytes", "k", "unit", "ours, %", "paper, %", "lower end", "upper end"),
+        ),
+        "Fig. 13: seconds of a snapshot (a to e) and TB of a checkpoint (f), which the paper only draws. 1/8 "
+        "of the experts of a layer: eq. 6 / master in full. Assumed are gated experts in all layers and "
+        "32,000 words, as LLaMA has.",
+        markdown_table(
+            scaling_rows(),
+            (
+                *("size", "GPUs", "1e9 parameters", "Base-Async, A800", "H100"),
+                *("MoC-Async, A800", "H100", "all, TB", "1/8, TB"),
+            ),
         ),
         "## MoEtion",
         markdown_table(moetion_rows(), headers),
