@@ -99,8 +99,8 @@ docs-serve: .venv/installed
 	$(MKDOCS) serve
 
 # Not here: partial_routing, selective_routing and expert_placement need a trace that is not part of the
-# repository; partial_quality, selective_quality, lossy_state and expert_slots train for long, and keep their runs
-# in a folder to be named.
+# repository; partial_quality, partial_covers, selective_quality, lossy_state and expert_slots train for long, and keep
+# their runs in a folder to be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout kernel_code streams touch paper_tables gradient_replicas replica_sources simulator_vs_measured \

@@ -24,7 +24,7 @@ from benchmarks.conditions import versions
 from benchmarks.output import parse_options
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from tests.demo_model import layout_flags, model_flags
-from tests.harness import events, run_with_restarts
+from tests.harness import Train, events, run_with_restarts
 from tools.prepare_text import standard_library
 
 NUM_RANKS = 2
@@ -60,18 +60,20 @@ class Case:
         flags: of moe_ft, with the interval between snapshots.
         fault: kind of the faults; empty for none.
         stores: whether checkpoints go to storage too.
+        loses_all: whether both ranks are on the node that is lost, so that only storage is left.
         lr_factor: of the learning rate; hardly more than 1 it shows what any small change does to a run.
     """
 
     flags: tuple[str, ...] = ()
     fault: str = "kill"
     stores: bool = False
+    loses_all: bool = False
     lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Settings that all runs share."""
+    """Settings that all runs share; `program` is what ranks run instead of pretrain_gpt_moe.py."""
 
     folder: Path
     data: tuple[str, ...]
@@ -79,6 +81,7 @@ class Job:
     num_iterations: int
     num_faults: int
     num_validations: int
+    program: Train | None = None
 
     def faults(self, kind: str) -> list[str]:
         """Return the faults: equally far apart, the ranks in turn; none where ``kind`` is empty."""
@@ -121,7 +124,8 @@ def train(job: Job, name: str, seed: int) -> dict[str, Any]:
     case, start = job.cases[name], time.monotonic()
     run = Path(tempfile.mkdtemp(prefix="run_", dir=job.folder))
     memory = Path(tempfile.mkdtemp(prefix="moe_ft_quality_", dir="/dev/shm"))
-    nodes = [f"node{rank if case.stores else 0}" for rank in range(NUM_RANKS)]
+    has_nodes = case.stores and not case.loses_all
+    nodes = [f"node{rank if has_nodes else 0}" for rank in range(NUM_RANKS)]
     try:
         results = run_with_restarts(
             job.flags(case, seed, run, memory),
@@ -130,6 +134,7 @@ def train(job: Job, name: str, seed: int) -> dict[str, Any]:
             max_restarts=job.num_faults,
             deadline_s=600,
             nodes=lambda start: nodes,
+            train=job.program,
         )
         results[-1].check()
         validation = _VALIDATION.findall(results[-1].output(NUM_RANKS - 1))[-1]
@@ -262,7 +267,7 @@ def quality_options(description: str, *cases: str) -> argparse.Namespace:
 
 
 def run_cases(
-    options: argparse.Namespace, cases: Mapping[str, Case]
+    options: argparse.Namespace, cases: Mapping[str, Case], program: Train | None = None
 ) -> tuple[Job, list[str], list[dict[str, Any]]]:
     """Train what is missing.
 
@@ -273,7 +278,7 @@ def run_cases(
     if not options.folder:
         with tempfile.TemporaryDirectory(prefix="quality_") as name:
             options.folder = Path(name)
-            return run_cases(options, cases)
+            return run_cases(options, cases, program)
     options.folder.mkdir(parents=True, exist_ok=True)
     prefix = options.folder.resolve() / "text"
     if not prefix.with_suffix(".idx").exists():
@@ -286,6 +291,7 @@ def run_cases(
         num_iterations=options.iterations,
         num_faults=options.faults,
         num_validations=options.validations,
+        program=program,
     )
     names = [name for name in cases if name == REFERENCE or any(t in name for t in options.cases)]
     return job, names, train_all(job, names, range(FIRST_SEED, FIRST_SEED + options.seeds))

@@ -19,25 +19,6 @@ from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import Part, UnitId, UnitKind
 
 
-def divide_units(
-    units: Iterable[UnitId], *, master_always_full: bool
-) -> tuple[list[UnitId], list[UnitId]]:
-    """Divide units into those that every snapshot holds and those that rotate.
-
-    An expert whose master weights are in every snapshot is in both, in two parts.
-    """
-    always, rotating = [], []
-    for unit in units:
-        if unit.kind is not UnitKind.EXPERT:
-            always.append(unit)
-        elif master_always_full:
-            always.append(replace(unit, part=Part.WEIGHTS))
-            rotating.append(replace(unit, part=Part.MOMENTS))
-        else:
-            rotating.append(unit)
-    return always, rotating
-
-
 @dataclass(frozen=True, kw_only=True)
 class Partial(StrategyKind):
     """Needs a model with experts."""
@@ -94,13 +75,30 @@ class Partial(StrategyKind):
     def footprint(self, job: PlannedJob) -> Footprint:
         return footprint(job, self.options_in(job.config), self.build)
 
+    def divide(
+        self, units: Iterable[UnitId], config: MoeFtConfig
+    ) -> tuple[list[UnitId], list[UnitId]]:
+        """Divide units into those that every snapshot holds and those that rotate.
+
+        An expert whose master weights are in every snapshot is in both, in two parts.
+        """
+        options: PartialConfig = self.options_in(config)
+        always, rotating = [], []
+        for unit in units:
+            if unit.kind is not UnitKind.EXPERT:
+                always.append(unit)
+            elif options.master_always_full:
+                always.append(replace(unit, part=Part.WEIGHTS))
+                rotating.append(replace(unit, part=Part.MOMENTS))
+            else:
+                rotating.append(unit)
+        return always, rotating
+
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         options: PartialConfig = self.options_in(config)
         catalog, experts = facts.catalog, facts.experts
-        always, rotating = divide_units(
-            catalog.units, master_always_full=options.master_always_full
-        )
+        always, rotating = self.divide(catalog.units, config)
         own = [unit for unit in rotating if catalog.owns(unit)]
         # One exchange: a plan asks all ranks of a stage for what they give before the first can be built.
         most = max(map(catalog.num_bytes, own), default=0)
