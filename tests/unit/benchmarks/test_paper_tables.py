@@ -36,7 +36,7 @@ def test_simulation_gives_what_the_fit_takes_for_granted() -> None:
         assert ours == pytest.approx(each.ettr, abs=0.002)
 
 
-def test_failures_are_poisson_so_that_work_between_states_is_lost_as_the_closed_form_says() -> None:
+def test_failures_are_poisson_as_the_closed_form_of_the_work_that_they_undo_says() -> None:
     cell = next(each for each in cells("table 3") if each.interval == 113 and each.mtbf_s == 600)
     step_s = cell.case.iteration_s + (cell.overhead_s or 0.0)
     states = 113 * step_s / cell.mtbf_s
@@ -44,9 +44,7 @@ def test_failures_are_poisson_so_that_work_between_states_is_lost_as_the_closed_
     assert paper_ettr.from_formulas(cell) == pytest.approx(expected, abs=0.003)
 
 
-def test_figures_of_table_3_are_met_as_closely_as_the_page_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_table_3_is_met_as_closely_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper_ettr, "TOLERANCE", 0.01)
     compared, fitted = paper_ettr.compare("table 3")
     found = {str(row[0]): row[1:] for row in paper_ettr.summary_rows(compared)}
