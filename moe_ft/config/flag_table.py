@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+NEWER = "of newer versions and branches alone"
 # Scripts of other authors may read these, and those that only other programs or refused data need.
 REFUSED_HERE = "refused by pretrain_gpt_moe.py alone"
 OF_SCRIPTS = (REFUSED_HERE, "only with refused kinds of data", "only of other programs")
@@ -112,8 +113,8 @@ FLAGS: dict[str, dict[str, str]] = {
         "refused": "moe_single_grouped_bias moe_single_grouped_weight",
     },
     "precision": {
-        "fingerprint": """
-            bf16 exp_avg_dtype exp_avg_sq_dtype fp16 main_params_dtype""",
+        "fingerprint": "bf16 fp16",
+        "fingerprint untested": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype",
         "replay": """
             accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32""",
         "replay untested": """
@@ -213,10 +214,10 @@ FLAGS: dict[str, dict[str, str]] = {
             skip_train validation_set_names""",
     },
     "optimizer": {
-        "fingerprint": "optimizer use_precision_aware_optimizer",
+        "fingerprint": "optimizer",
         "fingerprint untested": """
             apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker no_weight_decay_cond_type
-            te_rng_tracker""",
+            te_rng_tracker use_precision_aware_optimizer""",
         "replay": "clip_grad",
         "record": """
             adam_beta1 adam_beta2 adam_eps end_weight_decay lr lr_decay_iters lr_decay_samples
@@ -364,6 +365,37 @@ FLAGS: dict[str, dict[str, str]] = {
             mlp_chunks_for_prefill nccl_all_reduce_for_prefill num_speculative_tokens
             offset_sampling_seed_by_dp_rank use_legacy_static_engine""",
     },
+    NEWER: {
+        "refused": """
+            chunked_optimizer_state_offload disable_param_buffers_cpu_backup
+            dynamic_context_parallel offload_optimizer_states""",
+    },
+}
+
+# Values that tests run with, of tested flags whose values are names.
+TESTED_VALUES = {
+    "attention_backend": "unfused",
+    "ckpt_format": "torch_dist",
+    "dataloader_type": "cyclic single",
+    "distributed_backend": "gloo",
+    "exit_signal": "SIGTERM",
+    "lr_decay_style": "constant cosine linear",
+    "lr_wsd_decay_style": "exponential",
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss none seq_aux_loss",
+    "moe_router_score_function": "sigmoid softmax",
+    "moe_token_dispatcher_type": "allgather alltoall",
+    "moe_token_drop_policy": "position probs",
+    "normalization": "LayerNorm RMSNorm",
+    "optimizer": "adam sgd",
+    "position_embedding_type": "learned_absolute rope",
+    "recompute_granularity": "full selective",
+    "recompute_method": "uniform",
+    "recompute_modules": "core_attn moe",
+    "rope_type": "rope yarn",
+    "tokenizer_type": "NullTokenizer",
+    "transformer_impl": "local",
+    "weight_decay_incr_style": "constant",
 }
 
 # Of these paths the last part alone is kept and compared: where files lie may change.
@@ -391,8 +423,9 @@ class Kind(Enum):
 
 
 class FlagClass(NamedTuple):
-    """Meaning of one flag for checkpoints, and whether it is without the mark ``untested``."""
+    """Subject of one flag, its meaning for checkpoints, and whether it is without the mark ``untested``."""
 
+    subject: str
     kind: Kind
     is_tested: bool
 
@@ -410,8 +443,8 @@ def names_in(text: str) -> list[str]:
 def flag_classes() -> Mapping[str, FlagClass]:
     """Return the class of every flag, by argparse's ``dest``."""
     return {
-        name: FlagClass(Kind(heading.split()[0]), is_tested=not heading.endswith(" untested"))
-        for classes in FLAGS.values()
+        name: FlagClass(subject, Kind(heading.split()[0]), not heading.endswith(" untested"))
+        for subject, classes in FLAGS.items()
         for heading, names in classes.items()
         for name in names_in(names)
     }

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.output import STAMP
 from moe_ft import cli
+from moe_ft.config.flag_table import FLAGS, NEWER, names_in
 from moe_ft.strategies.registry import kinds
 from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of, tree_of
 
@@ -59,10 +60,11 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Return the flags of Megatron and torchrun, and those that code and scripts of the repository name."""
+    """Return the flags of Megatrons and torchrun, and those that code and scripts of the repository name."""
     megatron = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(megatron)
     found = {*megatron._option_string_actions, *get_args_parser()._option_string_actions}
+    found.update("--" + name.replace("_", "-") for name in names_in(FLAGS[NEWER]["refused"]))
     for parser in commands().values():
         found.update(parser._option_string_actions)
     for path in text_files():

@@ -18,8 +18,7 @@ from megatron.fault_tolerance.launch.environment import check_restarts, prepare_
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import (
     SCRIPT_FLAGS,
-    untested_flags,
-    untested_line,
+    untested_lines,
 )
 from megatron.fault_tolerance.seams.refusals import check_yaml
 from megatron.fault_tolerance.seams.settings import (
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             _refuse(f"unrecognized arguments: {' '.join(unknown)}")
         setattr(found, SCRIPT_FLAGS, _script_flags(parser))
         if not is_off(found):
-            _warn_once(tuple(untested_flags(found, parser, getattr(found, SCRIPT_FLAGS))))
+            _warn_once(*untested_lines(found, parser, getattr(found, SCRIPT_FLAGS)))
         return found, others
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
@@ -119,8 +118,8 @@ def _megatron_parser() -> argparse.ArgumentParser:
 
 
 @functools.cache  # Megatron parses several times
-def _warn_once(flags: tuple[str, ...]) -> None:
-    for line in untested_line(flags) if os.environ.get("RANK", "0") == "0" else ():
+def _warn_once(*lines: str) -> None:
+    for line in lines if os.environ.get("RANK", "0") == "0" else ():
         say(f"warning: {line}")
 
 

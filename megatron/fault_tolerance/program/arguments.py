@@ -27,7 +27,7 @@ from megatron.fault_tolerance.program.text_dataset import (
     prepare_cached,
 )
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.flag_classes import untested_flags, untested_line
+from megatron.fault_tolerance.seams.flag_classes import untested_lines
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
     check_refusals,
@@ -152,7 +152,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     config = checked_config(args, REFUSALS)
     check_program(args)
     check_model(args, config)
-    untested = untested_line(untested_flags(args, parser))
+    untested = untested_lines(args, parser)
     if args.text_dir is not None:
         source = TextSource(paths=(args.text_dir,), tokenizer=args.tokenizer_model)
         prefix = prepare_cached(source, args.data_cache_path)

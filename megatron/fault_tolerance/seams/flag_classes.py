@@ -15,15 +15,17 @@ Every flag is in one class, which holds for any value except its default:
     - beginning: decides the weights that a run begins with. Afterwards they are state.
 - refused, always or with some strategies: refusals.py has one rule with a remedy for each.
 
-A flag whose class has the mark ``untested`` is accepted although no test of ours uses it; a start names the
-untested flags of its command line. refusals.py also refuses single values of flags that are accepted
-otherwise.
+A flag whose class has the mark ``untested`` is accepted although no test of ours uses it, and so is a value
+that TESTED_VALUES lacks; a start names those of its run. refusals.py also refuses single values of flags that
+are accepted otherwise.
 """
 
 import argparse
 import itertools
 import re
-from collections.abc import Container, Sequence
+import textwrap
+from collections.abc import Container
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from moe_ft.config.flag_table import (
     FLAGS,
     OF_SCRIPTS,
     PATHS,
+    TESTED_VALUES,
     Kind,
     flag_classes,
     names_in,
@@ -39,6 +42,7 @@ from moe_ft.config.flag_table import (
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
+UNKNOWN = "unknown to moe_ft"  # the subject of flags that the table lacks
 
 _PATH_LISTS = frozenset({"data_path", "train_data_path"})
 _OF_THE_END = "--exit-"  # they decide when a run ends, not what an iteration does
@@ -63,26 +67,58 @@ def megatron_flags(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def untested_flags(
     args: argparse.Namespace, parser: argparse.ArgumentParser, script_flags: Container[str] = ()
-) -> list[str]:
-    """Return the untested flags that a command line uses, as they are written.
+) -> dict[str, list[str]]:
+    """Return the untested flags and values of a run by subject, as they are written.
 
-    They include the flags of a Megatron version that the table does not know.
+    They include the flags of a Megatron version that the table does not know, and untested defaults of a
+    machine with GPUs.
 
     Args:
         args: as parsed and not refused: Megatron's validation has not filled in defaults yet.
         script_flags: the flags that a script has added, by ``dest``: they are its own business.
     """
-    return sorted(
-        flag
-        for name, flag in megatron_flags(parser).items()
-        if name not in script_flags and not _is_tested(name)
-        if getattr(args, name, None) != _default(parser, name)
-    )
+    found: dict[str, list[str]] = {}
+    choices = {each.dest: each.choices for each in parser._actions}
+    for dest, flag in sorted(megatron_flags(parser).items(), key=lambda each: each[1]):
+        value = getattr(args, dest, None)
+        names = _names(value) if choices[dest] or dest in TESTED_VALUES else []
+        if dest in TESTED_VALUES:
+            names = [name for name in names if name not in TESTED_VALUES[dest].split()]
+            is_named = bool(names)
+        else:
+            is_named = not _is_tested(dest) and value != _default(parser, dest)
+        if is_named and dest not in script_flags:
+            each = flag_classes().get(dest)
+            subject = each.subject if each else UNKNOWN
+            found.setdefault(subject, []).append(" ".join([flag, *names]))
+    return found
 
 
-def untested_line(flags: Sequence[str]) -> list[str]:
-    """Return a line that names untested flags, or no line if there are none."""
-    return [f"no test of moe_ft runs with {', '.join(flags)}"] if flags else []
+def untested_lines(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, script_flags: Container[str] = ()
+) -> list[str]:
+    """Return one text with the untested flags and values of each subject, or none if there are none."""
+    found = untested_flags(args, parser, script_flags)
+    lines = [
+        textwrap.fill(
+            f"{subject}: {', '.join(found[subject])}",
+            width=110,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+        for subject in (*FLAGS, UNKNOWN)
+        if subject in found
+    ]
+    return ["\n".join(["no test of moe_ft runs with (docs/flags.md)", *lines])] if lines else []
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names of which a value consists; none for None."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [
+        each.name if isinstance(each, Enum) else str(each) for each in values if each is not None
+    ]
 
 
 def _default(parser: argparse.ArgumentParser, name: str) -> Any:

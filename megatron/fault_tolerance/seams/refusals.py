@@ -20,6 +20,10 @@ from moe_ft.strategies.registry import kind_of, kinds
 Strategies = Callable[[StrategyKind], bool]
 
 _NO_UNITS = "its state cannot be divided into units"
+_ON_THE_HOST = (
+    "between steps Megatron keeps moments and masters in memory of the host, and frees the tensors that a "
+    "snapshot reads"
+)
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
@@ -89,6 +93,12 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "Use --optimizer adam",
     ),
     refused_flag("optimizer_cpu_offload", _NO_UNITS),
+    refused_flag("offload_optimizer_states", _ON_THE_HOST),
+    refused_flag("chunked_optimizer_state_offload", _ON_THE_HOST),
+    refused_flag(
+        "disable_param_buffers_cpu_backup",
+        "weights then have no memory while the script pauses it, and a snapshot may read them at any time",
+    ),
     Rule(
         "num_distributed_optimizer_instances",
         "--num-distributed-optimizer-instances above 1",
@@ -120,6 +130,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     refused_flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
+    refused_flag("dynamic_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
     Rule(
         "tensor_parallel_num_weight_shards",
         "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",

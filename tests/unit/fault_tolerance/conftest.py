@@ -10,13 +10,20 @@ from megatron.core import num_microbatches_calculator as calculators
 from megatron.training import arguments as megatron_arguments
 from megatron.training import global_vars
 
+from megatron.fault_tolerance.cpu.device import set_cpu_defaults
+from moe_ft.config.flag_table import FLAGS, NEWER, names_in
 from moe_ft.events import EventLog
 
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
+    """Return Megatron's parser on a CPU, with what the table names of newer versions."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     megatron: argparse.ArgumentParser = megatron_arguments.add_megatron_arguments(parser)
+    for name in names_in(FLAGS[NEWER]["refused"]):
+        if not any(each.dest == name for each in megatron._actions):
+            megatron.add_argument("--" + name.replace("_", "-"), action="store_true")
+    set_cpu_defaults(megatron)
     return megatron
 
 

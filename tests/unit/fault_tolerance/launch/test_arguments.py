@@ -6,6 +6,7 @@ import sys
 import pytest
 from megatron.training import arguments as megatron_arguments
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch import arguments
 from megatron.fault_tolerance.launch.arguments import (
     add_arguments,
@@ -111,14 +112,28 @@ def test_without_flags_of_moe_ft_nothing_is_checked(monkeypatch: pytest.MonkeyPa
     assert args.moe_ft_strategy == "none"
 
 
-def test_untested_flags_are_named_once_and_those_of_the_script_are_its_own_business(
+# As recipes of DeepSeek-V3 have them, but for those of layers that tests run with.
+LARGE = """--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --fp8-format e4m3
+    --fp8-recipe blockwise --use-precision-aware-optimizer --exp-avg-dtype bf16
+    --recompute-modules mla_up_proj core_attn mlp --moe-router-dtype fp32 --tokenizer-model /a --qk-l2-norm"""
+
+
+def test_untested_flags_and_values_are_named_once_and_those_of_the_script_are_its_own_business(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(cpu_device, "is_active", lambda: False)
     for _ in range(2):
-        parse(monkeypatch, "--corpus", "a", "--qk-l2-norm", *ON)
-    assert capsys.readouterr().err.splitlines() == [
-        "moe_ft: warning: no test of moe_ft runs with --qk-l2-norm"
-    ]
+        parse(monkeypatch, "--corpus", "a", *LARGE.split(), *ON)
+    assert capsys.readouterr().err == (
+        "moe_ft: warning: no test of moe_ft runs with (docs/flags.md)\n"
+        "  model: --attention-backend auto, --qk-l2-norm, --transformer-impl transformer_engine\n"
+        "  experts: --moe-flex-dispatcher-backend hybridep, --moe-token-dispatcher-type flex\n"
+        "  precision: --exp-avg-dtype bf16, --fp8-format e4m3, --fp8-recipe blockwise\n"
+        "  activation memory: --recompute-modules mla_up_proj mlp\n"
+        "  communication: --distributed-backend nccl\n"
+        "  data: --tokenizer-model\n"
+        "  optimizer: --use-precision-aware-optimizer\n"
+    )
 
 
 def test_help_lists_all_flags(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from megatron.training import arguments as megatron_arguments
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.program.arguments import (
     PROGRAM_REFUSALS,
     REFUSALS,
@@ -237,16 +238,18 @@ def test_event_log_on_a_read_only_file_system_is_refused(parse: Parse, read_only
         parse(f"--moe-ft-event-log {read_only}/x")
 
 
-def test_flags_that_no_test_runs_with_are_named_in_one_line(
-    parse: Parse, capsys: pytest.CaptureFixture[str]
+def test_flags_and_values_that_no_test_runs_with_are_named_by_subject(
+    parse: Parse, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parse("--log-interval 3 --disable-bias-linear")
+    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+    parse("--log-interval 3 --disable-bias-linear --lr-decay-style cosine")
     assert "no test of" not in capsys.readouterr().err
-    parse("--rotary-interleaved --log-interval 3 --mtp-detach-heads --no-rope-fusion")
-    named = [line for line in capsys.readouterr().err.splitlines() if "no test of" in line]
-    assert named == [
-        "moe_ft: warning: no test of moe_ft runs with --mtp-detach-heads, --rotary-interleaved"
-    ]
+    parse("--rotary-interleaved --log-interval 3 --mtp-detach-heads --lr-decay-style WSD")
+    assert (
+        "moe_ft: warning: no test of moe_ft runs with (docs/flags.md)\n"
+        "  model: --mtp-detach-heads, --rotary-interleaved\n"
+        "  optimizer: --lr-decay-style WSD\n"
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", WARNED)
@@ -302,7 +305,8 @@ def test_refused_flag_is_refused_with_its_reason_and_remedy(
     refused_with = ["none", *(kind.name for kind in registry.kinds())]
     if rule.strategies is not None:
         check_refusals(args, REFUSALS)
-        assert megatron_flags(parser)[rule.dest] in untested_flags(args, parser)
+        (named,) = untested_flags(args, parser).values()
+        assert named == [megatron_flags(parser)[rule.dest]]
         refused_with = [kind.name for kind in registry.kinds() if rule.strategies(kind)]
     assert refused_with
     for strategy in refused_with:

@@ -269,13 +269,14 @@ def test_start_on_gpus_says_what_of_the_run_has_been_seen_on_one(
 ) -> None:
     def line(*flags: str, num_local: int) -> list[str]:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local))
-        args = parse("--mock-data", *flags)
+        args = parse("--mock-data", "--distributed-backend", "gloo", *flags)
         return lines_on_gpus(config_from_arguments(args), args, args.world_size)
 
     written = "on GPUs, written and never seen on one: "
     alone = ("--moe-ft-strategy", "dense", "--moe-ft-state-dtype", "master=split")
-    assert line(*alone, num_local=8) == [
-        f"{written}strategy dense, packed snapshots (docs/gpus.md)"
+    stock = ("--distributed-backend", "nccl", "--moe-token-dispatcher-type", "flex")
+    assert line(*alone, *stock, num_local=8) == [
+        f"{written}strategy dense, packed snapshots, NCCL, flex dispatcher (docs/gpus.md)"
     ]
     sparse = (*DENSE, "--moe-ft-strategy", "sparse", *REPAIRED, "--moe-ft-breakpoints")
     (found,) = line(*sparse, num_local=4)
