@@ -15,6 +15,7 @@ DATA_PREFIX=${DATA_PREFIX:?set DATA_PREFIX to the prefix of an indexed dataset (
 RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory that all pods share}
 RUN_NAME=${RUN_NAME:?set RUN_NAME: pods of one name continue the state of each other}
 PERSIST_DIR=${PERSIST_DIR:-$RUN_DIR/states}      # checkpoints on storage: a directory or an fsspec URL
+MEMORY_DIR=${MEMORY_DIR:-/dev/shm/moe_ft_$UID}   # checkpoints in memory: in the emptyDir of the pod
 RENDEZVOUS=${RENDEZVOUS:?set RENDEZVOUS to host:port of the pod of the store, or of the first one}
 REPAIR=${REPAIR:-off}                            # auto: docs/repair.md; on GPUs it has to be tried first
 NUMBER=${NUMBER:-${JOB_COMPLETION_INDEX:-0}}     # of this pod; those from NODES on are spares
@@ -39,7 +40,7 @@ FLAGS=(
     "${MODEL_FLAGS[@]}" "${TRAINING_FLAGS[@]}" "${LAYOUT_FLAGS[@]}" "${TOKENIZER_FLAGS[@]}"
     --data-path "$DATA_PREFIX" --data-cache-path "$RUN_DIR/cache"
     --tensorboard-dir "$RUN_DIR/tensorboard" --exit-signal-handler --exit-signal SIGUSR1
-    --moe-ft-event-log "$RUN_DIR/events" --moe-ft-job-id "$RUN_NAME"
+    --moe-ft-event-log "$RUN_DIR/events" --moe-ft-job-id "$RUN_NAME" --moe-ft-memory-dir "$MEMORY_DIR"
 )
 if [ "$STRATEGY" = none ]; then
     FLAGS+=(--save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --ckpt-format torch_dist)
@@ -104,6 +105,15 @@ run_agent() {
     wait_for_launcher USR1
 }
 
+# Brings what memory holds to storage, unless storage has it: memory goes with the pod. Pods that hold replicas wait for
+# those that they are replicas of.
+rescue() {
+    [ "$STRATEGY" != none ] && [ -d "$MEMORY_DIR/$RUN_NAME" ] || return 0
+    echo "pod: rescue: storage gets what memory holds beyond it, in at most $SAVE_SECONDS s"
+    timeout "$SAVE_SECONDS" python -m moe_ft rescue "$RUN_NAME" --to "$PERSIST_DIR" --memory-dir "$MEMORY_DIR" \
+        --wait 60 || echo "pod: rescue: exit code $?: storage may lack the newest state"
+}
+
 status=0
 if [ "$REPAIR" = auto ]; then
     for ((attempt = 0; attempt <= MAX_RESTARTS; attempt++)); do
@@ -124,6 +134,9 @@ case "$code" in
     3) echo "pod: exit code 3: storage lacks the newest state, memory has it" ;;
     4) echo "pod: exit code 4: storage does not answer, and may hold what the start needs" ;;
 esac
+if [ -z "$is_ending" ]; then  # the ranks of a pod that is removed have saved; with 3 and 4 storage cannot be written
+    case "${code:-$status}" in 0 | 3 | 4) ;; *) rescue ;; esac
+fi
 [ -z "$code" ] || exit "$code"
 [ "$status" -eq 0 ] || exit "$status"
 # The ranks also end without an error where a pod was to be removed.

@@ -378,7 +378,6 @@ TESTED_VALUES = {
     "ckpt_format": "torch_dist",
     "dataloader_type": "cyclic single",
     "distributed_backend": "gloo",
-    "exit_signal": "SIGTERM",
     "lr_decay_style": "constant cosine linear",
     "lr_wsd_decay_style": "exponential",
     "moe_router_dtype": "fp32",

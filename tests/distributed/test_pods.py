@@ -40,7 +40,6 @@ class Pods(KeptNodes):
         self.run_dir, self.memory_dir = place.folder / "run", place.memory_dir
         self.storage, self.status = self.run_dir / "states", self.run_dir / "status"
         extra = [*SMALLER, "--moe-ft-state-digest", "--moe-ft-persist-interval", "1000"]
-        extra += ["--moe-ft-memory-dir", str(place.memory_dir)]
         prefix = place.dataset_flags[place.dataset_flags.index("--data-path") + 1]
         self._variables: Mapping[str, str] = {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -50,6 +49,7 @@ class Pods(KeptNodes):
             "MODEL": MODEL,
             "RUN_NAME": "pods",
             "RUN_DIR": str(self.run_dir),
+            "MEMORY_DIR": str(place.memory_dir),
             "DATA_PREFIX": prefix,
             "RENDEZVOUS": f"127.0.0.1:{free_port()}",
             "TRAIN_ITERATIONS": str(NUM_ITERATIONS),

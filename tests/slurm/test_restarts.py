@@ -1,5 +1,6 @@
 """Jobs of the batch script that meet failures end in the state of a run that nothing disturbs."""
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_job_that_failed_while_storage_was_full_is_continued_from_memory_by_the_
     assert job.tiers(1) == [{"memory"}] * 2
     assert job.digests() == expected
     assert not (job.memory_dir / "named").exists()
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_memory_of_a_job_that_ends_for_good_is_rescued_for_the_next_one_on_other_nodes(
+    job: SlurmJob, expected: Digests
+) -> None:
+    job.submit("--moe-ft-inject-fault", "kill:1@12", MAX_RESTARTS="0")
+    assert job.wait_for_end().startswith("FAILED")
+    (rescued,) = job.stored()
+    assert 5 <= rescued <= 12
+    shutil.rmtree(job.memory_dir / job.job_id)
+    job.submit()
+    assert job.wait_for_end() == "COMPLETED 0:0"
+    assert job.targets() == [rescued]
+    assert job.tiers(0) == [{"storage"}] * 2
+    assert job.digests() == expected
 
 
 @pytest.mark.rest

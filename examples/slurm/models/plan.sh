@@ -23,7 +23,7 @@ shift
 . "$FOLDER/$MODEL.sh"
 
 options=(--iteration-s "$ITERATION_S" --bandwidth "$BANDWIDTH" --storage-bandwidth "$STORAGE_BANDWIDTH")
-[ "$STRATEGY" = sparse ] && options+=(--network-bandwidth "$NETWORK_BANDWIDTH")
+case "$STRATEGY" in sparse | selective) options+=(--network-bandwidth "$NETWORK_BANDWIDTH") ;; esac
 # shellcheck disable=SC2206  # EXTRA_FLAGS holds several words
 command=(
     torchrun --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" pretrain_gpt_moe.py

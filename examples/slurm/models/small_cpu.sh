@@ -32,5 +32,6 @@ case "$STRATEGY" in
     dense) FAULT_TOLERANCE_FLAGS=(--moe-ft-strategy dense --moe-ft-interval 1) ;;
     sparse) FAULT_TOLERANCE_FLAGS=(--moe-ft-strategy sparse --moe-ft-window 4) ;;
     partial) FAULT_TOLERANCE_FLAGS=(--moe-ft-strategy partial --moe-ft-k-snapshot 2) ;;
-    *) echo "STRATEGY=$STRATEGY must be none, dense, sparse or partial" && exit 2 ;;
+    selective) FAULT_TOLERANCE_FLAGS=(--moe-ft-strategy selective) ;;
+    *) echo "STRATEGY=$STRATEGY must be none, dense, sparse, partial or selective" >&2 && exit 2 ;;
 esac

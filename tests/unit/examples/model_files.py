@@ -90,7 +90,7 @@ def plan_of(name: str, strategy: str, *extra: str) -> Plan:
     command = read_command([*model.flags, "--moe-ft-persist-dir", "/persist", *extra])
     command.config.validate(model.world_size)
     speeds = {"bandwidth": 25e9, "storage_bandwidth": 250e6, "network_bandwidth": 1.25e9}
-    names = {"dense": list(speeds)[:2], "sparse": list(speeds)}.get(strategy, [])
+    names = {"dense": list(speeds)[:2], "partial": []}.get(strategy, speeds)
     job, _ = plan_job(
         command,
         Measured(iteration_s=model.iteration_s, **{each: speeds[each] for each in names}),

@@ -5,6 +5,7 @@ Pods with keep run real jobs in tests/distributed/test_pods.py.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,12 +24,17 @@ KUBERNETES = ROOT / "examples" / "kubernetes"
 GIB = 2**30
 
 
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((KUBERNETES / "jobset.yaml").read_text()))
+def documents(*, with_repairs: bool = False) -> list[dict[str, Any]]:
+    """Return the manifest as it is, or as the command in it changes it."""
+    path = KUBERNETES / "jobset.yaml"
+    (script,) = re.findall(r"sed '(.*?)'", path.read_text())
+    command = ["sed", script if with_repairs else "", path]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(yaml.safe_load_all(shown))
 
 
-def manifest() -> dict[str, Any]:
-    return documents()[0]
+def manifest(*, with_repairs: bool = False) -> dict[str, Any]:
+    return documents(with_repairs=with_repairs)[0]
 
 
 def check(document: Mapping[str, Any]) -> None:
@@ -47,8 +53,9 @@ def check(document: Mapping[str, Any]) -> None:
         raise ValueError("fields are unknown or missing")
 
 
-def test_manifest_is_a_jobset() -> None:
-    check(manifest())
+@pytest.mark.parametrize("with_repairs", [False, True])
+def test_manifest_is_a_jobset(with_repairs: bool) -> None:
+    check(manifest(with_repairs=with_repairs))
 
 
 @pytest.mark.parametrize(
@@ -81,18 +88,26 @@ def _mistype(place: dict[str, Any]) -> None:
     place[name] = {"of": ["another", "type"]} if not isinstance(place[name], dict) else 7
 
 
-def pod() -> dict[str, Any]:
-    job = manifest()["spec"]["replicatedJobs"][0]["template"]["spec"]
+def pod(*, with_repairs: bool = False) -> dict[str, Any]:
+    job = manifest(with_repairs=with_repairs)["spec"]["replicatedJobs"][0]["template"]["spec"]
     return dict(job["template"]["spec"])
 
 
-def variables() -> dict[str, str]:
-    return {each["name"]: each.get("value", "") for each in pod()["containers"][0]["env"]}
+def variables(*, with_repairs: bool = False) -> dict[str, str]:
+    listed = pod(with_repairs=with_repairs)["containers"][0]["env"]
+    found = {each["name"]: each.get("value", "") for each in listed}
+    assert len(found) == len(listed)
+    return found
+
+
+def test_manifest_uses_what_has_no_refusal_on_gpus_unless_repairs_are_asked_for() -> None:
+    assert not {"REPAIR", "EXTRA_FLAGS", "STORE", "MOE_FT_KEEP_TOKEN"} & variables().keys()
+    given = variables(with_repairs=True)
+    assert (given["REPAIR"], given["EXTRA_FLAGS"]) == ("auto", "--moe-ft-allow-untested repair")
 
 
 def test_sizes_are_those_of_the_plan() -> None:
     name = Path(variables()["MODEL"]).stem
-    assert variables()["REPAIR"] == "auto"
     plan = plan_of(name, variables()["STRATEGY"], "--moe-ft-breakpoints")
     container, memory = pod()["containers"][0], pod()["volumes"][0]["emptyDir"]
     size = int(memory["sizeLimit"].removesuffix("Gi")) * GIB
@@ -106,19 +121,23 @@ def test_sizes_are_those_of_the_plan() -> None:
     assert container["volumeMounts"][0] == {"name": "memory", "mountPath": "/dev/shm"}
 
 
-def test_numbers_that_say_the_same_are_equal() -> None:
-    document, given = manifest(), variables()
-    job, store = document["spec"]["replicatedJobs"]
+@pytest.mark.parametrize("with_repairs", [False, True])
+def test_numbers_that_say_the_same_are_equal(with_repairs: bool) -> None:
+    document, given = manifest(with_repairs=with_repairs), variables(with_repairs=with_repairs)
+    job, *stores = document["spec"]["replicatedJobs"]
+    assert len(stores) == with_repairs
     name, own = document["metadata"]["name"], job["template"]["spec"]
     spares = own["parallelism"] - int(given["NODES"])
     assert own["completions"] == own["parallelism"] and spares == 1
     assert int(given["NODES"]) == read_model(Path(given["MODEL"]).stem).num_nodes
     assert own["successPolicy"] == {"rules": [{"succeededCount": int(given["NODES"])}]}
-    assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{store['name']}-0-0.{name}"
-    keeper = store["template"]["spec"]["template"]["spec"]
-    assert keeper["containers"][0]["command"][1] == f"NUMBER={given['STORE']}"
-    assert int(given["STORE"]) >= own["parallelism"], "it has no ranks"
-    for each in (pod(), keeper):
+    meeting = (stores or [job])[0]["name"]
+    assert given["RENDEZVOUS"].partition(":")[0] == f"{name}-{meeting}-0-0.{name}"
+    keepers = [store["template"]["spec"]["template"]["spec"] for store in stores]
+    for keeper in keepers:
+        assert keeper["containers"][0]["command"][1] == f"NUMBER={given['STORE']}"
+        assert int(given["STORE"]) >= own["parallelism"], "it has no ranks"
+    for each in (pod(), *keepers):
         assert int(given["SAVE_SECONDS"]) + 60 <= each["terminationGracePeriodSeconds"]
     budget = documents()[1]["spec"]
     assert budget["minAvailable"] == int(given["NODES"])
@@ -131,6 +150,8 @@ def test_numbers_that_say_the_same_are_equal() -> None:
 RANK = """
 #!{python}
 import json, os, pathlib, signal, sys, time
+if "rescue" in sys.argv:
+    sys.exit(print("rescued"))
 flags = dict(zip(sys.argv, sys.argv[1:]))
 events = pathlib.Path(flags["--moe-ft-event-log"])
 events.mkdir(exist_ok=True)
@@ -169,6 +190,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "RANKS_PER_NODE": "1",
         "RUN_DIR": str(tmp_path),
         "RUN_NAME": "test",
+        "MEMORY_DIR": str(tmp_path / "memory"),
         "DATA_PREFIX": "none",
         "RENDEZVOUS": "localhost:0",
         "MAX_RESTARTS": "0",
@@ -189,6 +211,7 @@ def test_pod_ends_with_the_code_of_a_rank_that_a_restart_at_once_would_not_help(
     code: int, environment: dict[str, str]
 ) -> None:
     given = {"ENDS": str(code), "RANKS_PER_NODE": "2", "MAX_RESTARTS": "5"}
+    Path(environment["MEMORY_DIR"], "test").mkdir(parents=True)
     done = subprocess.run(
         [KUBERNETES / "pod.sh"],
         env={**environment, **given},
@@ -199,6 +222,7 @@ def test_pod_ends_with_the_code_of_a_rank_that_a_restart_at_once_would_not_help(
     assert done.returncode == code
     assert done.stdout.count("ready") <= 2  # ranks of one start
     assert f"pod: exit code {code}: " in done.stdout
+    assert ("rescued" in done.stdout) == (code == 2), "else storage cannot be written"
 
 
 def test_sigterm_between_two_attempts_reaches_the_second(

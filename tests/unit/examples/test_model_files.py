@@ -19,6 +19,7 @@ from megatron.fault_tolerance.seams.settings import checked_config
 from moe_ft.convert.huggingface.config_file import FAMILIES
 from moe_ft.convert.huggingface.mapping import flags_of
 from moe_ft.planning.report import megabytes
+from moe_ft.strategies import registry
 from moe_ft.units import UnitId, UnitKind
 from tests.shares import share_of
 from tests.unit.examples.model_files import (
@@ -151,7 +152,7 @@ def _same(value: Any) -> Any:
     return 1 if isinstance(value, list) and all(value) else value
 
 
-@pytest.mark.parametrize("strategy", ["none", *STRATEGIES])
+@pytest.mark.parametrize("strategy", registry.names())
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_and_moe_ft_accept_the_flags(
     name: str, strategy: str, parser: argparse.ArgumentParser, hopper: None
@@ -206,7 +207,7 @@ def test_unknown_strategy_is_refused() -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:
         read_model("mixtral_8x7b", "all")
     assert raised.value.returncode == 2
-    assert "STRATEGY=all must be none, dense, sparse or partial" in raised.value.stderr
+    assert "STRATEGY=all must be none, dense, sparse, partial or selective" in raised.value.stderr
 
 
 @pytest.mark.parametrize("strategy", share_of(STRATEGIES, "sparse"))

@@ -25,6 +25,7 @@ COMMANDS = {
             sed -i 1d codes
             exit "$code" ;;
         *HEALTH_CHECK*) echo node1 ;;
+        *"--nodelist node1 bash"*" rescue 77 --to $RUN_DIR/states --memory-dir"*) echo rescued ;;
     esac""",
     "scontrol": """case "$1 $2" in
         "show hostnames") echo node1 ;;
@@ -98,13 +99,13 @@ def test_refused_flags_end_the_job_without_a_restart_or_a_requeue(submit: Submit
     code, said = submit(2, MAX_RESTARTS="5")
     assert code == 2
     assert "requeued" not in said and "start 1" not in said
-    assert "RUN_NAME=77 sbatch --job-name 77" in said
+    assert said.index("rescued") < said.index("RUN_NAME=77 sbatch --job-name 77")
 
 
 @pytest.mark.parametrize("code", [3, 4])
 def test_failure_of_storage_restarts_the_ranks_after_a_pause(submit: Submit, code: int) -> None:
     ended, said = submit(code, code, 0)
-    assert ended == 0
+    assert ended == 0 and "rescued" not in said
     assert said.count("the ranks start again in 0 s") == 2
     assert f"exit code {code} (storage " in said
 
@@ -115,12 +116,16 @@ def test_failure_of_storage_that_lasts_returns_the_job_to_the_queue(
 ) -> None:
     _, said = submit(code, code, MAX_RESTARTS="1")
     assert "MAX_RESTARTS=1 is reached: the job goes back to the queue\nrequeued" in said
+    assert "rescued" not in said
 
 
-def test_failure_of_storage_at_the_last_requeue_says_how_to_continue(submit: Submit) -> None:
+def test_job_that_may_not_return_to_the_queue_rescues_its_memory_and_says_how_to_continue(
+    submit: Submit,
+) -> None:
     code, said = submit(3, MAX_RESTARTS="0", MAX_REQUEUES="0")
     assert code == 1
-    assert "it was there 0 times" in said and "RUN_NAME=77 sbatch --job-name 77" in said
+    order = ["it was there 0 times", "rescued", "RUN_NAME=77 sbatch --job-name 77"]
+    assert sorted(order, key=said.index) == order
 
 
 def test_time_limit_in_a_pause_requeues_while_storage_does_not_answer(submit: Submit) -> None:
@@ -132,6 +137,9 @@ def test_other_failures_restart_at_once_and_end_the_job_after_the_last(submit: S
     code, said = submit(137, 1, MAX_RESTARTS="1", PAUSE_SECONDS="600")
     assert code == 1
     assert "exit code 137: the ranks start again\n" in said and "requeued" not in said
+    assert "rescued" in said
+    _, said = submit(1, MAX_RESTARTS="0", STRATEGY="none")
+    assert "rescue" not in said, "there is nothing in memory"
 
 
 def test_name_of_a_run_that_is_not_the_jobs_is_refused_before_anything_starts(
