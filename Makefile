@@ -58,7 +58,7 @@ test-slurm: .venv/installed
 
 # Folders of Megatron-LM, with its compiled helpers: (cd megatron/core/datasets && make).
 CHECKOUTS ?=
-WHEELS ?= 0.18.2 0.19.0
+WHEELS ?= $(shell sed -n 's/^WHEELS = (\(.*\)).*/\1/p' megatron/fault_tolerance/seams/versions.py | tr -d '",')
 test-versions: .venv/installed
 	set -e; for version in $(WHEELS); do \
 	    [ -d .venv/megatron/$$version ] || $(BIN)/python -m pip install --quiet --no-deps \

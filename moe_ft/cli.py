@@ -1,7 +1,7 @@
 """Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-They are in moe_ft/commands/. None of them but `run`, `convert`, `diff` and, of several processes, `doctor`
-imports torch.
+They are in moe_ft/commands/. None of them imports torch but those that start or build a model (`run`, `keep`,
+`plan`, `simulate`) or read its tensors (`convert`, `diff`), and `doctor` of several processes.
 """
 
 import argparse

@@ -18,8 +18,12 @@ from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
 
 OLDEST = (0, 18)
-TESTED = ("0.18.2", "0.19.0", "0.19.1", "0.19.2", "0.20.0")  # `make test-versions` runs them
-RECOMMENDED = "0.19.2"
+RECOMMENDED = "0.19.2"  # runs all tests
+WHEELS = (
+    "0.18.2",
+    "0.19.0",
+)  # `make test-versions` reads this line and runs them; its CHECKOUTS: main, 0.20.0
+TESTED = (*WHEELS, RECOMMENDED, "0.20.0")
 
 _TRAINING = "megatron.training.training"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
