@@ -373,28 +373,19 @@ FLAGS: dict[str, dict[str, str]] = {
 }
 
 # Values that tests run with, of tested flags whose values are names.
+_VALUES = """
+    attention_backend=unfused ckpt_format=torch_dist dataloader_type=cyclic,single
+    distributed_backend=gloo lr_decay_style=constant,cosine,linear lr_wsd_decay_style=exponential
+    moe_router_dtype=fp32 moe_router_load_balancing_type=aux_loss,none,seq_aux_loss
+    moe_router_score_function=sigmoid,softmax moe_token_dispatcher_type=allgather,alltoall
+    moe_token_drop_policy=position,probs normalization=LayerNorm,RMSNorm optimizer=adam,sgd
+    position_embedding_type=learned_absolute,rope recompute_granularity=full,selective
+    recompute_method=uniform recompute_modules=core_attn,moe rope_type=rope,yarn
+    tokenizer_type=NullTokenizer transformer_impl=local weight_decay_incr_style=constant
+"""
 TESTED_VALUES = {
-    "attention_backend": "unfused",
-    "ckpt_format": "torch_dist",
-    "dataloader_type": "cyclic single",
-    "distributed_backend": "gloo",
-    "lr_decay_style": "constant cosine linear",
-    "lr_wsd_decay_style": "exponential",
-    "moe_router_dtype": "fp32",
-    "moe_router_load_balancing_type": "aux_loss none seq_aux_loss",
-    "moe_router_score_function": "sigmoid softmax",
-    "moe_token_dispatcher_type": "allgather alltoall",
-    "moe_token_drop_policy": "position probs",
-    "normalization": "LayerNorm RMSNorm",
-    "optimizer": "adam sgd",
-    "position_embedding_type": "learned_absolute rope",
-    "recompute_granularity": "full selective",
-    "recompute_method": "uniform",
-    "recompute_modules": "core_attn moe",
-    "rope_type": "rope yarn",
-    "tokenizer_type": "NullTokenizer",
-    "transformer_impl": "local",
-    "weight_decay_incr_style": "constant",
+    name: frozenset(values.split(","))
+    for name, _, values in (word.partition("=") for word in _VALUES.split())
 }
 
 # Of these paths the last part alone is kept and compared: where files lie may change.

@@ -83,7 +83,7 @@ def untested_flags(
         value = getattr(args, dest, None)
         names = _names(value) if choices[dest] or dest in TESTED_VALUES else []
         if dest in TESTED_VALUES:
-            names = [name for name in names if name not in TESTED_VALUES[dest].split()]
+            names = [name for name in names if name not in TESTED_VALUES[dest]]
             is_named = bool(names)
         else:
             is_named = not _is_tested(dest) and value != _default(parser, dest)
@@ -99,17 +99,9 @@ def untested_lines(
 ) -> list[str]:
     """Return one text with the untested flags and values of each subject, or none if there are none."""
     found = untested_flags(args, parser, script_flags)
-    lines = [
-        textwrap.fill(
-            f"{subject}: {', '.join(found[subject])}",
-            width=110,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
-        for subject in (*FLAGS, UNKNOWN)
-        if subject in found
-    ]
+    wrapper = textwrap.TextWrapper(110, "  ", "    ", break_on_hyphens=False)
+    subjects = (each for each in (*FLAGS, UNKNOWN) if each in found)
+    lines = [wrapper.fill(f"{each}: {', '.join(found[each])}") for each in subjects]
     return ["\n".join(["no test of moe_ft runs with (docs/flags.md)", *lines])] if lines else []
 
 

@@ -115,17 +115,14 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         _NO_UNITS,
         "Leave one of the two out",
     ),
-    refused_flag(
-        "fp8_param_gather",
-        "parameters kept in FP8 cannot be restored bit for bit yet",
-        "Leave it out; FP8 compute with bf16 parameters does not need it",
-        _any,
-    ),
-    refused_flag(
-        "fp4_param_gather",
-        "parameters kept in FP4 cannot be restored bit for bit yet",
-        "Leave it out; FP4 compute with bf16 parameters does not need it",
-        _any,
+    *(
+        refused_flag(
+            f"{kind.lower()}_param_gather",
+            f"parameters kept in {kind} cannot be restored bit for bit yet",
+            f"Leave it out; {kind} compute with bf16 parameters does not need it",
+            _any,
+        )
+        for kind in ("FP8", "FP4")
     ),
     refused_flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),

@@ -115,6 +115,8 @@ REFUSED = {
     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2": "world size 2 must be a multiple of "
     "--expert-tensor-parallel-size=2 (default: the tensor parallel size) x --expert-model-parallel-size=2 x "
     "--pipeline-model-parallel-size=1 = 4",
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 2": "multiple of "
+    "--expert-tensor-parallel-size=2 x --expert-model-parallel-size=4 x --pipeline-model-parallel-size=1 = 8",
     "--expert-model-parallel-size 2 --num-experts 5": "--num-experts=5 must be a multiple of "
     "--expert-model-parallel-size=2",
     "--expert-model-parallel-size 2 --num-experts": "argument --num-experts: expected one argument",

@@ -15,6 +15,7 @@ from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusal
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
     check_arguments,
+    check_experts,
     check_model,
     checked_config,
     config_from_arguments,
@@ -298,3 +299,11 @@ def test_start_on_gpus_says_what_of_the_run_has_been_seen_on_one(
 def test_features_have_settings_that_exist() -> None:
     facts = {"has_replicas", "is_packed", "is_kept"}
     assert {each.setting for each in FEATURES} <= {*vars(parse("--mock-data"))} | facts
+
+
+def test_expert_parallelism_without_experts_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="--expert-model-parallel-size=2 needs a model with expe.*Add"
+    ):
+        check_experts(None, 2, 1)
+    check_experts(None, 1, 2)
