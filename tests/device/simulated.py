@@ -16,14 +16,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-import xxhash
 
 from kernels.pack_table import PackTable
 from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from moe_ft.engine.snapshots.staging import Staging
 from moe_ft.format import encoding
 from moe_ft.loop.leaving import BreakpointWriter
-from moe_ft.units import UnitId
 from tests.device.queues import Device, Event, Stream, poison, span_of
 from tests.device.tensors import CUDA, LateTensor, content_of, new, on_device
 from tests.simulation import collectives, training
@@ -174,17 +172,6 @@ class DeviceModel(Model):
     def digest(self, *, leaves_out_experts: bool = False) -> str:
         with self._running():
             return super().digest(leaves_out_experts=leaves_out_experts)
-
-    @override
-    def unit_digest(self, unit: UnitId) -> str:
-        state = xxhash.xxh3_64()
-        with self._running():
-            for part, master in zip(self.parts, self.group["params"], strict=True):
-                if part.unit == unit and part.start < part.end:
-                    own = self.inner.optimizer.state.get(master, {})
-                    for tensor in (master, own.get("exp_avg"), own.get("exp_avg_sq")):
-                        state.update(b"" if tensor is None else tensor.content.numpy())
-        return str(state.hexdigest())
 
 
 class ReferenceTable:

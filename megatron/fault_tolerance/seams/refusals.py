@@ -37,14 +37,19 @@ def refused_flag(
     )
 
 
-def _shards_weights(args: Any) -> bool:
-    return bool((args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size)
+def _sharded(name: str, size: str) -> Rule:
+    """Return a rule that refuses more shards of weights than tensor-parallel ranks."""
+    dest = f"{name}_num_weight_shards"
+    flag, of_size = ("--" + each.replace("_", "-") for each in (dest, size))
 
+    def is_broken(args: Any) -> bool:
+        given = getattr(args, size)
+        ranks = args.tensor_model_parallel_size if given is None else given
+        return bool((getattr(args, dest) or 0) > ranks)
 
-def _shards_experts(args: Any) -> bool:
-    default = args.tensor_model_parallel_size
-    size = default if args.expert_tensor_parallel_size is None else args.expert_tensor_parallel_size
-    return bool((args.expert_tensor_parallel_num_weight_shards or 0) > size)
+    reason = "snapshots do not know the process groups of its weight shards"
+    remedy = f"Leave it out, or raise {of_size} instead"
+    return Rule(dest, f"{flag} above {of_size}", is_broken, reason, remedy, _any)
 
 
 def _any(kind: StrategyKind) -> bool:
@@ -71,7 +76,6 @@ def _has_graphs(args: Any) -> bool:
 
 
 _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
-_SHARDED_WEIGHTS = "snapshots do not know the process groups of its weight shards"
 
 SEAM_REFUSALS: tuple[Rule, ...] = (
     # State that snapshots cannot hold.
@@ -128,22 +132,8 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("hybrid_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
     refused_flag("dynamic_context_parallel", _NO_UNITS, "Use --context-parallel-size alone"),
-    Rule(
-        "tensor_parallel_num_weight_shards",
-        "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size",
-        _shards_weights,
-        _SHARDED_WEIGHTS,
-        "Leave it out, or raise --tensor-model-parallel-size instead",
-        strategies=_any,
-    ),
-    Rule(
-        "expert_tensor_parallel_num_weight_shards",
-        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size",
-        _shards_experts,
-        _SHARDED_WEIGHTS,
-        "Leave it out, or raise --expert-tensor-parallel-size instead",
-        strategies=_any,
-    ),
+    _sharded("tensor_parallel", "tensor_model_parallel_size"),
+    _sharded("expert_tensor_parallel", "expert_tensor_parallel_size"),
     refused_flag(
         "fake_process_group",
         "its ranks exchange nothing, so they cannot agree on a checkpoint",

@@ -1,164 +1,135 @@
 """Rules on --moe-ft-* values, and on the directories that flags name."""
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_ft.config.config import (
-    FaultConfig,
     MemoryConfig,
     MoeFtConfig,
     RecoveryConfig,
     StorageConfig,
 )
-from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import flag_of
-from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.config.flags import config_from
 from moe_ft.config.rules import check_directories
-from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.registry import option_types
 
 
 def test_defaults_are_valid() -> None:
     MoeFtConfig().validate(world_size=1)
 
 
-FOLLOWED = MemoryConfig(replicate="gradients")
+def settings(**values: Any) -> MoeFtConfig:
+    """Return what flags with these values give."""
+    given = Namespace(**{f"moe_ft_{name}": value for name, value in values.items()})
+    return config_from(given, option_types())
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            MoeFtConfig(memory=MemoryConfig(breakpoints=True)),
+            settings(breakpoints=True),
             "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered",
         ),
+        (settings(state_digest_interval=5), "--moe-ft-state-digest-interval needs the event log"),
         (
-            MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=5)),
-            "--moe-ft-state-digest-interval needs the event log",
-        ),
-        (
-            MoeFtConfig(observability=ObservabilityConfig(state_digest_interval=-1)),
+            settings(state_digest_interval=-1),
             "--moe-ft-state-digest-interval=-1 must be at least 0",
         ),
         (
-            MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute")),
+            settings(without_spare="reroute"),
             "--moe-ft-without-spare=reroute needs --moe-ft-repair auto",
         ),
         (
-            MoeFtConfig(
-                strategy=StrategyConfig(strategy="dense"),
-                recovery=RecoveryConfig(without_spare="reroute", repair="auto", layout="any"),
-                elastic=ElasticConfig(elastic=True),
+            settings(
+                strategy="dense", without_spare="reroute", repair="auto", layout="any", elastic=True
             ),
             "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: both say what happens",
         ),
         (
-            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1",))),
+            settings(inject_fault=("kill:0@1",)),
             "--moe-ft-inject-fault kill:0@1 needs the event log",
         ),
+        (settings(on_error="ignore"), "--moe-ft-on-error=ignore must be one of degrade, raise"),
         (
-            MoeFtConfig(strategy=StrategyConfig(on_error="ignore")),
-            "--moe-ft-on-error=ignore must be one of degrade, raise",
-        ),
-        (
-            MoeFtConfig(storage=StorageConfig(persist_dense_interval=-1)),
+            settings(persist_dense_interval=-1),
             "--moe-ft-persist-dense-interval=-1 must be at least 0",
         ),
         (
-            MoeFtConfig(storage=StorageConfig(persist_dense_interval=50)),
+            settings(persist_dense_interval=50),
             "--moe-ft-persist-dense-interval=50 writes to storage, but there is none. Add --moe-ft-pers",
         ),
+        (settings(sharding="some"), "--moe-ft-sharding=some must be one of none, equal, adaptive"),
         (
-            MoeFtConfig(strategy=StrategyConfig(sharding="some")),
-            "--moe-ft-sharding=some must be one of none, equal, adaptive",
-        ),
-        (
-            MoeFtConfig(observability=ObservabilityConfig(router_log=True)),
+            settings(router_log=True),
             "--moe-ft-router-log needs the event log, but there is none. Add --moe-ft-event-log",
         ),
         (
-            MoeFtConfig(observability=ObservabilityConfig(metrics_port=9400)),
+            settings(metrics_port=9400),
             "--moe-ft-metrics-port needs the event log, but there is none. Add --moe-ft-event-log",
         ),
         (
-            MoeFtConfig(observability=ObservabilityConfig(event_log="e", metrics_port=80)),
+            settings(event_log="e", metrics_port=80),
             "--moe-ft-metrics-port=80 must be at least 1024: lower ports are for services",
         ),
         (
-            MoeFtConfig(observability=ObservabilityConfig(event_log="e", metrics_port=65536)),
+            settings(event_log="e", metrics_port=65536),
             "--moe-ft-metrics-port=65536 must be between 0 and 65535",
         ),
         (
-            MoeFtConfig(observability=ObservabilityConfig(metrics_interface="ib0")),
+            settings(metrics_interface="ib0"),
             "--moe-ft-metrics-interface needs a port: without a port no metrics are served. Add ",
         ),
+        (settings(recover_from="120"), "--moe-ft-recover-from=120 must be auto, load or iter_N"),
         (
-            MoeFtConfig(recovery=RecoveryConfig(recover_from="120")),
-            "--moe-ft-recover-from=120 must be auto, load or iter_N",
-        ),
-        (
-            MoeFtConfig(memory=MemoryConfig(upstream_log=True)),
+            settings(upstream_log=True),
             "--moe-ft-upstream-log needs a strategy: with --moe-ft-strategy=none there is no state .* "
             "Name one with --moe-ft-strategy",
         ),
         (
-            MoeFtConfig(
-                memory=MemoryConfig(upstream_log=True),
-                strategy=StrategyConfig(strategy="dense", interval="auto"),
-            ),
+            settings(upstream_log=True, strategy="dense", interval="auto"),
             "--moe-ft-upstream-log needs a fixed interval: with --moe-ft-interval=auto .* "
             "Give --moe-ft-interval a number of iterations",
         ),
         (
-            MoeFtConfig(
-                memory=MemoryConfig(upstream_log=True),
-                strategy=StrategyConfig(strategy="dense"),
-                recovery=RecoveryConfig(recovery="local"),
-            ),
+            settings(upstream_log=True, strategy="dense", recovery="local"),
             "--moe-ft-recovery=local needs --moe-ft-breakpoints: .* Add them",
         ),
         (
-            MoeFtConfig(memory=FOLLOWED),
+            settings(replicate="gradients"),
             "--moe-ft-replicate=gradients needs a strategy: .*Name one with --moe-ft-strategy",
         ),
         *(
             (
-                MoeFtConfig(
-                    memory=FOLLOWED, strategy=StrategyConfig(strategy="dense", interval=interval)
-                ),
+                settings(replicate="gradients", strategy="dense", interval=interval),
                 "--moe-ft-replicate=gradients needs --moe-ft-interval 1: .*Give --moe-ft-interval 1, or",
             )
             for interval in ("2", "auto")
         ),
         (
-            MoeFtConfig(
-                memory=FOLLOWED,
-                strategy=StrategyConfig(strategy="dense"),
-                precision=PrecisionConfig(state_dtype="master=split"),
-            ),
+            settings(replicate="gradients", strategy="dense", state_dtype="master=split"),
             "--moe-ft-replicate=gradients cannot be used with --moe-ft-state-dtype: .*Leave --moe-ft-s",
         ),
         (
-            MoeFtConfig(
-                memory=MemoryConfig(replicate="gradients", replication_factor="0"),
-                strategy=StrategyConfig(strategy="dense"),
-            ),
+            settings(replicate="gradients", replication_factor="0", strategy="dense"),
             "--moe-ft-replicate=gradients needs peers: .*factor=0 .*Give --moe-ft-replicate state",
         ),
         (
-            MoeFtConfig(memory=MemoryConfig(replicate="updates")),
+            settings(replicate="updates"),
             "--moe-ft-replicate=updates must be one of state, gradients",
         ),
         (
-            MoeFtConfig(recovery=RecoveryConfig(repair="auto")),
+            settings(repair="auto"),
             "--moe-ft-repair=auto needs a strategy: .* Name one with --moe-ft-strategy",
         ),
         (
-            MoeFtConfig(recovery=RecoveryConfig(repair_heartbeat_s=0.5)),
+            settings(repair_heartbeat_s=0.5),
             "--moe-ft-repair-heartbeat-s=0.5 must be between 1 and 86400: a healthy rank on a busy",
         ),
     ],
@@ -257,9 +228,7 @@ def test_flag_without_a_value_is_refused(part: str, name: str, value: str) -> No
 
 
 def test_directories_are_checked_with_the_other_settings() -> None:
-    config = MoeFtConfig(
-        memory=MemoryConfig(memory_dir="/x"), storage=StorageConfig(persist_dir="/x/y")
-    )
+    config = settings(memory_dir="/x", persist_dir="/x/y")
     with pytest.raises(ConfigError, match="must not be the same directory or one in the other"):
         config.validate(world_size=1)
 
@@ -272,29 +241,23 @@ def test_defaults_warn_of_nothing() -> None:
     ("config", "warning"),
     [
         (
-            MoeFtConfig(
-                strategy=StrategyConfig(strategy="dense"),
-                options={"sparse": SparseConfig(window="3")},
-            ),
+            settings(strategy="dense", window="3"),
             "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
         ),
         (
-            MoeFtConfig(
-                strategy=StrategyConfig(strategy="sparse"),
-                options={"partial": PartialConfig(k_snapshot="2")},
-            ),
+            settings(strategy="sparse", k_snapshot="2"),
             "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=sparse: it is for partial",
         ),
         (
-            MoeFtConfig(storage=StorageConfig(persist_dir="/x")),
+            settings(persist_dir="/x"),
             "--moe-ft-persist-dir changes nothing with --moe-ft-strategy=none: it is for a strategy",
         ),
         (
-            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@10",))),
+            settings(inject_fault=("kill:0@10",)),
             "--moe-ft-inject-fault kill:0@10:forward never happens: training ends at iteration 10",
         ),
         (
-            MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@11:persist",))),
+            settings(inject_fault=("kill:0@11:persist",)),
             "--moe-ft-inject-fault kill:0@11:persist never happens: training ends at iteration 10",
         ),
     ],
@@ -306,17 +269,10 @@ def test_setting_that_changes_nothing_is_warned_about(config: MoeFtConfig, warni
 @pytest.mark.parametrize(
     "config",
     [
-        MoeFtConfig(
-            strategy=StrategyConfig(strategy="sparse"), options={"sparse": SparseConfig(window="3")}
-        ),
-        MoeFtConfig(
-            strategy=StrategyConfig(strategy="partial"),
-            options={"partial": PartialConfig(k_snapshot="2")},
-        ),
-        MoeFtConfig(
-            strategy=StrategyConfig(strategy="dense"), storage=StorageConfig(persist_dir="/x")
-        ),
-        MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@9", "kill:0@10:persist"))),
+        settings(strategy="sparse", window="3"),
+        settings(strategy="partial", k_snapshot="2"),
+        settings(strategy="dense", persist_dir="/x"),
+        settings(inject_fault=("kill:0@9", "kill:0@10:persist")),
     ],
 )
 def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
@@ -324,7 +280,7 @@ def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
 
 
 def test_fault_of_a_run_of_unknown_length_is_not_warned_about() -> None:
-    config = MoeFtConfig(fault=FaultConfig(inject_fault=("kill:0@1000",)))
+    config = settings(inject_fault=("kill:0@1000",))
     assert config.warnings(None) == []
 
 
