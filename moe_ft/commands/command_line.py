@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
@@ -20,7 +20,7 @@ from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 
 PLANNER = "megatron.fault_tolerance.program.plan"
-_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,15 @@ class TrainingCommand:
     """A command line that starts training.
 
     Attributes:
+        launcher: all words before the program; none if only flags were given.
+        program: the script that trains; empty if only flags were given.
         flags: of training, with their values.
         runs_script: whether a script of one's own reads them too.
     """
 
     launch: Launch
+    launcher: tuple[str, ...] = ()
+    program: str = ""
     flags: tuple[str, ...]
     config: MoeFtConfig
     runs_script: bool = False
@@ -63,7 +67,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     Raises:
         ConfigError: if a flag of moe_ft is unknown or cannot be read.
     """
-    launcher, flags = _split(words)
+    launcher, program, flags = _split(words)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]
     option_types = registry.option_types()
@@ -77,6 +81,8 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         )
     return TrainingCommand(
         launch=read_launch(launcher),
+        launcher=tuple(launcher),
+        program=program,
         flags=tuple(flags),
         config=config_from(args, option_types),
         runs_script=[PurePath(word).name for word in launcher[-2:]] == ["moe_ft", "run"],
@@ -91,9 +97,7 @@ def plan_job(
     Raises:
         ConfigError: if training would refuse the flags, or their job cannot be planned.
     """
-    with warnings.catch_warnings(action="ignore"):  # Megatron's, of packages that are missing
-        planner = importlib.import_module(PLANNER)
-    found: tuple[PlannedJob, list[str]] = planner.plan_job(
+    found: tuple[PlannedJob, list[str]] = _planner().plan_job(
         command.flags,
         command.config,
         measured,
@@ -104,18 +108,30 @@ def plan_job(
     return found
 
 
+def planned_start(command: TrainingCommand, *, world_size: int, on_gpus: bool) -> Any:
+    """Return the rules that a start of a command line checks: `PlannedStart` of the planner."""
+    return _planner().PlannedStart(
+        command.flags, world_size=world_size, on_gpus=on_gpus, runs_script=command.runs_script
+    )
+
+
+def _planner() -> Any:
+    with warnings.catch_warnings(action="ignore"):  # Megatron's, of packages that are missing
+        return importlib.import_module(PLANNER)
+
+
 def refuse(message: str) -> NoReturn:
     """Raise ConfigError instead of printing argparse's usage, which has hundreds of lines."""
     raise ConfigError(f"{message}. Correct it, or look at --help of the program.")
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's words and the flags of training, which follow the program."""
+def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the launcher's words, the program, and the flags of training, which follow it."""
     if not words or words[0].startswith("-"):
-        return [], list(words)
+        return [], "", list(words)
     for place, word in enumerate(words):
         if word.endswith(".py"):
-            return list(words[:place]), list(words[place + 1 :])
+            return list(words[:place]), word, list(words[place + 1 :])
     raise ConfigError(
         f"{words[0]} starts no .py program and is not a flag. Give the command that starts the ranks, such "
         "as torchrun ... -m moe_ft run SCRIPT.py ..., or the flags of training alone."
@@ -125,14 +141,14 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_launch(words: Sequence[str]) -> Launch:
     """Return the ranks that a launcher starts: torchrun, keep, srun, or Python itself."""
     names = [PurePath(word).name for word in words]
-    of_keep = dict(_options(words[names.index("keep") + 1 :])) if "keep" in names else {}
+    of_keep = dict(options_of(words[names.index("keep") + 1 :])) if "keep" in names else {}
     if "--nodes" in of_keep:
         return _read_keep(of_keep)
-    start = next((place for place, name in enumerate(names) if name in _TORCHRUN), None)
+    start = next((place for place, name in enumerate(names) if name in TORCHRUN), None)
     if start is not None:
-        return _read_torchrun(dict(_options(words[start + 1 :])))
+        return _read_torchrun(dict(options_of(words[start + 1 :])))
     if "srun" in names:
-        return _read_srun(dict(_options(words[names.index("srun") + 1 :])))
+        return _read_srun(dict(options_of(words[names.index("srun") + 1 :])))
     if any(name.startswith("python") or name == "moe_ft" for name in names):
         return Launch(world_size=1, ranks_per_node=1)
     return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
@@ -183,7 +199,7 @@ def _read_srun(given: dict[str, str]) -> Launch:
 _SHORT = {"-N": "--nodes", "-n": "--ntasks"}
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield a launcher's options with their values."""
     for word, following in pairwise([*words, ""]):
         if word[:2] in _SHORT:

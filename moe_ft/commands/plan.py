@@ -3,14 +3,22 @@
 import argparse
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from moe_ft.commands.command_line import TrainingCommand, plan_job, read_command, refuse
+from moe_ft.commands.command_line import (
+    TrainingCommand,
+    plan_job,
+    planned_start,
+    read_command,
+    refuse,
+)
 from moe_ft.commands.pages import check_page, write_page
-from moe_ft.commands.plan_advice import Advice, Advisor, check_room
+from moe_ft.commands.plan_advice import SPEEDS, Advice, Advisor, check_room
+from moe_ft.commands.plan_command import StartCommand, start_command
 from moe_ft.commands.plan_inputs import (
     Cluster,
     Model,
@@ -18,19 +26,15 @@ from moe_ft.commands.plan_inputs import (
     model_names,
     read_cluster,
     read_model,
-    read_run,
 )
+from moe_ft.commands.plan_values import SECONDS, Values
 from moe_ft.commands.plan_words import Told, word
-from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import parse_size
-from moe_ft.config.flags import as_arguments
-from moe_ft.config.untested import refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
 from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
 from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
-from moe_ft.planning.report import boundary_line, slot_lines, table
+from moe_ft.planning.report import boundary_line, slot_lines
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
@@ -42,18 +46,8 @@ _EXAMPLE = (
 _DEFAULT_RANKS_PER_NODE = 8
 # The stages are built for it. All strategies have the same units: a pretraining freezes none.
 _ANY_STRATEGY = (f"--moe-ft-strategy={registry.kinds()[0].name}",)
-_TMPFS_SHARE = 0.5  # of host memory, as Linux makes /dev/shm
-_SECONDS = {
-    "iteration_s": "seconds of an iteration; with --cluster an estimate if it is left out",
-    "update_s": "of it the optimizer step, which hides no snapshot (default 0)",
-    "mtbf_s": "mean time between failures",
-    "restart_s": "from a failure until processes run again (default 0)",
-    "keep_s": "from a failure until ranks run again that `python -m moe_ft keep` starts",
-    "repair_s": "from a failure until dead processes are replaced, with --moe-ft-repair auto",
-}
-_BANDWIDTHS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
 # Options that a file may have too, with _ for -: `python -m moe_ft simulate`.
-OPTIONS = ("model", "cluster", "from_run", "world_size", "ranks_per_node", *_BANDWIDTHS, *_SECONDS)
+OPTIONS = ("model", "cluster", "from_run", "world_size", "ranks_per_node", *SPEEDS, *SECONDS)
 
 
 def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -98,7 +92,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
-    for name, meaning in _SECONDS.items():
+    for name, meaning in SECONDS.items():
         parser.add_argument(flag_of(name), type=float, metavar="S", help=meaning)
     parser.set_defaults(run=run)
 
@@ -115,8 +109,8 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     names = {word.partition("=")[0] for word in own}
     if own[0] == "plan" and len(own) == len(words) and "--model" not in names:
         raise ConfigError(
-            f"plan {' '.join(own[1:])}: plan reads the command line of training, which must follow a --. "
-            f"Write it like {_USAGE}; for example {_EXAMPLE}"
+            f"{' '.join(own)} has no command line of training, which must follow a --. Write it like "
+            f"{_USAGE}; for example {_EXAMPLE}"
         )
     return own, list(words[len(own) + 1 :])
 
@@ -127,15 +121,38 @@ class _Planned:
 
     Attributes:
         kind: None where all strategies are compared.
+        start: the rules of a start.
         limit: host memory of a node that checkpoints may take; None if nobody knows.
     """
 
     job: PlannedJob
     kind: StrategyKind | None
     command: TrainingCommand
-    values: "_Values"
+    start: Any
+    values: Values
     notes: list[str]
     limit: float | None
+
+    def begin(self, flags: Sequence[str]) -> StartCommand:
+        """Return the command that starts the job with further flags."""
+        job = self.job
+        return start_command(
+            self.command, flags, world_size=job.num_ranks, ranks_per_node=job.ranks_per_node
+        )
+
+    def refusal(self, flags: Sequence[str]) -> str:
+        """Return why a start of the job with further flags is refused; empty if it is not."""
+        begun = self.begin(flags)
+        try:
+            self.start.check(
+                _with_flags(self.command, flags).config,
+                begun.environment,
+                is_kept=begun.is_kept,
+                is_watched=begun.is_watched,
+            )
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -155,7 +172,10 @@ def run(options: argparse.Namespace) -> int:
     )
     log = boundary_line(job, kind.longest_window(job.config))
     notes += planned.command.config.warnings(job.train_iterations)
-    notes += refusals_on_gpus(as_arguments(planned.command.config))
+    refusal = planned.refusal(())
+    notes += (
+        [f"a start refuses this: {refusal}"] if refusal else planned.values.notes(planned.command)
+    )
     lines = "\n".join(f"note: {line}" for line in notes)
     survival = f"memory survives the loss of {_survival(job)}"
     parts = [
@@ -206,18 +226,44 @@ def _plan(options: argparse.Namespace) -> _Planned:
     command = _command(options, model)
     world_size, ranks_per_node = _ranks(options, command, model, cluster)
     command.config.validate(world_size)
-    values = _Values(options, cluster, math.ceil(world_size / ranks_per_node))
     kind = registry.kind_of(command.config.strategy.strategy)
+    if kind is not None and not command.config.storage.persists:
+        _check_storage(options.storage_bandwidth)
+    values = Values(
+        options,
+        cluster,
+        math.ceil(world_size / ranks_per_node),
+        command.config.memory.streams,
+    )
+    if "iteration_s" in values.found:  # else it may follow from the job
+        values.measured()
     planned = command if kind is not None else _with_flags(command, _ANY_STRATEGY)
-    # The time of an iteration may follow from the job.
-    given = values.measured() if "iteration_s" in values.found else Measured()
-    job, notes = plan_job(planned, given, world_size=world_size, ranks_per_node=ranks_per_node)
+    on_gpus = cluster is not None and cluster.has_gpus
+    start = planned_start(planned, world_size=world_size, on_gpus=on_gpus)
+    job, notes = plan_job(planned, Measured(), world_size=world_size, ranks_per_node=ranks_per_node)
     if cluster is not None:
         _check_fits(job, cluster)
     values.estimate_iteration(job)
     job = replace(job, measured=values.measured())
     limit = values.memory_limit(command.config)
-    return _Planned(job=job, kind=kind, command=command, values=values, notes=notes, limit=limit)
+    return _Planned(
+        job=job,
+        kind=kind,
+        command=command,
+        start=start,
+        values=values,
+        notes=notes,
+        limit=limit,
+    )
+
+
+def _check_storage(bandwidth: str | None) -> None:
+    """Raise ConfigError if a speed of storage is given for a job that writes nothing there."""
+    if bandwidth is not None:
+        raise ConfigError(
+            f"--storage-bandwidth={bandwidth} needs checkpoints that go to storage. Add --moe-ft-persist-dir "
+            "URL to the flags of training, or leave it out."
+        )
 
 
 def _survival(job: PlannedJob) -> str:
@@ -239,13 +285,19 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     """Compare all strategies, or look at the one that was chosen."""
     job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
-    advisor = Advisor(job, lambda flags: _with_flags(command, flags).config, planned.limit)
+    advisor = Advisor(
+        job, lambda flags: _with_flags(command, flags).config, planned.limit, planned.refusal
+    )
     found = advisor.compare() if kind is None else advisor.examine(kind)
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
     flags = () if advice.best is None else advice.best.flags
-    refused = refusals_on_gpus(as_arguments(_with_flags(command, flags).config))
-    notes = [*planned.notes, *refused]
-    return Told(job=job, advice=advice, assumptions=values.assumptions, notes=notes)
+    return Told(
+        job=job,
+        advice=advice,
+        begin=planned.begin(flags),
+        assumptions=values.assumptions,
+        notes=[*planned.notes, *values.notes(_with_flags(command, flags))],
+    )
 
 
 def _command(options: argparse.Namespace, model: Model | None) -> TrainingCommand:
@@ -271,94 +323,6 @@ def _check_fits(job: PlannedJob, cluster: Cluster) -> None:
             f"{cluster.gpu_bytes / 1e9:,.0f} GB. Raise --pipeline-model-parallel-size or "
             "--expert-model-parallel-size, or the number of nodes."
         )
-
-
-class _Values:
-    """Values that no flag of training gives, and where each comes from.
-
-    Attributes:
-        found: by name, as `Measured` has them.
-        assumptions: of each the name, the value and the source.
-    """
-
-    def __init__(
-        self, options: argparse.Namespace, cluster: Cluster | None, num_nodes: int
-    ) -> None:
-        self.cluster = cluster
-        self.found: dict[str, float] = {}
-        self.assumptions: list[tuple[str, str, str]] = []
-        if cluster is not None:
-            self._take(cluster.values(num_nodes), f"--cluster {cluster.name}")
-        if options.from_run is not None:
-            run = read_run(options.from_run)
-            self._take(run.values, f"--from-run {options.from_run}")
-            self.assume("stall of an iteration", f"{run.stall_s:.3f} s", "measured, not planned")
-            self.assume("failures", f"{run.num_failures}", "of the measured run")
-        typed = {name: getattr(options, name) for name in _SECONDS}
-        Measured(mtbf_s=typed["mtbf_s"])  # refused before the model is built
-        typed |= {name: _bandwidth(options, name) for name in _BANDWIDTHS}
-        self._take({name: value for name, value in typed.items() if value is not None}, "given")
-
-    def _take(self, values: Mapping[str, float], source: str) -> None:
-        self.found |= values
-        self.assumptions = [each for each in self.assumptions if each[0] not in values]
-        for name, value in values.items():
-            text = f"{value / 1e9:.3g} GB/s a rank" if name in _BANDWIDTHS else f"{value:,.6g} s"
-            self.assume(name, text, source)
-
-    def assume(self, name: str, value: str, source: str) -> None:
-        """Note an assumption."""
-        self.assumptions.append((name, value, source))
-
-    def memory_limit(self, config: MoeFtConfig) -> float | None:
-        """Return the host memory of a node that checkpoints may take; None if nobody knows."""
-        limit = config.memory.host_memory_limit_bytes
-        if limit is None and self.cluster is not None:
-            limit = int(self.cluster.host_bytes * _TMPFS_SHARE)
-            found = f"{limit / 2**30:,.0f} GiB"
-            self.assume("host memory for checkpoints", found, "half of a node's")
-        return limit
-
-    def measured(self) -> Measured:
-        """Return the values; raise ConfigError for the first that cannot be."""
-        known = {each.name for each in fields(Measured)}
-        return Measured(**{name: value for name, value in self.found.items() if name in known})
-
-    def estimate_iteration(self, job: PlannedJob) -> None:
-        """Estimate the time of an iteration where only the cluster is known: 6 operations a parameter."""
-        if "iteration_s" in self.found or self.cluster is None:
-            return
-        if job.tokens is None:
-            raise ConfigError(
-                "--iteration-s not given, and --global-batch-size or --seq-length neither: an estimate for "
-                f"--cluster={self.cluster.name} needs the tokens of an iteration. Give the first before the "
-                "--, or the others after it."
-            )
-        flops = 6 * job.model.active_parameters * job.tokens
-        seconds = flops / (job.num_ranks * self.cluster.model_flops)
-        rate = f"{self.cluster.model_flops / 1e12:g} TFLOP/s a GPU"
-        self._take({"iteration_s": seconds}, f"estimate: {job.tokens:,} tokens, {rate}")
-
-    def check_complete(self, job: PlannedJob) -> None:
-        """Raise ConfigError if advice lacks a value."""
-        needed = ["iteration_s", "bandwidth", "mtbf_s"]
-        if job.num_nodes > 1:
-            needed.append("network_bandwidth" if job.replication_factor else "storage_bandwidth")
-        missing = [flag_of(name) for name in needed if name not in self.found]
-        if missing:
-            raise ConfigError(
-                f"{', '.join(missing)} must be known to calculate useful time (ETTR). Give them before "
-                "the --, or use --cluster NAME or --from-run DIR. Sizes need none of them: they are printed "
-                "for one --moe-ft-strategy, without --json and --html."
-            )
-        for source in self.cluster.sources if self.cluster else ():
-            self.assume("source", "", source)
-
-    def text(self) -> list[str]:
-        """Return the assumptions of a plan that rests on more than what was typed."""
-        if all(source == "given" for _, _, source in self.assumptions):
-            return []
-        return [table(self.assumptions, ("assumption", "value", "from"))]
 
 
 def _ranks(
@@ -389,23 +353,3 @@ def _ranks(
             f"{cluster.gpus_per_node} GPUs that --cluster={cluster.name} has. Give fewer."
         )
     return world_size, min(per_node, world_size)
-
-
-def _bandwidth(options: argparse.Namespace, name: str) -> float | None:
-    """Return the bytes per second that were given, None if none were."""
-    text = getattr(options, name)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        try:
-            value = float(parse_size(name, text))
-        except ConfigError:
-            value = 0.0
-    if not 0 < value < math.inf:
-        raise ConfigError(
-            f"--{name.replace('_', '-')}={text} must be bytes per second, more than 0. Write it like 25GB or "
-            "25e9."
-        )
-    return value

@@ -3,6 +3,7 @@
 Numbers only. plan_words.py prints them.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +11,21 @@ from dataclasses import dataclass, replace
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs, RecoveryKind
+from moe_ft.planning.job_costs import stock_costs
 from moe_ft.planning.planned_job import PlannedJob, flag_of
 from moe_ft.planning.time_shares import TimeShares, calculate_shares
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
 Configure = Callable[[Sequence[str]], MoeFtConfig]
+Check = Callable[[Sequence[str]], str]
+_REPAIR = "--moe-ft-repair=auto"
 # Values of the machine that are varied, and flags of the settings.
-_VARIED = ("mtbf_s", "iteration_s", "bandwidth", "network_bandwidth", "storage_bandwidth")
+SPEEDS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
+_VARIED = ("mtbf_s", "iteration_s", *SPEEDS)
+REACH = 64  # times more or less than a speed is thought to be
+EVEN = 0.0005  # of the time: what differs by less is as good
+_BISECTIONS = 8
 _VARIED_FLAGS = re.compile(
     r"--moe-ft-(?:window|interval|replication-factor|persist-interval|k-snapshot)=(\d+)"
 )
@@ -29,8 +37,10 @@ class Alternative:
 
     Attributes:
         flags: of moe_ft.
+        is_stock: whether Megatron itself does it: a row to compare with.
         costs: None if the job cannot be checkpointed so.
         problem: the reason, or why it does not fit; empty if it fits.
+        refusal: the rule by which a start of the job refuses it, with the remedy; empty if it does not.
         node_bytes: host memory of a node.
         stored_bytes: on storage, at most.
     """
@@ -39,8 +49,10 @@ class Alternative:
     flags: tuple[str, ...]
     is_exact: bool
     mtbf_s: float
+    is_stock: bool = False
     costs: Costs | None = None
     problem: str = ""
+    refusal: str = ""
     node_bytes: float = 0.0
     stored_bytes: float = 0.0
 
@@ -53,7 +65,9 @@ class Alternative:
     @property
     def ettr(self) -> float:
         """The share of the time in which training gets ahead; 0 where it cannot run so."""
-        return 0.0 if self.costs is None or self.problem else self.shares.productive
+        if self.costs is None or self.problem or self.refusal:
+            return 0.0
+        return self.shares.productive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +87,33 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """Value of an input at which another exact alternative begins to pay.
+
+    Attributes:
+        value: that the advice rests on.
+        at: where the other one begins; None if none does within `REACH`.
+        other: its name.
+    """
+
+    name: str
+    value: float
+    at: float | None = None
+    other: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Alternatives, best first, and what the best one hangs on, most important first."""
+    """Alternatives, best first, what the best one hangs on, and which values would change the advice."""
 
     alternatives: tuple[Alternative, ...]
     sensitivities: tuple[Sensitivity, ...] = ()
+    turns: tuple[Turn, ...] = ()
 
     @property
     def best(self) -> Alternative | None:
-        """The exact one with the most training, else the lossy one; None if nothing fits."""
-        fitting = [each for each in self.alternatives if each.ettr > 0]
+        """The exact one with the most training, else the lossy one; None if nothing fits or starts."""
+        fitting = [each for each in self.alternatives if each.ettr > 0 and not each.is_stock]
         return max(fitting, key=lambda each: (each.is_exact, each.ettr), default=None)
 
 
@@ -106,7 +137,11 @@ class Advisor:
     """Compares strategies for a job."""
 
     def __init__(
-        self, job: PlannedJob, configure: Configure, node_limit_bytes: float | None = None
+        self,
+        job: PlannedJob,
+        configure: Configure,
+        node_limit_bytes: float | None = None,
+        check: Check = lambda flags: "",
     ) -> None:
         """Take the job.
 
@@ -114,12 +149,52 @@ class Advisor:
             job: with all measured values, and any settings.
             configure: returns the settings of the job's command line with further flags.
             node_limit_bytes: host memory of a node that checkpoints may take; None if that is not known.
+            check: returns why a start of the job with further flags is refused; empty if it is not.
         """
         self._job, self._configure, self._limit = job, configure, node_limit_bytes
+        self._check = check
 
     def compare(self) -> list[Alternative]:
-        """Return what all strategies cost."""
-        return [each for kind in registry.kinds() for each in self._of_kind(kind)]
+        """Return what all strategies and `--save` cost; the best also with repairs that a start refuses."""
+        found = self.compare_strategies(registry.kinds())
+        best = Advice(alternatives=tuple(found)).best
+        if (
+            best is not None
+            and self._job.measured.repair_s is not None
+            and _REPAIR not in best.flags
+        ):
+            kind = registry.chosen(self._configure(best.flags))
+            flags = (*best.flags, _REPAIR)
+            found.append(self.evaluate(f"{best.name}, repaired", kind, flags, self._job))
+        return [*found, *self._stock()]
+
+    def compare_strategies(self, kinds: Sequence[StrategyKind]) -> list[Alternative]:
+        """Return what strategies cost, with the flags that suit the job and that a start accepts."""
+        return [each for kind in kinds for each in self._of_kind(kind)]
+
+    def with_input(self, name: str, value: float) -> "Advisor":
+        """Return the advisor of the job with another measured value.
+
+        Raises:
+            ConfigError: if it cannot be.
+        """
+        measured = replace(self._job.measured, **{name: value})
+        job = replace(self._job, measured=measured)
+        return Advisor(job, self._configure, self._limit, self._check)
+
+    def _stock(self) -> Iterator[Alternative]:
+        """Yield what Megatron's own checkpoints cost, if the speed of storage is known."""
+        if self._job.measured.storage_bandwidth is None:
+            return
+        costs = stock_costs(self._job)
+        yield Alternative(
+            name="Megatron's --save",
+            flags=("--save=DIR", f"--save-interval={costs.interval:g}"),
+            is_exact=True,
+            is_stock=True,
+            mtbf_s=self._job.measured.mtbf_s or 0.0,
+            costs=costs,
+        )
 
     def examine(self, kind: StrategyKind) -> list[Alternative]:
         """Return the same of the job's own settings alone."""
@@ -134,7 +209,44 @@ class Advisor:
         if (best := advice.best) is None:
             return advice
         varied = sorted(self._vary(best), key=lambda each: -each.swing(best.ettr))
-        return replace(advice, sensitivities=tuple(varied))
+        turns = self._turns(best) if len(alternatives) > 1 and best.is_exact else ()
+        return replace(advice, sensitivities=tuple(varied), turns=tuple(turns))
+
+    def _turns(self, best: Alternative) -> Iterator[Turn]:
+        """Yield for each speed the nearest values, below and above, at which another alternative pays."""
+        for name in SPEEDS:
+            if not (value := getattr(self._job.measured, name)):
+                continue
+            found = [self._turn(best.name, name, value, factor) for factor in (0.5, 2.0)]
+            yield from filter(None, found)
+            if not any(found):
+                yield Turn(name=flag_of(name), value=value)
+
+    def _turn(self, best: str, name: str, value: float, factor: float) -> Turn | None:
+        """Look for the turn in steps of a factor, and then closely between two of them."""
+        near, other = value, ""
+        for _ in range(int(math.log2(REACH))):
+            far = near * factor
+            if other := self._beats(best, name, far):
+                break
+            near = far
+        else:
+            return None
+        for _ in range(_BISECTIONS):
+            middle = math.sqrt(near * far)
+            if found := self._beats(best, name, middle):
+                far, other = middle, found
+            else:
+                near = middle
+        return Turn(name=flag_of(name), value=value, at=far, other=other)
+
+    def _beats(self, best: str, name: str, value: float) -> str:
+        """Return the exact alternative that beats another one clearly, with one input changed; or nothing."""
+        exact = [kind for kind in registry.kinds() if kind.is_exact]
+        found = self.with_input(name, value).compare_strategies(exact)
+        own = max((each.ettr for each in found if each.name == best), default=0.0)
+        other = max(found, key=lambda each: each.ettr)
+        return other.name if other.ettr > own + EVEN else ""
 
     def _of_kind(self, kind: StrategyKind) -> Iterator[Alternative]:
         chosen = (f"--moe-ft-strategy={kind.name}",)
@@ -145,7 +257,11 @@ class Advisor:
             yield self._alternative(kind.name, kind, chosen, problem=str(error))
             return
         for place, flags in choices.items():
-            yield self.evaluate(f"{kind.name} {place}", kind, (*chosen, *flags), self._job)
+            found = self.evaluate(f"{kind.name} {place}", kind, (*chosen, *flags), self._job)
+            if found.refusal and _REPAIR in flags:
+                without = [flag for flag in (*chosen, *flags) if flag != _REPAIR]
+                found = self.evaluate(found.name, kind, without, self._job)
+            yield found
 
     def _configured(self, flags: Sequence[str]) -> PlannedJob:
         config = self._configure(flags)
@@ -184,6 +300,7 @@ class Advisor:
             flags,
             costs=costs,
             problem=problem,
+            refusal=self._check(flags),
             node_bytes=node_bytes,
             stored_bytes=stored if job.persists else 0,
         )

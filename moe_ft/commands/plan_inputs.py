@@ -19,6 +19,9 @@ from moe_ft.errors import ConfigError
 from moe_ft.events import Event, event_path, ranks_with_events, read_events
 
 _FOLDER = Path(__file__).parent / "presets"
+# Of a rank, with one connection and with several: medians of docs/benchmarks/streams.md, on a loopback.
+_ONE_CONNECTION, _CONNECTIONS = 1.4e9, 1.6e9
+_NO_GPU = "none"
 _MOST_RANKS_READ = 64  # of a measured run: the first ones
 _DEFAULTS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
@@ -45,7 +48,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes that need not exist. presets/clusters.toml has the units."""
+    """Nodes that need not exist. presets/clusters.toml has the units.
+
+    Attributes:
+        own: fields that a file of the user's own gives; those of presets are assumed.
+    """
 
     name: str
     gpu: str
@@ -61,17 +68,42 @@ class Cluster:
     restart_s: float
     repair_s: float
     sources: tuple[str, ...]
+    own: frozenset[str] = frozenset()
 
-    def values(self, num_nodes: int) -> dict[str, float]:
-        """Return the measured values that a job on so many nodes may assume."""
-        return {
+    @property
+    def has_gpus(self) -> bool:
+        """True unless it is one of CPUs."""
+        return self.gpu != _NO_GPU
+
+    def values(self, num_nodes: int, num_streams: int) -> dict[str, tuple[float, str]]:
+        """Return the values that a job on so many nodes may assume, each with where it comes from.
+
+        Args:
+            num_streams: connections between two ranks.
+        """
+        network, measured = (
+            self.network_bandwidth,
+            _CONNECTIONS if num_streams > 1 else _ONE_CONNECTION,
+        )
+        found = {
             "bandwidth": self.bandwidth,
-            "network_bandwidth": self.network_bandwidth,
+            "network_bandwidth": min(network, measured),
             "storage_bandwidth": self.storage_bandwidth / self.gpus_per_node,
             "mtbf_s": self.node_mtbf_h * 3600 / num_nodes,
             "restart_s": self.restart_s,
             "repair_s": self.repair_s,
         }
+        sources = {
+            name: f"{'' if of in self.own else 'assumed: '}--cluster {self.name}"
+            for name in found
+            for of in (name if name != "mtbf_s" else "node_mtbf_h",)
+        }
+        if measured < network:
+            sources["network_bandwidth"] = (
+                f"measured on a loopback, --moe-ft-streams {num_streams} (docs/benchmarks/streams.md); "
+                f"the network card of --cluster {self.name} has {network / 1e9:g} GB/s"
+            )
+        return {name: (value, sources[name]) for name, value in found.items()}
 
 
 @cache
@@ -155,12 +187,13 @@ def read_cluster(name: str) -> Cluster:
     like = values.pop("like", None)
     if like is not None and like not in known:
         raise _unknown(f"--cluster={name} like", str(like), cluster_names(), "left out")
+    own = frozenset(values) if name.endswith(".toml") else frozenset[str]()
     values = {**(known[like] if like else {}), **values, "name": name}
-    return _checked_cluster(name, values)
+    return _checked_cluster(name, values, own)
 
 
-def _checked_cluster(name: str, values: dict[str, Any]) -> Cluster:
-    types = {each.name: each.type for each in fields(Cluster)}
+def _checked_cluster(name: str, values: dict[str, Any], own: frozenset[str]) -> Cluster:
+    types = {each.name: each.type for each in fields(Cluster) if each.name != "own"}
     for key in sorted({*values} ^ {*types}):
         problem = "is no field of a cluster" if key in values else "is missing"
         raise ConfigError(
@@ -175,7 +208,7 @@ def _checked_cluster(name: str, values: dict[str, Any]) -> Cluster:
                 f"--cluster={name}: {key}={value!r} must be a number, more than 0. Give a measured value."
             )
     sources = values["sources"] if isinstance(values["sources"], list) else [values["sources"]]
-    return Cluster(**{**values, "sources": tuple(map(str, sources))})
+    return Cluster(**{**values, "sources": tuple(map(str, sources)), "own": own})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, WIDTH, Answer, bar, key_of_colours, label, svg
-from moe_ft.commands.plan_advice import Advice, Alternative, Sensitivity
+from moe_ft.commands.plan_advice import EVEN, REACH, Advice, Alternative, Sensitivity, Turn
+from moe_ft.commands.plan_command import StartCommand
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import table
 from moe_ft.planning.time_shares import Spent, TimeShares
@@ -23,8 +24,8 @@ _HEADERS = (
 _LIMITS = {
     Spent.BLOCKED: "training waits for checkpoints: a longer interval or window, or more bandwidth to the "
     "host",
-    Spent.RECOVERING: "recoveries take long before iterations run again: faster starts, or "
-    "--moe-ft-repair auto under `python -m moe_ft keep`",
+    Spent.RECOVERING: "recoveries take long before iterations run again: faster starts, as with "
+    "`python -m moe_ft keep`, or --moe-ft-repair auto where a start accepts it",
     Spent.REDONE: "iterations run again after failures: a shorter interval or window, or more bandwidth to "
     "peers and storage",
 }
@@ -35,12 +36,14 @@ class Told:
     """All that is told of a job.
 
     Attributes:
+        begin: the command that starts it with the recommended flags.
         assumptions: by name, values and where they come from.
         notes: on what is not counted.
     """
 
     job: PlannedJob
     advice: Advice
+    begin: StartCommand
     assumptions: Sequence[tuple[str, str, str]]
     notes: Sequence[str]
 
@@ -49,39 +52,51 @@ def word(told: Told) -> Answer:
     """Return advice in words."""
     best, found = told.advice.best, told.advice.alternatives
     flags: tuple[str, ...] = ()
-    headline, ettr = "nothing fits: the table says what each alternative needs", 0.0
+    headline, ettr = "nothing fits or starts: the table says what each alternative needs", 0.0
+    command, fill_in = "", ""
     limit = "fewer replicas, other formats (--moe-ft-state-dtype) or more nodes need less of a node"
     if best is not None:
         flags, ettr = best.flags, best.ettr
         lossy = "" if best.is_exact else "; recoveries lose tokens"
         headline = f"recommended: {best.name}, {ettr:.2%} of the time is training (ETTR){lossy}"
+        command, names = told.begin.text, told.begin.placeholders
+        fill_in = f"Fill in {', '.join(names)}." if names else ""
         most = max(_LIMITS, key=lambda name: best.shares[name])
         limit = f"{best.shares[most]:.2%} of the time: {_LIMITS[most]}"
     tornado = table(_tornado(told.advice, ettr), ("input", "value", "x 0.5", "x 2", "swing"))
-    last = f"what limits it: {limit}"
+    turns = _turns(told.advice)
+    last = "\n\n".join((f"what limits it: {limit}", tornado, "\n".join(turns)))
     return Answer(
         job=told.job,
         headline=headline,
         headers=_HEADERS,
         rows=[_cells(each) for each in found],
-        problems=[f"{each.name}: {each.problem}" for each in found if each.problem],
+        problems=[
+            f"{each.name}: {each.problem or f'refused: {each.refusal}'}"
+            for each in found
+            if each.problem or each.refusal
+        ],
         shares={} if best is None else {best.name: best.shares},
         assumptions=told.assumptions,
         notes=told.notes,
         page="plan.html",
-        first="\n".join(f"    {flag}" for flag in flags),
-        last=last if best is None else f"{last}\n\n{tornado}",
+        first="\n\n".join(filter(None, (_indented(command), fill_in))),
+        last=f"what limits it: {limit}" if best is None else last,
         values={
             "recommended": None if best is None else best.name,
             "flags": list(flags),
+            "command": command,
             "limit": limit,
+            "turns": [asdict(each) for each in told.advice.turns],
             "parameters": told.job.model.num_parameters,
             "active_parameters": round(told.job.model.active_parameters),
             "alternatives": [_as_object(each) for each in found],
             "sensitivities": [asdict(each) for each in told.advice.sensitivities],
         },
         parts={
-            "flags": "\n".join(flags),
+            "command": command,
+            "fill_in": fill_in,
+            "turns": turns,
             "limit": limit,
             "keys": key_of_colours([*_LIMITS]),
             "shares": _draw_shares([(each.name, each.shares) for each in found if each.ettr]),
@@ -95,9 +110,10 @@ def _cells(found: Alternative) -> tuple[str, ...]:
     if costs is None:
         return (found.name, "cannot be", *[""] * (len(_HEADERS) - 2))
     kind = costs.fastest
+    verdict = "does not fit" if found.problem else "refused" if found.refusal else ""
     return (
         found.name,
-        "does not fit" if found.problem else f"{found.ettr:.2%}",
+        verdict or f"{found.ettr:.2%}",
         f"{costs.interval:g} iterations",
         f"{costs.blocked_s:.3f} s",
         f"{costs.recoveries[kind].ready_s:.1f} s ({kind})",
@@ -107,6 +123,28 @@ def _cells(found: Alternative) -> tuple[str, ...]:
         f"{costs.storage_bytes / costs.iteration_s / 1e6:,.1f} MB/s a rank",
         f"{found.stored_bytes / 1e9:,.0f} GB",
     )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _turns(advice: Advice) -> list[str]:
+    """Return what would change the advice: values of speeds, most of which are assumed."""
+    if not advice.turns:
+        return []
+    lines = [f"what would change the recommendation, by more than {EVEN:.2%} of the time:"]
+    return [*lines, *map(_turn, advice.turns)]
+
+
+def _turn(turn: Turn) -> str:
+    if turn.at is None:
+        return (
+            f"  {turn.name}: nothing from {turn.value / REACH / 1e9:.2g} to {turn.value * REACH / 1e9:.2g} "
+            "GB/s"
+        )
+    side = "below" if turn.at < turn.value else "above"
+    return f"  {turn.name}: {turn.other} pays {side} {turn.at / 1e9:.2g} GB/s ({turn.value / 1e9:.3g} now)"
 
 
 def _tornado(advice: Advice, ettr: float) -> list[tuple[str, ...]]:

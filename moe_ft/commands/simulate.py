@@ -8,7 +8,7 @@ import argparse
 import math
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -138,15 +138,35 @@ def simulate_file(path: Path) -> Simulation:
         _simulate(each, config["run"].get("recovery", FASTEST), setting)
         for each in told.advice.alternatives
     ]
-    outcomes.sort(key=lambda each: 0.0 if each.result is None else -each.result.ettr)
+    outcomes = ranked(outcomes)
     assumptions = [*told.assumptions, *_SHRINKS] if setting.pool.least_nodes else told.assumptions
     return Simulation(job=told.job, setting=setting, outcomes=outcomes, assumptions=assumptions)
 
 
+def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return outcomes, the best first.
+
+    One that loses tokens comes after the best exact one unless their intervals are apart: else noise decides.
+    """
+    results = [each.result for each in outcomes if each.result is not None and each.is_exact]
+    exact = max(results, key=lambda each: each.ettr, default=None)
+
+    def key(each: Outcome) -> tuple[float, bool]:
+        if (found := each.result) is None:
+            return 0.0, False
+        if exact is None or each.is_exact:
+            return -found.ettr, False
+        is_better = found.ettr - found.half_width > exact.ettr + exact.half_width
+        return -(found.ettr if is_better else min(found.ettr, exact.ettr)), True
+
+    return sorted(outcomes, key=key)
+
+
 def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
     """Simulate one alternative, or say why it cannot be."""
-    if found.costs is None or found.problem:
-        return Outcome(name=found.name, flags=found.flags, problem=found.problem)
+    problem = found.problem or (found.refusal and f"refused: {found.refusal}")
+    if found.costs is None or problem:
+        return Outcome(name=found.name, flags=found.flags, problem=problem)
     kind = found.costs.fastest if recovery == FASTEST else RecoveryKind(recovery)
     if kind not in found.costs.recoveries:
         problem = f"recovery={kind} cannot be: its costs are known for {', '.join(found.costs.recoveries)}"
@@ -158,7 +178,7 @@ def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
             bar.set_postfix_str(f"ETTR +- {half_width:.4f}")
 
         result = simulate(found.costs, kind, setting, note)
-    return Outcome(name=found.name, flags=found.flags, result=result)
+    return Outcome(name=found.name, flags=found.flags, is_exact=found.is_exact, result=result)
 
 
 def _setting(

@@ -40,6 +40,7 @@ class Outcome:
 
     name: str
     flags: tuple[str, ...]
+    is_exact: bool = True
     result: Simulated | None = None
     problem: str = ""
 

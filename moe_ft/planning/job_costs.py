@@ -183,6 +183,35 @@ def _recoveries(
     return found
 
 
+def stock_costs(job: PlannedJob) -> Costs:
+    """Return what Megatron's own `--save` costs a job, at the best interval, with restarts from storage.
+
+    Training waits until all is written, and nothing is copied meanwhile.
+    """
+    measured, num_bytes = job.measured, job.heaviest.full_bytes
+    assert measured.iteration_s is not None and measured.storage_bandwidth is not None
+    write_s = num_bytes / measured.storage_bandwidth
+    cost = CheckpointCost(
+        iteration_s=measured.iteration_s, overhead_s=write_s, completion_s=write_s
+    )
+    interval = best_interval(cost, measured.mtbf_s or math.inf)
+    restart = RecoveryCosts(processes_s=measured.restart_s, state_s=write_s)
+    return Costs(
+        strategy="none",
+        iteration_s=measured.iteration_s,
+        blocked_s=write_s / interval,
+        interval=interval,
+        window=1,
+        lag=0.0,
+        snapshot_bytes=0.0,
+        peer_bytes=0.0,
+        storage_bytes=num_bytes / interval,
+        host_bytes=0.0,
+        lost_token_share=0.0,
+        recoveries={RecoveryKind.RESTART: restart},
+    )
+
+
 PERSIST_DIR = "PERSIST_DIR"
 _STORAGE_EVERY_S = 1800.0  # where replicas are what recoveries begin with
 

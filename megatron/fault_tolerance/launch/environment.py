@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import override
 
@@ -14,6 +15,7 @@ from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.errors import ConfigError
+from moe_ft.keeper import job_store
 from moe_ft.saying import say
 
 
@@ -48,15 +50,15 @@ def _complete_variables() -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
-def check_restarts() -> None:
+def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if torchrun may restart the job and shares its store.
 
     torchrun shares its own TCP store with the ranks and keeps it across a restart (torch 2.13). The restarted
     ranks then read the addresses of dead processes from it and fail to connect.
     """
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    shares_store = job_store.is_shared(environment)
+    max_restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if shares_store and (max_restarts != "0" or is_restart):
         raise ConfigError(
             f"torchrun --max-restarts={max_restarts} needs --rdzv-backend=c10d or --standalone, and the "

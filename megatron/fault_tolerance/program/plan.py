@@ -26,6 +26,7 @@ from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.cpu.device import CPU_DEFAULTS, UNFUSED_DEFAULTS
+from megatron.fault_tolerance.launch.environment import check_restarts
 from megatron.fault_tolerance.program import slots
 from megatron.fault_tolerance.program.arguments import (
     REFUSALS,
@@ -34,6 +35,8 @@ from megatron.fault_tolerance.program.arguments import (
 )
 from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
+from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link, plays_roles
+from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.refusals import (
@@ -42,16 +45,16 @@ from megatron.fault_tolerance.seams.refusals import (
     check_yaml,
 )
 from megatron.fault_tolerance.seams.settings import (
-    check_capacity_boost,
+    check_model,
+    check_settings,
     check_sizes,
-    check_state_dtype,
-    check_upstream_log,
-    config_from_arguments,
     planned_iterations,
 )
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.flags import as_arguments
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
+from moe_ft.keeper.link import Link
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.planning.planned_job import (
@@ -116,7 +119,11 @@ def plan_job(
     Raises:
         ConfigError: if a flag is unknown or missing, or training would refuse it.
     """
-    _check_job(config, measured, world_size)
+    if world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
+            "a plan lists each. Give the numbers of the job."
+        )
     cpu_device.install()
     # Megatron asserts it for some layouts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -156,22 +163,59 @@ def plan_job(
     return job, notes
 
 
+class PlannedStart:
+    """Start of a job that does not run: the rules of a start, on the arguments that it would have.
+
+    What depends on the machine is left out: folders, data, packages, the version of Megatron. So is what
+    Megatron's own validation would change in the arguments of a job on GPUs.
+    """
+
+    def __init__(
+        self, flags: Sequence[str], *, world_size: int, on_gpus: bool, runs_script: bool
+    ) -> None:
+        """Read the flags as a start on GPUs or CPUs reads them; a script may have further ones."""
+        cpu_device.install()
+        with _quiet():
+            self._args, _ = _parse(flags, world_size, on_gpus=on_gpus)
+        self._on_gpus = on_gpus
+        self._refusals = SCRIPT_REFUSALS if runs_script else (*REFUSALS, *slots.SLOT_REFUSALS)
+
+    def check(
+        self,
+        config: MoeFtConfig,
+        environment: Mapping[str, str],
+        *,
+        is_kept: bool,
+        is_watched: bool,
+    ) -> None:
+        """Raise ConfigError on the first rule that other settings of moe_ft break.
+
+        Args:
+            environment: of a rank, as its launcher sets it.
+            is_kept: whether `keep` forks the ranks.
+            is_watched: whether it also starts the nodes.
+        """
+        args = argparse.Namespace(**{**vars(self._args), **as_arguments(config)})
+        check_restarts(environment)
+        if config.elastic.elastic:
+            elastic.check_elastic(args, environment)
+        check_sizes(args)
+        check_refusals(args, self._refusals)
+        check_settings(args, on_gpus=self._on_gpus)
+        check_model(args, config)
+        if config.strategy.is_on:
+            config.memory.resolve_job_id(environment)
+        if config.recovery.repair != "off":
+            link = Link() if is_kept else None
+            link = checked_link(args, link, environment, on_gpus=self._on_gpus)
+            link.is_watched = is_watched
+            plays_roles(config, args, link)
+            checked_heartbeat_s(config, args)
+
+
 def is_reduced_in_16_bits(args: argparse.Namespace) -> bool:
     """Return whether Megatron reduces gradients in the precision of the model, and that has 16 bits."""
     return args.params_dtype != torch.float32 and not args.accumulate_allreduce_grads_in_fp32
-
-
-def _check_job(config: MoeFtConfig, measured: Measured, world_size: int) -> None:
-    if world_size > _MOST_RANKS:
-        raise ConfigError(
-            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
-            "a plan lists each. Give the numbers of the job."
-        )
-    if measured.storage_bandwidth is not None and not config.storage.persists:
-        raise ConfigError(
-            f"--storage-bandwidth={measured.storage_bandwidth:g} needs checkpoints that go to storage. Add "
-            "--moe-ft-persist-dir URL to the flags of training, or leave it out."
-        )
 
 
 def _what_was_built(job: PlannedJob) -> str:
@@ -220,15 +264,18 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _read(
-    flags: Sequence[str], world_size: int, *, runs_script: bool
-) -> tuple[argparse.Namespace, list[str]]:
-    """Return Megatron's arguments, completed where no size depends on them, and notes."""
+def _parse(
+    flags: Sequence[str], world_size: int, *, on_gpus: bool
+) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """Return Megatron's arguments as a start reads them, and their parser."""
     parsers: list[argparse.ArgumentParser] = []
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        stock = {name: parser.get_default(name) for name in CPU_DEFAULTS | UNFUSED_DEFAULTS}
         parsers.append(add_flags(parser))
-        return parsers[0]
+        if on_gpus:
+            parser.set_defaults(**stock)
+        return parser
 
     check_yaml(flags)
     with Patches() as patches:
@@ -236,12 +283,20 @@ def _read(
         args = megatron_arguments.parse_args(add, ignore_unknown_args=True)
     args.rank, args.world_size = 0, world_size
     args.use_gloo_process_groups, args.fake_process_group = False, False
-    notes = _unknown(parsers[0], flags, runs_script=runs_script)
+    return args, parsers[0]
+
+
+def _read(
+    flags: Sequence[str], world_size: int, *, runs_script: bool
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return Megatron's arguments, completed where no size depends on them, and notes."""
+    args, parser = _parse(flags, world_size, on_gpus=False)
+    notes = _unknown(parser, flags, runs_script=runs_script)
     _check(args, SCRIPT_REFUSALS if runs_script else (*REFUSALS, *slots.SLOT_REFUSALS))
     _complete(args)
     for name in ("fp8", "fp4", "te_precision_config_file"):
         if getattr(args, name):
-            flag = next(each.option_strings[0] for each in parsers[0]._actions if each.dest == name)
+            flag = next(each.option_strings[0] for each in parser._actions if each.dest == name)
             notes.append(f"{flag}: the scales and histories of its modules are not counted")
     if args.moe_router_enable_expert_bias:
         notes.append(
@@ -289,10 +344,7 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
         )
     check_sizes(args)
     check_refusals(args, refusals)
-    config = config_from_arguments(args)
-    check_state_dtype(args, config.precision)
-    check_capacity_boost(args, config)
-    check_upstream_log(args)
+    check_settings(args, on_gpus=False)
     missing = [
         flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
     ]

@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.config.config import MoeFtConfig
@@ -36,8 +35,17 @@ _RULES_ON_GPUS: Mapping[str, str] = {
 }
 
 
-def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
+def checked_link(
+    args: argparse.Namespace,
+    link: Link | None,
+    environment: Mapping[str, str],
+    *,
+    on_gpus: bool,
+) -> Link:
     """Return the link to the zygote.
+
+    Args:
+        environment: of a rank of the job.
 
     Raises:
         ConfigError: if the process has none, or the job cannot be repaired.
@@ -47,7 +55,7 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
             "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
         )
-    if job_store.is_shared(os.environ):
+    if job_store.is_shared(environment):
         raise ConfigError(
             "--moe-ft-repair=auto needs a store of its own for each start, and torchrun shares the one that "
             "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
@@ -56,7 +64,7 @@ def checked_link(args: argparse.Namespace, link: Link | None) -> Link:
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
         refused["one rank"] = "no rank is left to repair it"
-    if not cpu_device.is_active():
+    if on_gpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
     for what, reason in refused.items():
         raise ConfigError(

@@ -314,7 +314,7 @@ def installed(
         with listeners, hooks.installed(listeners):
             yield {}
         return
-    link = checked_link(args, own_link())
+    link = checked_link(args, own_link(), os.environ, on_gpus=not cpu_device.is_active())
     if args.rank == 0 and (line := line_on_lost_nodes(args, link)):
         say(line)
     check_torch()

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,9 +114,7 @@ def fit(args: argparse.Namespace) -> bool:
     global _world
     if not getattr(args, "moe_ft_elastic", False) or _world is not None or not _has_sizes(args):
         return False
-    check_refusals(args, ELASTIC_REFUSALS)
-    check_refusals(args, [_sharing(args)])
-    _check_launcher()
+    check_elastic(args, os.environ)
     found = _choose(args)
     num_training = args.world_size - found.num_waiting
     _world = _World(num_ranks=args.world_size, num_training=num_training)
@@ -172,8 +170,11 @@ def _has_sizes(args: argparse.Namespace) -> bool:
     return bool(min(sizes) >= 1 and experts % args.expert_model_parallel_size == 0)
 
 
-def _check_launcher() -> None:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+def check_elastic(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if an elastic job cannot have another number of ranks, or its launcher none."""
+    check_refusals(args, ELASTIC_REFUSALS)
+    check_refusals(args, [_sharing(args)])
+    if job_store.is_shared(environment):
         raise ConfigError(
             f"{_FLAG} needs a launcher that can start the ranks again: torchrun with --nnodes MIN:MAX, "
             "--rdzv-backend=c10d and the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set "

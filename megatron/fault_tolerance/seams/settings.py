@@ -77,17 +77,28 @@ def checked_config(
         ConfigError: with one line that names flag, value, rule and remedy.
     """
     check_arguments(args, refusals)
+    config = check_settings(args, on_gpus=not cpu_device.is_active())
+    if config.strategy.is_on:  # known only here, and needed only then
+        config.memory.resolve_job_id(os.environ)
+        config.memory.resolve_node_id(os.environ, socket.gethostname())
+    return config
+
+
+def check_settings(args: argparse.Namespace, *, on_gpus: bool) -> MoeFtConfig:
+    """Return the settings, checked with Megatron's arguments alone: a plan of a job does the same.
+
+    Raises:
+        ConfigError: as `checked_config`.
+    """
     config = config_from_arguments(args)
     config.validate(args.world_size)
-    if not cpu_device.is_active():
+    if on_gpus:
         for problem in refusals_on_gpus(flags.as_arguments(config)):
             raise ConfigError(problem)
     check_upstream_log(args)
     check_capacity_boost(args, config)
-    if config.strategy.is_on:  # known only here, and needed only then
+    if config.strategy.is_on:
         check_state_dtype(args, config.precision)
-        config.memory.resolve_job_id(os.environ)
-        config.memory.resolve_node_id(os.environ, socket.gethostname())
     return config
 
 

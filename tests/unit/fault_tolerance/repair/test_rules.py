@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
     checked_link,
@@ -37,37 +36,28 @@ def args(**changes: Any) -> Namespace:
     return Namespace(**{**defaults, **changes})
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
+def check(link: Link | None = None, *, on_gpus: bool = False, **changes: Any) -> Link:
+    return checked_link(args(**changes), link or Link(), {}, on_gpus=on_gpus)
 
 
-def test_supported_job_gets_its_link(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_job_gets_its_link() -> None:
     link = Link()
-    assert checked_link(args(), link) is link, "a job on GPUs may be tried"
-    monkeypatch.setattr(cpu_device, "is_active", lambda: True)
-    assert checked_link(args(cuda_graph_impl="local"), link) is link, "no GPU is used"
+    assert check(link, on_gpus=True) is link, "a job on GPUs may be tried"
+    assert check(link, cuda_graph_impl="local") is link, "no GPU is used"
 
 
-@pytest.mark.usefixtures("on_cpu")
 def test_rank_that_nothing_would_replace_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs ranks that are forked by `python -m moe_ft keep`"):
-        checked_link(args(), None)
+        checked_link(args(), None, {}, on_gpus=False)
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_store_that_torchrun_shares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+def test_store_that_torchrun_shares_is_refused() -> None:
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     message = (
         "--moe-ft-repair=auto needs a store of its own .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )
     with pytest.raises(ConfigError, match=message):
-        checked_link(args(), Link())
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_device, "is_active", lambda: False)
+        checked_link(args(), Link(), environment, on_gpus=False)
 
 
 ON_GPUS_ONLY = [
@@ -95,20 +85,18 @@ ANYWHERE = [
 ]
 
 
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("changes", "message"), [*ON_GPUS_ONLY, ANYWHERE[1]])
 def test_job_on_gpus_that_cannot_be_repaired_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
-        checked_link(args(**changes), Link())
+        check(on_gpus=True, **changes)
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("changes", "message"), ANYWHERE)
 def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"--moe-ft-repair=auto does not work with {message}"):
-        checked_link(args(**changes), Link())
+        check(**changes)
 
 
 @pytest.mark.parametrize(

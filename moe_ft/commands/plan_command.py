@@ -1,0 +1,163 @@
+"""The command line that starts a planned job: what `python -m moe_ft plan` prints to be pasted.
+
+It is the one that was given, or one of torchrun, with what recommended flags need of a launcher: restarts, a
+name, and `keep` where ranks are to be replaced. The rules of a start are run over it (plan.py).
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from moe_ft.commands.command_line import TORCHRUN, TrainingCommand, options_of
+from moe_ft.keeper.link import wants_repair
+from moe_ft.planning.job_costs import PERSIST_DIR
+
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_KEEP = ("-m", "moe_ft", "keep", "--")
+_PROGRAM = "pretrain_gpt_moe.py"
+_NUM_RESTARTS = "20"  # as in examples/slurm
+_PORT = 29500
+# Words that users replace: of what nobody but them knows.
+FIRST_NODE, DATA, TOKENIZER = "NODE_0", "DATA_PREFIX", "TOKENIZER"
+_OF_DATA = (
+    *("--data-path", DATA, "--tokenizer-type", "HuggingFaceTokenizer"),
+    *("--tokenizer-model", TOKENIZER),
+)
+_HAS_DATA = {"--data-path", "--mock-data", "--text-dir", "--train-data-path", "--data-args-path"}
+_COLUMNS = 108
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartCommand:
+    """A command line that starts training on every node.
+
+    Attributes:
+        variables: to be set before it.
+        launcher: words before the program.
+        own: flags of moe_ft that are recommended.
+    """
+
+    variables: Mapping[str, str]
+    launcher: tuple[str, ...]
+    program: str
+    flags: tuple[str, ...]
+    own: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All words, without the variables."""
+        return (*self.launcher, self.program, *self.flags, *self.own)
+
+    @property
+    def text(self) -> str:
+        """The command for a shell, in lines of bearable length."""
+        head = (*(f"{name}={value}" for name, value in self.variables.items()), *self.launcher)
+        lines = [*_lines((*head, self.program)), *_lines(self.flags), *self.own]
+        return " \\\n".join(
+            f"{'    ' if number else ''}{line}" for number, line in enumerate(lines)
+        )
+
+    @property
+    def placeholders(self) -> list[str]:
+        """Words that stand for what only the user knows."""
+        text = " ".join(self.words)
+        return [each for each in (FIRST_NODE, PERSIST_DIR, DATA, TOKENIZER) if each in text]
+
+    @property
+    def is_kept(self) -> bool:
+        """True if `keep` forks the ranks."""
+        return "keep" in self.launcher
+
+    @property
+    def is_watched(self) -> bool:
+        """True if `keep` also starts the nodes."""
+        return self.is_kept and "--nodes" in self.launcher
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a rank that the launcher sets and the rules of a start look at."""
+        if not _is_torchrun(self.launcher):
+            return {"SLURM_JOB_ID": "1"}  # or whatever names the job where srun or keep starts it
+        given = dict(options_of(self.launcher))
+        shares = given.get("--rdzv-backend") != "c10d" or self.variables.get(_OWN_STORE) != "1"
+        return {
+            "TORCHELASTIC_USE_AGENT_STORE": str(shares),
+            "TORCHELASTIC_MAX_RESTARTS": given.get("--max-restarts", "0"),
+            "TORCHELASTIC_RUN_ID": given.get("--rdzv-id", "none"),
+        }
+
+
+def start_command(
+    command: TrainingCommand, own: Sequence[str], *, world_size: int, ranks_per_node: int
+) -> StartCommand:
+    """Return what starts a job with further flags: protected by restarts where its launcher can do that.
+
+    Args:
+        command: as it was given, perhaps flags alone: torchrun then starts the ranks.
+        own: flags of moe_ft.
+    """
+    launcher = command.launcher
+    if not _is_torchrun(launcher) and not {"srun", "keep"} & {*launcher}:
+        modules = _split_modules(launcher)[1]
+        num_nodes = -(-world_size // ranks_per_node)
+        launcher = ("torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={ranks_per_node}")
+        launcher = (*launcher, *modules)
+    variables = {}
+    if _is_torchrun(launcher):
+        num_nodes = dict(options_of(launcher)).get("--nnodes", "1")
+        host = "localhost" if num_nodes == "1" else FIRST_NODE
+        before, modules = _split_modules(launcher)
+        if wants_repair((*command.flags, *own)) and "keep" not in modules:
+            modules = (*_KEEP, *modules)
+        launcher = (*_with_restarts(before, host), *modules)
+        variables = {_OWN_STORE: "1"}
+    has_data = command.program or {each.partition("=")[0] for each in command.flags} & _HAS_DATA
+    return StartCommand(
+        variables=variables,
+        launcher=launcher,
+        program=command.program or _PROGRAM,
+        flags=command.flags if has_data else (*command.flags, *_OF_DATA),
+        own=tuple(own),
+    )
+
+
+def _is_torchrun(words: Sequence[str]) -> bool:
+    return any(PurePath(word).name in TORCHRUN for word in words)
+
+
+def _split_modules(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a launcher's own words, and those that run a module of moe_ft in each rank."""
+    for place in range(len(words) - 1):
+        if tuple(words[place : place + 2]) == ("-m", "moe_ft"):
+            return tuple(words[:place]), tuple(words[place:])
+    return tuple(words), ()
+
+
+def _with_restarts(words: Sequence[str], host: str) -> Iterator[str]:
+    """Yield torchrun's words with those that restart a job, which finds its memory by its name."""
+    given = dict(options_of(words))
+    needed = {
+        "--max-restarts": _NUM_RESTARTS,
+        "--rdzv-backend": "c10d",
+        "--rdzv-id": "my_job",
+        "--rdzv-endpoint": given.get("--master-addr", host)
+        + f":{given.get('--master-port', _PORT)}",
+    }
+    yield from (word for word in words if word != "--standalone")  # which draws a name
+    for name, value in needed.items():
+        if given.get(name, "0") == "0":  # the last one counts
+            yield f"{name}={value}"
+
+
+def _lines(words: Sequence[str]) -> Iterator[str]:
+    """Yield words in lines, a flag with its values on one."""
+    line = ""
+    for word in map(shlex.quote, words):
+        if line and len(line) + len(word) > _COLUMNS and word.startswith("-"):
+            yield line
+            line = word
+        else:
+            line = f"{line} {word}".lstrip()
+    if line:
+        yield line
