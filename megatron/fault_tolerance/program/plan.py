@@ -86,6 +86,7 @@ _NEEDS_KERNELS = {
     "tp_comm_overlap": False,
     "recompute_granularity": None,
     "cuda_graph_impl": "none",
+    "qk_clip": False,
     "fp8_param_gather": False,
     "moe_grouped_gemm": False,
     "use_precision_aware_optimizer": False,

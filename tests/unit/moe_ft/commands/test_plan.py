@@ -4,12 +4,21 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.commands import plan
+from moe_ft.commands.command_line import TrainingCommand, plan_job, planned_start, read_command
+from moe_ft.commands.plan import compare
+from moe_ft.commands.plan_inputs import cluster_names, model_names
+from moe_ft.commands.plan_words import Told, word
+from moe_ft.errors import ConfigError
+from moe_ft.planning.planned_job import Measured, PlannedJob
+from tests.shares import share_of
 from tests.unit.moe_ft.commands.test_plan_inputs import write_log
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL
 
@@ -17,6 +26,7 @@ ROOT = Path(__file__).parents[4]
 PLANS = Path(__file__).parent / "plans"
 TWO_NODES = ("torchrun", "--nnodes", "2", "--nproc-per-node", "8", "pretrain_gpt_moe.py")
 SPEEDS = ("--iteration-s", "0.5", "--bandwidth", "2GB")
+ON_GPUS = ("--iteration-s", "1", "--cluster", "dgx-h100")
 # Jobs whose plans are on file, as the command said them when it had flags of its own for models.
 SAME_PLANS = {
     "partial": (
@@ -101,18 +111,92 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
     assert "note: --moe-ft-window changes nothing with --moe-ft-strategy=dense" in text
 
 
-def test_flags_that_a_start_on_gpus_refuses_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    note = "note: --moe-ft-repair=auto is refused on GPUs: .* --moe-ft-allow-untested repair"
-    repaired = (*SMALL, "--moe-ft-strategy", "dense", "--moe-ft-repair", "auto")
-    cluster = ("--iteration-s", "1", "--cluster", "dgx-h100")
-    stored = (*SMALL, "--moe-ft-persist-dir", "/x")
-    for own, flags, is_noted in (
-        ((), repaired, True),
-        ((), (*repaired, "--moe-ft-allow-untested", "repair"), False),
-        (cluster, stored, True),  # which recommends it
-    ):
-        assert main(["plan", "--world-size", "4", *own, "--", *flags]) == 0
-        assert bool(re.search(note, capsys.readouterr().out)) == is_noted
+@pytest.mark.parametrize(
+    ("cluster", "permission", "note"),
+    [
+        ((), (), "--moe-ft-repair=auto is refused on GPUs: .* --moe-ft-allow-untested repair"),
+        ((), ("--moe-ft-allow-untested", "repair"), None),
+        (ON_GPUS, (), "a start refuses this: --moe-ft-repair=auto is refused on GPUs: .* repair"),
+        (ON_GPUS, ("--moe-ft-allow-untested", "repair"), None),
+        (
+            ON_GPUS,
+            ("--moe-ft-allow-untested", "repair", "--tp-comm-overlap"),
+            "a start refuses this: --moe-ft-repair=auto does not work with --tp-comm-overlap: its",
+        ),
+    ],
+)
+def test_settings_that_a_start_refuses_are_named(
+    cluster: tuple[str, ...],
+    permission: tuple[str, ...],
+    note: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = (*SMALL, "--moe-ft-strategy", "dense", "--moe-ft-repair", "auto", *permission)
+    assert main(["plan", "--world-size", "4", *cluster, "--", *flags]) == 0
+    text = capsys.readouterr().out
+    assert "refuse" not in text if note is None else re.search(f"note: {note}", text)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a command as a shell reads it."""
+    return shlex.split(text.replace("\\\n", ""))
+
+
+def check_recommended(model: str, cluster: str, flags: Sequence[str] = ()) -> Told | None:
+    """Run the rules of a start over the recommended command; None if the job does not fit the GPUs."""
+    try:
+        told = compare(["--model", model, "--cluster", cluster, "--", *flags])
+    except ConfigError as error:
+        assert "does not fit the layout" in str(error)
+        return None
+    assert told.advice.best is not None
+    variable, *words = words_of(told.begin.text)
+    assert variable == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    command = read_command(words)
+    assert command.launch.restarts and command.launch.backend == "c10d"
+    assert command.config.strategy.is_on
+    world_size = command.launch.world_size
+    assert world_size == told.job.num_ranks
+    start = planned_start(command, world_size=world_size, on_gpus=True)
+    kept = "keep" in command.launcher
+    start.check(command.config, told.begin.environment, is_kept=kept, is_watched=False)
+    return told
+
+
+@pytest.mark.parametrize("model", share_of(model_names(), "gpt-125m-8e", "lazarus-gpt-s"))
+def test_recommended_command_of_each_preset_breaks_no_rule_of_a_start(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: dict[tuple[int, ...], tuple[PlannedJob, list[str]]] = {}
+
+    def build(
+        command: TrainingCommand, measured: Measured, **ranks: int
+    ) -> tuple[PlannedJob, list[str]]:
+        if (key := (*ranks.values(),)) not in built:
+            built[key] = plan_job(command, measured, **ranks)
+        return built[key]
+
+    monkeypatch.setattr(plan, "plan_job", build)  # whatever the cluster is
+    found = [check_recommended(model, cluster) for cluster in cluster_names()]
+    assert any(found)
+
+
+def test_alternatives_that_a_start_refuses_are_shown_with_the_rule_and_what_lifts_it() -> None:
+    told = check_recommended("lazarus-gpt-s", "dgx-h100")
+    assert told is not None and told.advice.best is not None
+    text = word(told).as_text()
+    name = f"{told.advice.best.name}, repaired"
+    assert re.search(rf"\| {name} +\| refused ", text)
+    lifted = ("--moe-ft-allow-untested", "repair")
+    assert re.search(f"{name}: refused: .* it has never run on one. .* {' '.join(lifted)}", text)
+    allowed = check_recommended("lazarus-gpt-s", "dgx-h100", lifted)
+    assert allowed is not None and allowed.advice.best is not None
+    assert "--moe-ft-repair=auto" in allowed.advice.best.flags and allowed.begin.is_kept
+    # A rule of one strategy refuses that one alone.
+    clipped = check_recommended("lazarus-gpt-s", "dgx-h100", ["--qk-clip"])
+    assert clipped is not None
+    refused = [each.name for each in clipped.advice.alternatives if each.refusal]
+    assert sorted(refused) == sorted(["sparse at peers", name])
 
 
 @pytest.mark.parametrize(
@@ -166,11 +250,12 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--cluster x", "error: plan --cluster x has no command line of training, which must fol"),
+        ("", "error: plan has no command .* must follow a --. Write it like python -m moe_ft plan"),
         (
-            "--strategy sparse --num-layers 4",
-            "must follow a --. Write it like python -m moe_ft plan",
+            "--iteration-s 1 --storage-bandwidth 1GB WORLD DENSE",
+            "--storage-bandwidth=1GB needs checkpoints that go to storage. Add --moe-ft-persist-dir",
         ),
-        ("", "must follow a --. Write it like python -m moe_ft plan"),
         ("--", "the number of ranks is not known: no launcher. Give --world-size N before"),
         ("-- SMALL", "the number of ranks is not known"),
         (
@@ -259,7 +344,9 @@ def test_advice_on_a_preset_can_be_pasted_and_is_the_same_as_text_json_and_page(
     assert advice["parameters"] == pytest.approx(521e6, rel=0.01)
     best = next(each for each in advice["alternatives"] if each["name"] == advice["recommended"])
     assert f"recommended: {best['name']}, {best['ettr']:.2%} of the time is training" in text
-    assert all(f"    {flag}\n" in f"{text}\n" for flag in advice["flags"])
+    pasted = words_of(text.split("(ETTR)\n\n")[1].split("\n\n")[0])
+    assert pasted == words_of(advice["command"])
+    assert pasted[-len(advice["flags"]) :] == advice["flags"]
     assert {each["name"] for each in advice["sensitivities"]} >= {"--mtbf-s", "--bandwidth"}
     assert "MoEvement, section 5.1" in text
     root = ElementTree.fromstring(page.read_text().replace("<!DOCTYPE html>", ""))
