@@ -63,6 +63,11 @@ class Alternative:
         return calculate_shares(self.costs, self.costs.fastest, self.mtbf_s)
 
     @property
+    def is_on_storage(self) -> bool:
+        """True if the state of a lost node comes from storage."""
+        return self.costs is not None and self.costs.nodes_lost is None
+
+    @property
     def ettr(self) -> float:
         """The share of the time in which training gets ahead; 0 where it cannot run so."""
         if self.costs is None or self.problem or self.refusal:
@@ -88,11 +93,11 @@ class Sensitivity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Value of an input at which another exact alternative begins to pay.
+    """Value of an input from which another exact alternative is recommended.
 
     Attributes:
         value: that the advice rests on.
-        at: where the other one begins; None if none does within `REACH`.
+        at: where that begins; None if it does nowhere within `REACH`.
         other: its name.
     """
 
@@ -112,9 +117,16 @@ class Advice:
 
     @property
     def best(self) -> Alternative | None:
-        """The exact one with the most training, else the lossy one; None if nothing fits or starts."""
+        """The exact one with the most training, else the lossy one; None if nothing fits or starts.
+
+        Where exact ones are even, one whose state is in memory wins, and then the one that needs less of it.
+        """
         fitting = [each for each in self.alternatives if each.ettr > 0 and not each.is_stock]
-        return max(fitting, key=lambda each: (each.is_exact, each.ettr), default=None)
+        top = max(fitting, key=lambda each: (each.is_exact, each.ettr), default=None)
+        if top is None or not top.is_exact:
+            return top
+        even = [each for each in fitting if each.is_exact and each.ettr > top.ettr - EVEN]
+        return min(even, key=lambda each: (each.is_on_storage, each.node_bytes, -each.ettr))
 
 
 def check_room(job: PlannedJob, rank_bytes: float, limit: float | None) -> tuple[float, str]:
@@ -213,7 +225,7 @@ class Advisor:
         return replace(advice, sensitivities=tuple(varied), turns=tuple(turns))
 
     def _turns(self, best: Alternative) -> Iterator[Turn]:
-        """Yield for each speed the nearest values, below and above, at which another alternative pays."""
+        """Yield for each speed the nearest values, below and above, at which another one is recommended."""
         for name in SPEEDS:
             if not (value := getattr(self._job.measured, name)):
                 continue
@@ -224,29 +236,26 @@ class Advisor:
 
     def _turn(self, best: str, name: str, value: float, factor: float) -> Turn | None:
         """Look for the turn in steps of a factor, and then closely between two of them."""
-        near, other = value, ""
-        for _ in range(int(math.log2(REACH))):
-            far = near * factor
-            if other := self._beats(best, name, far):
-                break
-            near = far
-        else:
+        near, far, other = value, value, best
+        while other == best and far not in (value * REACH, value / REACH):
+            near, far = far, far * factor
+            other = self._recommended(name, far)
+        if other == best:
             return None
         for _ in range(_BISECTIONS):
             middle = math.sqrt(near * far)
-            if found := self._beats(best, name, middle):
-                far, other = middle, found
-            else:
+            if (found := self._recommended(name, middle)) == best:
                 near = middle
+            else:
+                far, other = middle, found
         return Turn(name=flag_of(name), value=value, at=far, other=other)
 
-    def _beats(self, best: str, name: str, value: float) -> str:
-        """Return the exact alternative that beats another one clearly, with one input changed; or nothing."""
+    def _recommended(self, name: str, value: float) -> str:
+        """Return the exact alternative that is recommended with one input changed."""
         exact = [kind for kind in registry.kinds() if kind.is_exact]
         found = self.with_input(name, value).compare_strategies(exact)
-        own = max((each.ettr for each in found if each.name == best), default=0.0)
-        other = max(found, key=lambda each: each.ettr)
-        return other.name if other.ettr > own + EVEN else ""
+        best = Advice(alternatives=tuple(found)).best
+        return "nothing" if best is None else best.name
 
     def _of_kind(self, kind: StrategyKind) -> Iterator[Alternative]:
         chosen = (f"--moe-ft-strategy={kind.name}",)

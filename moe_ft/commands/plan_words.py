@@ -133,7 +133,7 @@ def _turns(advice: Advice) -> list[str]:
     """Return what would change the advice: values of speeds, most of which are assumed."""
     if not advice.turns:
         return []
-    lines = [f"what would change the recommendation, by more than {EVEN:.2%} of the time:"]
+    lines = [f"what would change the recommendation ({EVEN:.2%} of the time and less is even):"]
     return [*lines, *map(_turn, advice.turns)]
 
 
@@ -144,7 +144,9 @@ def _turn(turn: Turn) -> str:
             "GB/s"
         )
     side = "below" if turn.at < turn.value else "above"
-    return f"  {turn.name}: {turn.other} pays {side} {turn.at / 1e9:.2g} GB/s ({turn.value / 1e9:.3g} now)"
+    return (
+        f"  {turn.name}: {turn.other} {side} {turn.at / 1e9:.2g} GB/s ({turn.value / 1e9:.3g} now)"
+    )
 
 
 def _tornado(advice: Advice, ettr: float) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.commands.plan import compare
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import digests, events
 from tests.nodes import Nodes
@@ -48,6 +49,34 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
     assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
     assert digests(tmp_path, 2) == references.digests(job, 2, run_own)
+
+
+def test_command_that_plan_prints_starts_as_it_stands_and_replaces_a_dead_rank(
+    dataset_flags: list[str], tmp_path: Path, memory_dir: Path
+) -> None:
+    job = [*model_flags(train_iters=6), *layout_flags({"ep": 2}), *dataset_flags]
+    job += [*event_flags(tmp_path), "--moe-ft-memory-dir", str(memory_dir)]
+    job += ["--moe-ft-inject-fault", "kill:1@4:backward"]
+    launch = ["torchrun", "--nproc-per-node", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    told = compare(
+        ["--iteration-s=1", "--bandwidth=1GB", "--mtbf-s=600", "--restart-s=60", "--repair-s=2"]
+        + ["--", *launch, "pretrain_gpt_moe.py", *job]
+    )
+    assert not told.begin.placeholders
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (tmp_path / "output.log").open("w") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", told.begin.text],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": path},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        assert process.wait(timeout=300) == 0, (tmp_path / "output.log").read_text()[-3000:]
+    wait_until_group_is_gone(process.pid)
+    assert [len(events(tmp_path, rank, "end")) for rank in range(2)] == [1, 1]
+    assert [len(events(tmp_path, rank, "repair")) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.rest

@@ -1,6 +1,7 @@
 """Models, clusters and measured runs that `plan` reads."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from tests.unit.examples.model_files import read_model as read_file
 from tests.unit.examples.test_model_files import CONFIGS
+from tools.pictures.plots import measured, table_with
 
 QUICK = ("gpt-125m-8e", "lazarus-gpt-s", "qwen-moe", "mixtral-8x7b")
 SLOW = [name for name in model_names() if name not in QUICK]
@@ -95,16 +97,45 @@ def test_every_cluster_has_its_sources_and_half_of_them_names_another() -> None:
     assert all(each.sources for each in clusters)
     h100, h200 = read_cluster("dgx-h100"), read_cluster("dgx-h200")
     assert (h200.bandwidth, h200.gpu_bytes) == (h100.bandwidth, 141e9)
-    values = h100.values(num_nodes=100)
-    assert values["mtbf_s"] == h100.node_mtbf_h * 36
-    assert values["storage_bandwidth"] == h100.storage_bandwidth / 8
+    values = h100.values(num_nodes=100, num_streams=1)
+    assert values["mtbf_s"][0] == h100.node_mtbf_h * 36
+    assert values["storage_bandwidth"] == (
+        h100.storage_bandwidth / 8,
+        "assumed: --cluster dgx-h100",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_streams", "speed", "source"),
+    [
+        ("dgx-h100", 1, 1.4e9, "measured on a loopback, --moe-ft-streams 1 .* has 40 GB/s"),
+        ("dgx-h100", 4, 1.6e9, "measured on a loopback, --moe-ft-streams 4 .* has 40 GB/s"),
+        ("azure-a100", 1, 1.25e9, "assumed: --cluster azure-a100"),
+    ],
+)
+def test_replicas_travel_at_the_speed_of_the_transport_at_most_that_of_the_card(
+    cluster: str, num_streams: int, speed: float, source: str
+) -> None:
+    value, found = read_cluster(cluster).values(4, num_streams)["network_bandwidth"]
+    assert value == speed and re.match(source, found)
+    (row,) = [
+        row
+        for row in table_with("streams.md", "streams", "GB/s")
+        if row["streams"] == f"{num_streams}"
+    ]
+    assert speed <= 1.01 * 1e9 * measured(row["GB/s"]).middle
 
 
 def test_cluster_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('like = "dgx-h100"\nbandwidth = 1e9\n')
-    assert read_cluster(f"{path}").bandwidth == 1e9
-    assert read_cluster(f"{path}").gpu == "H100 SXM 80 GB"
+    found = read_cluster(f"{path}")
+    assert (found.bandwidth, found.gpu, found.has_gpus) == (1e9, "H100 SXM 80 GB", True)
+    sources = {name: source for name, (_, source) in found.values(1, 1).items()}
+    assert sources["bandwidth"] == f"--cluster {path}"  # what the file leaves out is assumed
+    assert sources["storage_bandwidth"] == f"assumed: --cluster {path}"
+    path.write_text('like = "dgx-h100"\ngpu = "none"\n')
+    assert not read_cluster(f"{path}").has_gpus
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,8 +10,15 @@ from xml.etree import ElementTree
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.commands.simulate import simulate_file
+from moe_ft.commands.simulate import ranked, simulate_file
+from moe_ft.commands.simulate_words import Outcome
+from moe_ft.planning.costs import RecoveryKind
+from moe_ft.planning.time_shares import TimeShares
+from moe_ft.simulate.course import Pool
+from moe_ft.simulate.failures import Failures
+from moe_ft.simulate.repetitions import Setting, simulate
 from tests.unit.moe_ft.planning.described import SMALL
+from tests.unit.moe_ft.simulate.costs import costs
 
 JOB = f"""
 [job]
@@ -42,10 +50,7 @@ def test_result_is_the_same_as_text_json_and_page(
     assert main(["simulate", f"{config}", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     found = result["alternatives"]
-    assert len(found) == 7 and not any(each["problem"] for each in found)
-    assert [each["ettr"] for each in found] == sorted(
-        (each["ettr"] for each in found), reverse=True
-    )
+    assert len(found) == 8 and not any(each["problem"] for each in found)
     for each in found:
         assert f"| {each['name']}" in text and f"{each['ettr']:.2%}" in text
         assert each["half_width"] <= 0.01 * each["ettr"]
@@ -58,6 +63,26 @@ def test_result_is_the_same_as_text_json_and_page(
     assert len(drawings[0].findall("rect")) > 5 * len(found)
     assert all(each.find("polyline") is not None for each in drawings[1:])
     assert not re.search(r"<script|https?:|src=|@import|url\(", page.read_text())
+
+
+def test_alternative_that_loses_tokens_comes_first_only_if_more_than_noise_is_won() -> None:
+    def outcome(name: str, ettr: float, half_width: float) -> Outcome:
+        result = replace(simulated, shares=TimeShares(productive=ettr), half_width=half_width)
+        return Outcome(name=name, flags=(), is_exact=name != "lossy", result=result)
+
+    pool = Pool(num_nodes=2, num_spares=0)
+    setting = Setting(failures=Failures(mtbf_s=600), pool=pool, horizon_s=600.0, tolerance=0.5)
+    simulated = simulate(costs(), RecoveryKind.RESTART, setting)
+    for won, best in ((0.004, "exact"), (0.05, "lossy")):
+        found = ranked(
+            [
+                outcome("lossy", 0.9 + won, 0.009),
+                outcome("other", 0.8, 0),
+                outcome("exact", 0.9, 0.009),
+            ]
+        )
+        assert found[0].name == best
+        assert found[-1].name == "other"
 
 
 def test_strategy_and_recovery_may_be_chosen(tmp_path: Path) -> None:

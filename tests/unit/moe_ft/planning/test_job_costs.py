@@ -8,9 +8,8 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs, RecoveryKind, StoredStates
 from moe_ft.planning.job_costs import places
 from moe_ft.strategies import registry
-from tests.unit.moe_ft.planning.described import SMALL, planned_job
+from tests.unit.moe_ft.planning.described import FULL, SMALL, planned_job
 
-FULL = 10_436_352  # bytes of the heaviest rank of four
 TWO_NODES: dict[str, Any] = {"world_size": 4, "ranks_per_node": 2}
 LINKS: dict[str, Any] = {"iteration_s": 1.0, "bandwidth": 20e6, "network_bandwidth": 20e6}
 STORAGE = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-interval", "2")
