@@ -133,6 +133,16 @@ class _Planned:
     notes: list[str]
     limit: float | None
 
+    @property
+    def advisor(self) -> Advisor:
+        """What compares strategies for the job."""
+        return Advisor(
+            self.job,
+            lambda flags: _with_flags(self.command, flags).config,
+            self.limit,
+            self.refusal,
+        )
+
     def begin(self, flags: Sequence[str]) -> StartCommand:
         """Return the command that starts the job with further flags."""
         job = self.job
@@ -210,6 +220,19 @@ def compare(words: Sequence[str]) -> Told:
     Raises:
         ConfigError: as the command refuses what cannot be.
     """
+    return _advise(_plan_words(words), varies=False)
+
+
+def advisor_of(words: Sequence[str]) -> Advisor:
+    """Return what compares strategies for the job of a command line of `plan`.
+
+    Raises:
+        ConfigError: as the command refuses what cannot be.
+    """
+    return _plan_words(words).advisor
+
+
+def _plan_words(words: Sequence[str]) -> _Planned:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     add_plan_command(commands)
@@ -217,7 +240,7 @@ def compare(words: Sequence[str]) -> Told:
     own, of_training = split_command_line(["plan", *words])
     options = parser.parse_args(own)
     options.of_training = of_training
-    return _advise(_plan(options), varies=False)
+    return _plan(options)
 
 
 def _plan(options: argparse.Namespace) -> _Planned:
@@ -285,9 +308,7 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     """Compare all strategies, or look at the one that was chosen."""
     job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
-    advisor = Advisor(
-        job, lambda flags: _with_flags(command, flags).config, planned.limit, planned.refusal
-    )
+    advisor = planned.advisor
     found = advisor.compare() if kind is None else advisor.examine(kind)
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
     flags = () if advice.best is None else advice.best.flags

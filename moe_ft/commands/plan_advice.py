@@ -163,26 +163,27 @@ class Advisor:
             node_limit_bytes: host memory of a node that checkpoints may take; None if that is not known.
             check: returns why a start of the job with further flags is refused; empty if it is not.
         """
-        self._job, self._configure, self._limit = job, configure, node_limit_bytes
+        self.job, self._configure, self._limit = job, configure, node_limit_bytes
         self._check = check
 
     def compare(self) -> list[Alternative]:
         """Return what all strategies and `--save` cost; the best also with repairs that a start refuses."""
-        found = self.compare_strategies(registry.kinds())
+        found = [each for kind in registry.kinds() for each in self._of_kind(kind)]
         best = Advice(alternatives=tuple(found)).best
         if (
             best is not None
-            and self._job.measured.repair_s is not None
+            and self.job.measured.repair_s is not None
             and _REPAIR not in best.flags
         ):
             kind = registry.chosen(self._configure(best.flags))
             flags = (*best.flags, _REPAIR)
-            found.append(self.evaluate(f"{best.name}, repaired", kind, flags, self._job))
+            found.append(self.evaluate(f"{best.name}, repaired", kind, flags, self.job))
         return [*found, *self._stock()]
 
-    def compare_strategies(self, kinds: Sequence[StrategyKind]) -> list[Alternative]:
-        """Return what strategies cost, with the flags that suit the job and that a start accepts."""
-        return [each for kind in kinds for each in self._of_kind(kind)]
+    def compare_exact(self) -> Advice:
+        """Return what exact strategies cost, with flags that suit the job and that a start accepts."""
+        exact = [kind for kind in registry.kinds() if kind.is_exact]
+        return Advice(alternatives=tuple(each for kind in exact for each in self._of_kind(kind)))
 
     def with_input(self, name: str, value: float) -> "Advisor":
         """Return the advisor of the job with another measured value.
@@ -190,27 +191,27 @@ class Advisor:
         Raises:
             ConfigError: if it cannot be.
         """
-        measured = replace(self._job.measured, **{name: value})
-        job = replace(self._job, measured=measured)
+        measured = replace(self.job.measured, **{name: value})
+        job = replace(self.job, measured=measured)
         return Advisor(job, self._configure, self._limit, self._check)
 
     def _stock(self) -> Iterator[Alternative]:
         """Yield what Megatron's own checkpoints cost, if the speed of storage is known."""
-        if self._job.measured.storage_bandwidth is None:
+        if self.job.measured.storage_bandwidth is None:
             return
-        costs = stock_costs(self._job)
+        costs = stock_costs(self.job)
         yield Alternative(
             name="Megatron's --save",
             flags=("--save=DIR", f"--save-interval={costs.interval:g}"),
             is_exact=True,
             is_stock=True,
-            mtbf_s=self._job.measured.mtbf_s or 0.0,
+            mtbf_s=self.job.measured.mtbf_s or 0.0,
             costs=costs,
         )
 
     def examine(self, kind: StrategyKind) -> list[Alternative]:
         """Return the same of the job's own settings alone."""
-        return [self.evaluate(kind.name, kind, (), self._job)]
+        return [self.evaluate(kind.name, kind, (), self.job)]
 
     def advise(self, found: Sequence[Alternative]) -> Advice:
         """Return the best of these, and what it hangs on."""
@@ -227,7 +228,7 @@ class Advisor:
     def _turns(self, best: Alternative) -> Iterator[Turn]:
         """Yield for each speed the nearest values, below and above, at which another one is recommended."""
         for name in SPEEDS:
-            if not (value := getattr(self._job.measured, name)):
+            if not (value := getattr(self.job.measured, name)):
                 continue
             found = [self._turn(best.name, name, value, factor) for factor in (0.5, 2.0)]
             yield from filter(None, found)
@@ -252,9 +253,7 @@ class Advisor:
 
     def _recommended(self, name: str, value: float) -> str:
         """Return the exact alternative that is recommended with one input changed."""
-        exact = [kind for kind in registry.kinds() if kind.is_exact]
-        found = self.with_input(name, value).compare_strategies(exact)
-        best = Advice(alternatives=tuple(found)).best
+        best = self.with_input(name, value).compare_exact().best
         return "nothing" if best is None else best.name
 
     def _of_kind(self, kind: StrategyKind) -> Iterator[Alternative]:
@@ -266,20 +265,20 @@ class Advisor:
             yield self._alternative(kind.name, kind, chosen, problem=str(error))
             return
         for place, flags in choices.items():
-            found = self.evaluate(f"{kind.name} {place}", kind, (*chosen, *flags), self._job)
+            found = self.evaluate(f"{kind.name} {place}", kind, (*chosen, *flags), self.job)
             if found.refusal and _REPAIR in flags:
                 without = [flag for flag in (*chosen, *flags) if flag != _REPAIR]
-                found = self.evaluate(found.name, kind, without, self._job)
+                found = self.evaluate(found.name, kind, without, self.job)
             yield found
 
     def _configured(self, flags: Sequence[str]) -> PlannedJob:
         config = self._configure(flags)
-        config.validate(self._job.num_ranks)
+        config.validate(self.job.num_ranks)
         facts = ModelFacts(
-            num_experts=self._job.model.num_experts, num_iterations=self._job.train_iterations
+            num_experts=self.job.model.num_experts, num_iterations=self.job.train_iterations
         )
         registry.check(config, facts)
-        return self._job.with_config(config)
+        return self.job.with_config(config)
 
     def _alternative(
         self, name: str, kind: StrategyKind, flags: Sequence[str], **values: object
@@ -288,7 +287,7 @@ class Advisor:
             name=name,
             flags=tuple(flags),
             is_exact=kind.is_exact,
-            mtbf_s=self._job.measured.mtbf_s or 0.0,
+            mtbf_s=self.job.measured.mtbf_s or 0.0,
             **values,  # type: ignore[arg-type]
         )
 
@@ -320,7 +319,7 @@ class Advisor:
         kind = registry.chosen(self._configure(best.flags))
         starts = {RecoveryKind.RESTART: "restart_s", RecoveryKind.KEEP: "keep_s"}
         for name in (*_VARIED, starts.get(best.costs.fastest, "repair_s")):
-            if value := getattr(self._job.measured, name):
+            if value := getattr(self.job.measured, name):
                 ratios = [self._with(best, kind, name, value * factor) for factor in (0.5, 2)]
                 yield Sensitivity(
                     name=flag_of(name), value=value, halved=ratios[0], doubled=ratios[1]
@@ -330,12 +329,12 @@ class Advisor:
                 yield self._vary_flag(best, kind, flag.partition("=")[0], int(match[1]))
 
     def _with(self, best: Alternative, kind: StrategyKind, name: str, value: float) -> float | None:
-        measured = self._job.measured
+        measured = self.job.measured
         try:
             changed = replace(measured, **{name: value})
         except ConfigError:  # half an iteration that is all optimizer step
             return None
-        found = self.evaluate(best.name, kind, best.flags, replace(self._job, measured=changed))
+        found = self.evaluate(best.name, kind, best.flags, replace(self.job, measured=changed))
         found = replace(found, mtbf_s=changed.mtbf_s or best.mtbf_s)
         return None if found.costs is None else found.shares.productive
 
@@ -354,5 +353,5 @@ class Advisor:
     ) -> float | None:
         if not value:
             return None
-        found = self.evaluate(best.name, kind, (*best.flags, f"{flag}={value}"), self._job)
+        found = self.evaluate(best.name, kind, (*best.flags, f"{flag}={value}"), self.job)
         return None if found.costs is None else found.shares.productive

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.pictures import diagrams, plans, plots, runs
+from tools.pictures import choices, diagrams, plans, plots, runs
 from tools.pictures.svg import Drawing
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
@@ -15,6 +15,7 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "layers": diagrams.draw_layers,
     "expert_slots": diagrams.draw_expert_slots,
     "sparse_window": plans.draw_sparse_window,
+    "strategies": choices.draw_strategies,
     "partial_versions": plans.draw_partial_versions,
     "elastic": plans.draw_elastic,
     "recovery_time": plots.plot_recovery_time,

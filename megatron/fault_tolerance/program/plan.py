@@ -45,7 +45,6 @@ from megatron.fault_tolerance.seams.refusals import (
     check_yaml,
 )
 from megatron.fault_tolerance.seams.settings import (
-    check_model,
     check_settings,
     check_sizes,
     planned_iterations,
@@ -168,7 +167,8 @@ class PlannedStart:
     """Start of a job that does not run: the rules of a start, on the arguments that it would have.
 
     What depends on the machine is left out: folders, data, packages, the version of Megatron. So is what
-    Megatron's own validation would change in the arguments of a job on GPUs.
+    Megatron's own validation would change in the arguments of a job on GPUs. What strategies check
+    themselves (`registry.check`) is checked with their plans.
     """
 
     def __init__(
@@ -203,7 +203,6 @@ class PlannedStart:
         check_sizes(args)
         check_refusals(args, self._refusals)
         check_settings(args, on_gpus=self._on_gpus)
-        check_model(args, config)
         if config.strategy.is_on:
             config.memory.resolve_job_id(environment)
         if config.recovery.repair != "off":
