@@ -135,7 +135,7 @@ class _Planned:
 
     @property
     def advisor(self) -> Advisor:
-        """What compares strategies for the job."""
+        """The advisor that compares strategies for the job."""
         return Advisor(
             self.job,
             lambda flags: _with_flags(self.command, flags).config,

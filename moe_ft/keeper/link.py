@@ -219,7 +219,7 @@ def wants_repair(words: Sequence[str]) -> bool:
 def flag_value(words: Sequence[str], flag: str) -> str:
     """Return the last value of a flag in a command line; empty if it is not there."""
     value = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, is_joined, rest = word.partition("=")
         if name == flag:
             value = rest if is_joined else following

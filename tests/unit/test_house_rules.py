@@ -29,8 +29,6 @@ TESTED_ELSEWHERE = {
     ),
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
     "moe_ft/commands/pages.py": "printed by `moe_ft plan`: commands/test_plan.py",
-    "moe_ft/commands/simulate_words.py": "printed by `moe_ft simulate`: commands/test_simulate.py",
-    "moe_ft/commands/plan_words.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/strategies/partial/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/strategies/sparse/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",

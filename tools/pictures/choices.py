@@ -32,7 +32,7 @@ _LEFT, _STEP, _HEIGHT = 96, 57, 26
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """What the planner says of one job.
+    """Recommendation of the planner for one job.
 
     Attributes:
         strategy: that it recommends.
@@ -82,7 +82,7 @@ def draw_strategies() -> Drawing:
         98 + block * len(models),
         "Which exact strategy the planner recommends",
         "Dense wins wherever a copy of the whole state is hidden in an iteration. Sparse wins where it is "
-        "not, as with DeepSeek-MoE 16B below 5.6 GB/s to the host.",
+        "not: with DeepSeek-MoE 16B from 1.4 to 4 GB/s to the host.",
     )
     drawing.text(20, 32, "Which exact strategy `plan` recommends", size=16, bold=True)
     drawing.legend(20, 58, [("pale", "dense, or even: it needs less memory"), ("green", "sparse")])

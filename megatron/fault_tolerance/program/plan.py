@@ -119,11 +119,7 @@ def plan_job(
     Raises:
         ConfigError: if a flag is unknown or missing, or training would refuse it.
     """
-    if world_size > _MOST_RANKS:
-        raise ConfigError(
-            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
-            "a plan lists each. Give the numbers of the job."
-        )
+    _check_ranks(world_size)
     cpu_device.install()
     # Megatron asserts it for some layouts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -216,6 +212,14 @@ class PlannedStart:
 def is_reduced_in_16_bits(args: argparse.Namespace) -> bool:
     """Return whether Megatron reduces gradients in the precision of the model, and that has 16 bits."""
     return args.params_dtype != torch.float32 and not args.accumulate_allreduce_grads_in_fp32
+
+
+def _check_ranks(world_size: int) -> None:
+    if world_size > _MOST_RANKS:
+        raise ConfigError(
+            f"{world_size} ranks (--world-size, or what the launcher starts) must be at most {_MOST_RANKS}: "
+            "a plan lists each. Give the numbers of the job."
+        )
 
 
 def _what_was_built(job: PlannedJob) -> str:

@@ -1,11 +1,13 @@
 """Pictures of the documentation: the committed ones are what the scripts draw, with all text inside."""
 
+import json
 import re
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.unit.source import text_files, text_of
+from tools.pictures import choices
 from tools.pictures.__main__ import FOLDER, PICTURES
 from tools.pictures.plots import Measured, measured, table_with
 from tools.pictures.recording import choose_repair
@@ -79,6 +81,17 @@ def test_recorded_repair_begins_with_the_death_and_ends_with_the_last_rank() -> 
     assert [each["kept_its_process"] for each in found["ranks"]] == [True, False]
     assert [each["done"] for each in found["ranks"]] == [1.0, 1.5]
     assert found["ranks"][0]["iterations"] == [[4, -1.0, -0.5]]
+
+
+@pytest.mark.rest
+def test_map_of_strategies_is_what_the_planner_says_now() -> None:
+    name = "deepseek-moe-16b"
+    advisor = choices.advisor_of(["--model", name, "--cluster", choices.CLUSTER])
+    cells = json.loads(choices.RECORD.read_text())["models"][name]["cells"]
+    speeds, times = choices.BANDWIDTHS_GB, [*choices.MTBFS_S.values()]
+    for row, column in ((0, 0), (0, 1), (3, 4), (3, 5), (6, 12)):
+        cell = choices.ask(advisor, speeds[column], times[row])
+        assert [cell.strategy, cell.gain] == cells[row * len(speeds) + column]
 
 
 def test_recordings_say_the_command_that_made_them() -> None:
