@@ -105,8 +105,8 @@ def start_command(
         launcher = (*launcher, *modules)
     variables = {}
     if _is_torchrun(launcher):
-        num_nodes = dict(options_of(launcher)).get("--nnodes", "1")
-        host = "localhost" if num_nodes == "1" else FIRST_NODE
+        is_alone = dict(options_of(launcher)).get("--nnodes", "1") == "1"
+        host = "localhost" if is_alone else FIRST_NODE
         before, modules = _split_modules(launcher)
         if wants_repair((*command.flags, *own)) and "keep" not in modules:
             modules = (*_KEEP, *modules)

@@ -21,10 +21,7 @@ QUESTION = re.compile(r"(What|Which|How|Whether|Where|Who|When)\b")
 # Files that no unit test imports and no mutation of the simulation is in, each with the reason.
 TESTED_ELSEWHERE = {
     **dict.fromkeys(
-        [
-            f"moe_ft/commands/{name}.py"
-            for name in ("convert", "doctor", "examples", "plan", "removal")
-        ],
+        [f"moe_ft/commands/{name}.py" for name in ("convert", "doctor", "examples", "removal")],
         "commands: tests call moe_ft.cli",
     ),
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",

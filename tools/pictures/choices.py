@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.commands.plan import advisor_of
+from moe_ft.commands.plan_advice import Advisor
 from tools.pictures.svg import Drawing
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "strategies.json"
@@ -43,7 +44,7 @@ class Cell:
     gain: float
 
 
-def ask(advisor: Any, bandwidth_gb: float, mtbf_s: float) -> Cell:
+def ask(advisor: Advisor, bandwidth_gb: float, mtbf_s: float) -> Cell:
     """Return what an advisor recommends with other values."""
     asked = advisor.with_input("bandwidth", bandwidth_gb * 1e9).with_input("mtbf_s", float(mtbf_s))
     advice = asked.compare_exact()
@@ -112,8 +113,8 @@ def _draw_model(drawing: Drawing, name: str, model: dict[str, Any], top: float) 
             drawing.label(x, y, *size, _FILLS[strategy], [text], ink=ink, size=11)
     bottom = grid + len(MTBFS_S) * _HEIGHT
     for column, speed in enumerate(BANDWIDTHS_GB):
-        x = _LEFT + column * _STEP + (_STEP - 3) / 2
-        drawing.text(x, bottom + 14, f"{speed:g}", ink="soft", size=12, anchor="middle")
+        middle = _LEFT + column * _STEP + (_STEP - 3) / 2
+        drawing.text(middle, bottom + 14, f"{speed:g}", ink="soft", size=12, anchor="middle")
     drawing.text(20, bottom + 14, "GB/s", ink="soft", size=12)
     text = "down: mean time between failures of the job; across: from each GPU to the host"
     drawing.text(_LEFT, bottom + 32, text, ink="soft", size=12)

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from moe_ft.commands.plan import advisor_of
 from tests.unit.source import text_files, text_of
 from tools.pictures import choices
 from tools.pictures.__main__ import FOLDER, PICTURES
@@ -86,7 +87,7 @@ def test_recorded_repair_begins_with_the_death_and_ends_with_the_last_rank() -> 
 @pytest.mark.rest
 def test_map_of_strategies_is_what_the_planner_says_now() -> None:
     name = "deepseek-moe-16b"
-    advisor = choices.advisor_of(["--model", name, "--cluster", choices.CLUSTER])
+    advisor = advisor_of(["--model", name, "--cluster", choices.CLUSTER])
     cells = json.loads(choices.RECORD.read_text())["models"][name]["cells"]
     speeds, times = choices.BANDWIDTHS_GB, [*choices.MTBFS_S.values()]
     for row, column in ((0, 0), (0, 1), (3, 4), (3, 5), (6, 12)):

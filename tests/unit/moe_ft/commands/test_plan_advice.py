@@ -145,18 +145,6 @@ def test_speed_that_would_change_the_advice_is_where_another_alternative_begins_
         assert best is not None and best.name == name
 
 
-def test_alternative_that_a_start_refuses_is_never_the_best_and_repairs_are_shown() -> None:
-    def check(flags: Sequence[str]) -> str:
-        return "no" if {"--moe-ft-repair=auto", "--moe-ft-strategy=sparse"} & {*flags} else ""
-
-    job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **FACTS)
-    found = advised(Advisor(job, configure, None, check))
-    assert found.best is named(found, "dense at peers")
-    refused = {each.name for each in found.alternatives if each.refusal}
-    assert refused == {"sparse at peers", "dense at peers, repaired"}
-    assert all(each.ettr == 0 for each in found.alternatives if each.refusal)
-
-
 def test_swing_is_that_of_the_value_that_can_be() -> None:
     assert Sensitivity(name="", value=1, halved=None, doubled=0.75).swing(0.5) == 0.25
 
