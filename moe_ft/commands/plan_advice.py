@@ -1,16 +1,15 @@
-"""Advice on a planned job: all strategies side by side, the best of them, and what its result hangs on.
+"""Advice on a planned job: all strategies side by side, the best of them, and what would change that.
 
 Numbers only. plan_words.py prints them.
 """
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
-from moe_ft.planning.costs import Costs, RecoveryKind
+from moe_ft.planning.costs import Costs
 from moe_ft.planning.job_costs import stock_costs
 from moe_ft.planning.planned_job import PlannedJob, flag_of
 from moe_ft.planning.time_shares import TimeShares, calculate_shares
@@ -20,15 +19,10 @@ from moe_ft.strategies.interface import ModelFacts, StrategyKind
 Configure = Callable[[Sequence[str]], MoeFtConfig]
 Check = Callable[[Sequence[str]], str]
 _REPAIR = "--moe-ft-repair=auto"
-# Values of the machine that are varied, and flags of the settings.
 SPEEDS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
-_VARIED = ("mtbf_s", "iteration_s", *SPEEDS)
-REACH = 64  # times more or less than a speed is thought to be
+REACH = 64  # times more or less than an input is thought to be
 EVEN = 0.0005  # of the time: what differs by less is as good
 _BISECTIONS = 8
-_VARIED_FLAGS = re.compile(
-    r"--moe-ft-(?:window|interval|replication-factor|persist-interval|k-snapshot)=(\d+)"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,22 +70,6 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sensitivity:
-    """ETTR with one input at half of its value and at twice; None where that cannot be."""
-
-    name: str
-    value: float
-    halved: float | None
-    doubled: float | None
-
-    def swing(self, ettr: float) -> float:
-        """Return the largest change of ETTR."""
-        return max(
-            abs(each - ettr) for each in (self.halved, self.doubled, ettr) if each is not None
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """Value of an input from which another exact alternative is recommended.
 
@@ -109,10 +87,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Alternatives, best first, what the best one hangs on, and which values would change the advice."""
+    """Alternatives, best first, and which values would change the advice."""
 
     alternatives: tuple[Alternative, ...]
-    sensitivities: tuple[Sensitivity, ...] = ()
     turns: tuple[Turn, ...] = ()
 
     @property
@@ -214,20 +191,18 @@ class Advisor:
         return [self.evaluate(kind.name, kind, (), self.job)]
 
     def advise(self, found: Sequence[Alternative]) -> Advice:
-        """Return the best of these, and what it hangs on."""
+        """Return these, best first, and what would change the advice."""
         alternatives = sorted(
             found, key=lambda each: (-each.ettr, bool(each.problem), each.node_bytes)
         )
         advice = Advice(alternatives=tuple(alternatives))
-        if (best := advice.best) is None:
+        if (best := advice.best) is None or not best.is_exact or len(alternatives) == 1:
             return advice
-        varied = sorted(self._vary(best), key=lambda each: -each.swing(best.ettr))
-        turns = self._turns(best) if len(alternatives) > 1 and best.is_exact else ()
-        return replace(advice, sensitivities=tuple(varied), turns=tuple(turns))
+        return replace(advice, turns=tuple(self._turns(best)))
 
     def _turns(self, best: Alternative) -> Iterator[Turn]:
-        """Yield for each speed the nearest values, below and above, at which another one is recommended."""
-        for name in SPEEDS:
+        """Yield for each input the nearest values, below and above, at which another one is recommended."""
+        for name in (*SPEEDS, "mtbf_s"):
             if not (value := getattr(self.job.measured, name)):
                 continue
             found = [self._turn(best.name, name, value, factor) for factor in (0.5, 2.0)]
@@ -312,46 +287,3 @@ class Advisor:
             node_bytes=node_bytes,
             stored_bytes=stored if job.persists else 0,
         )
-
-    def _vary(self, best: Alternative) -> Iterator[Sensitivity]:
-        """Yield what becomes of the best alternative with each input halved and doubled."""
-        assert best.costs is not None
-        kind = registry.chosen(self._configure(best.flags))
-        starts = {RecoveryKind.RESTART: "restart_s", RecoveryKind.KEEP: "keep_s"}
-        for name in (*_VARIED, starts.get(best.costs.fastest, "repair_s")):
-            if value := getattr(self.job.measured, name):
-                ratios = [self._with(best, kind, name, value * factor) for factor in (0.5, 2)]
-                yield Sensitivity(
-                    name=flag_of(name), value=value, halved=ratios[0], doubled=ratios[1]
-                )
-        for flag in best.flags:
-            if match := _VARIED_FLAGS.fullmatch(flag):
-                yield self._vary_flag(best, kind, flag.partition("=")[0], int(match[1]))
-
-    def _with(self, best: Alternative, kind: StrategyKind, name: str, value: float) -> float | None:
-        measured = self.job.measured
-        try:
-            changed = replace(measured, **{name: value})
-        except ConfigError:  # half an iteration that is all optimizer step
-            return None
-        found = self.evaluate(best.name, kind, best.flags, replace(self.job, measured=changed))
-        found = replace(found, mtbf_s=changed.mtbf_s or best.mtbf_s)
-        return None if found.costs is None else found.shares.productive
-
-    def _vary_flag(
-        self, best: Alternative, kind: StrategyKind, flag: str, value: int
-    ) -> Sensitivity:
-        ratios: Mapping[int, float | None] = {
-            other: self._with_flag(best, kind, flag, other) for other in {value // 2, 2 * value}
-        }
-        return Sensitivity(
-            name=flag, value=value, halved=ratios[value // 2], doubled=ratios[2 * value]
-        )
-
-    def _with_flag(
-        self, best: Alternative, kind: StrategyKind, flag: str, value: int
-    ) -> float | None:
-        if not value:
-            return None
-        found = self.evaluate(best.name, kind, (*best.flags, f"{flag}={value}"), self.job)
-        return None if found.costs is None else found.shares.productive

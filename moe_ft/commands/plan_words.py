@@ -10,10 +10,9 @@ from typing import Any
 from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, WIDTH, Answer, bar, key_of_colours, label, svg
-from moe_ft.commands.plan_advice import EVEN, REACH, Advice, Alternative, Sensitivity, Turn
+from moe_ft.commands.plan_advice import EVEN, REACH, Advice, Alternative, Turn
 from moe_ft.commands.plan_command import StartCommand
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import table
 from moe_ft.planning.time_shares import Spent, TimeShares
 
 _HEADERS = (
@@ -63,9 +62,7 @@ def word(told: Told) -> Answer:
         fill_in = f"Fill in {', '.join(names)}." if names else ""
         most = max(_LIMITS, key=lambda name: best.shares[name])
         limit = f"{best.shares[most]:.2%} of the time: {_LIMITS[most]}"
-    tornado = table(_tornado(told.advice, ettr), ("input", "value", "x 0.5", "x 2", "swing"))
     turns = _turns(told.advice)
-    last = "\n\n".join((f"what limits it: {limit}", tornado, "\n".join(turns)))
     return Answer(
         job=told.job,
         headline=headline,
@@ -81,7 +78,7 @@ def word(told: Told) -> Answer:
         notes=told.notes,
         page="plan.html",
         first="\n\n".join(filter(None, (_indented(command), fill_in))),
-        last=f"what limits it: {limit}" if best is None else last,
+        last="\n".join((f"what limits it: {limit}", *(["", *turns] if turns else []))),
         values={
             "recommended": None if best is None else best.name,
             "flags": list(flags),
@@ -91,7 +88,6 @@ def word(told: Told) -> Answer:
             "parameters": told.job.model.num_parameters,
             "active_parameters": round(told.job.model.active_parameters),
             "alternatives": [_as_object(each) for each in found],
-            "sensitivities": [asdict(each) for each in told.advice.sensitivities],
         },
         parts={
             "command": command,
@@ -100,7 +96,6 @@ def word(told: Told) -> Answer:
             "limit": limit,
             "keys": key_of_colours([*_LIMITS]),
             "shares": _draw_shares([(each.name, each.shares) for each in found if each.ettr]),
-            "tornado": _draw_tornado(told.advice.sensitivities, ettr) if flags else "",
         },
     )
 
@@ -130,7 +125,7 @@ def _indented(text: str) -> str:
 
 
 def _turns(advice: Advice) -> list[str]:
-    """Return what would change the advice: values of speeds, most of which are assumed."""
+    """Return what would change the advice: values of inputs, most of which are assumed."""
     if not advice.turns:
         return []
     lines = [f"what would change the recommendation ({EVEN:.2%} of the time and less is even):"]
@@ -138,27 +133,12 @@ def _turns(advice: Advice) -> list[str]:
 
 
 def _turn(turn: Turn) -> str:
+    unit, scale, form = ("s", 1.0, ",.0f") if turn.name == "--mtbf-s" else ("GB/s", 1e-9, ".2g")
+    least, now, most = (f"{scale * turn.value * each:{form}}" for each in (1 / REACH, 1, REACH))
     if turn.at is None:
-        return (
-            f"  {turn.name}: nothing from {turn.value / REACH / 1e9:.2g} to {turn.value * REACH / 1e9:.2g} "
-            "GB/s"
-        )
+        return f"  {turn.name}: nothing from {least} to {most} {unit}"
     side = "below" if turn.at < turn.value else "above"
-    return (
-        f"  {turn.name}: {turn.other} {side} {turn.at / 1e9:.2g} GB/s ({turn.value / 1e9:.3g} now)"
-    )
-
-
-def _tornado(advice: Advice, ettr: float) -> list[tuple[str, ...]]:
-    return [
-        (
-            each.name,
-            f"{each.value:g}",
-            *("-" if ratio is None else f"{ratio:.2%}" for ratio in (each.halved, each.doubled)),
-            f"{each.swing(ettr):.2%}",
-        )
-        for each in advice.sensitivities
-    ]
+    return f"  {turn.name}: {turn.other} {side} {scale * turn.at:{form}} {unit} ({now} now)"
 
 
 def _as_object(found: Alternative) -> Mapping[str, Any]:
@@ -182,18 +162,4 @@ def _draw_shares(rows: Sequence[tuple[str, TimeShares]]) -> Markup:
             parts.append(bar(x, width, row, kind))
             x += width
         parts.append(label(x + 6, row, f"{1 - shares.productive:.2%}"))
-    return svg(len(rows), "".join(parts))
-
-
-def _draw_tornado(rows: Sequence[Sensitivity], ettr: float) -> Markup:
-    """Return for each input a bar from the ETTR at half of its value to that at twice."""
-    reach = max((each.swing(ettr) for each in rows), default=0.0) or 1.0
-    middle = (LEFT + WIDTH) / 2
-    scale, parts = (WIDTH - LEFT) / 2 / reach, []
-    for row, each in enumerate(rows):
-        parts.append(label(0, row, f"{each.name} {each.value:g}"))
-        for kind, ratio in (("halved", each.halved), ("doubled", each.doubled)):
-            if ratio is not None:
-                width = scale * (ratio - ettr)
-                parts.append(bar(middle + min(0.0, width), abs(width), row, kind))
     return svg(len(rows), "".join(parts))

@@ -22,7 +22,7 @@ from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
 EXAMPLE = (
-    "torchrun --standalone --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy sparse "
+    "torchrun --standalone --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy STRATEGY "
     "--moe-ft-job-id NAME"
 )
 PROGRAM = "moe_ft run"
