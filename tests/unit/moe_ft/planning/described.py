@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from moe_ft.commands.command_line import plan_job, read_command
@@ -34,19 +35,30 @@ WITHOUT_EXPERTS = tuple(
 )
 
 
+# Settings that change nothing of the model that is built, which takes a second.
+_LATER = re.compile(
+    r"--moe-ft-(strategy|interval|k-\w+|window|max-window|\w+-budget|replication-factor|persist-[\w-]+)"
+)
+
+
 def planned_job(
     *flags: str, world_size: int = 8, ranks_per_node: int = 8, **measured: Any
 ) -> PlannedJob:
     """Return the job that flags of training and measured values describe."""
     if "--moe-ft-strategy" not in flags:
         flags = (*flags, "--moe-ft-strategy", "dense")
-    job = _built(flags, world_size, ranks_per_node)
-    return replace(job, measured=Measured(**measured))
+    of_model = tuple(
+        word
+        for before, word in pairwise(("", *flags))
+        if not _LATER.fullmatch(word) and not _LATER.fullmatch(before)
+    )
+    job = _built(of_model, world_size, ranks_per_node)
+    return replace(job.with_config(read_command(flags).config), measured=Measured(**measured))
 
 
 @functools.cache
 def _built(flags: tuple[str, ...], world_size: int, ranks_per_node: int) -> PlannedJob:
-    command = read_command(flags)
+    command = read_command((*flags, "--moe-ft-strategy", "dense"))
     return plan_job(command, Measured(), world_size=world_size, ranks_per_node=ranks_per_node)[0]
 
 
