@@ -32,7 +32,7 @@ def test_each_kind_is_unpacked_as_the_reference_does(count: int) -> None:
         assert same_bits(segment.tensor, reference.tensor)
 
 
-@pytest.mark.parametrize("shift", [0, 13, 15])
+@pytest.mark.parametrize("shift", [0, 12, 13, 15])
 def test_neighbours_of_all_ties_are_rounded_as_the_reference_does(shift: int) -> None:
     # Every upper half, with lower bits around each tie that is among them, also of subnormal results.
     uppers = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
