@@ -67,11 +67,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory-dir", type=Path, default=Path("/dev/shm"), help="for snapshots: on tmpfs"
     )
-    parser.add_argument("--iterations", type=int, default=30, help="of each run, at least 12")
+    parser.add_argument("--iterations", type=int, default=20, help="of each run, at least 6")
     parser.add_argument("--port", type=int, help="where ranks meet; default: a free one")
     options = parser.parse_args()
-    if options.iterations < 12:
-        parser.error(f"--iterations={options.iterations} must be at least 12. Give more.")
+    if options.iterations < 6:
+        parser.error(f"--iterations={options.iterations} must be at least 6. Give more.")
     options.run_dir = options.run_dir.absolute()
     return options
 
@@ -115,7 +115,8 @@ def _train(options: argparse.Namespace, memory: Path, name: str, flags: list[str
     command = [
         *(str(_ROOT / "examples" / "quickstart.sh"), "--log-interval", "5", "--eval-iters", "0"),
         *("--moe-ft-strategy", "dense", "--moe-ft-repair", "auto", "--moe-ft-state-digest"),
-        *("--moe-ft-memory-dir", str(memory), "--moe-ft-event-log", str(events), *flags),
+        *("--lr-warmup-iters", "2", "--moe-ft-memory-dir", str(memory)),
+        *("--moe-ft-event-log", str(events), *flags),
     ]
     # A session of its own: Ctrl-C reaches this process alone, which ends the job in order.
     with (

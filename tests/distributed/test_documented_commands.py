@@ -61,6 +61,7 @@ _NOT_RUN = {
         "from megatron.fault_tolerance import",
     ): "test_launch.py runs such a script",
     ("docs/own_script.md", "args = parse_and_validate_args("): "the same",
+    ("docs/plan.md", "what would change"): "the output of a command",
     ("docs/plan.md", "| checkpoint"): "the output of a command",
     ("docs/plan.md", 'like = "dgx-h100"'): "a file",
     ("docs/plan.md", "ETTR = "): "a formula",

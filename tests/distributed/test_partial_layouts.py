@@ -15,7 +15,7 @@ from tests.shares import share_of
 
 def planned_bytes(*flags: str, num_ranks: int) -> list[list[int]]:
     """Return ``[rank][snapshot]`` the bytes that `plan` expects with one expert per layer."""
-    command = read_command(flags)
+    command = read_command([*flags, "--moe-ft-event-log", "events"])
     planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
     workload = PartialSizes(planned, PartialConfig(), PARTIAL_KIND.build).plan_workload(1)
     return [list(of_rank) for of_rank in zip(*workload.rotation, strict=True)]

@@ -75,7 +75,7 @@ def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str)
     job.num_ranks = num_ranks
     job.base = [*model, "--train-iters", "4", *job.place.dataset_flags]
     job.run(*own).check()
-    command = read_command([*model, *own])
+    command = read_command([*model, *own, "--moe-ft-event-log", "events"])
     planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
     expected = rotation_of(planned, strategy)
     saved = [[line["bytes"] for line in job.events("snapshot", rank)] for rank in range(num_ranks)]
