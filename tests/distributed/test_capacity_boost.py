@@ -82,6 +82,7 @@ def continue_with(job: CheckpointJob, left: Path, name: str, *faults: str, boost
     )[-1].check()
 
 
+@pytest.mark.rest
 def test_lost_tokens_are_made_up_through_a_second_failure_until_it_is_over(
     job: CheckpointJob, killed: Path
 ) -> None:

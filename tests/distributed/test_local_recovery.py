@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", share_of(CASES, "sparse", versions=["ep2"]))
+@pytest.mark.parametrize("name", share_of(CASES, versions=["ep2"]))
 def test_stage_of_a_dead_rank_recovers_alone(place: Place, name: str) -> None:
     case = CASES[name]
     case.run(place)

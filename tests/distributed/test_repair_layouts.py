@@ -41,6 +41,7 @@ def check_variant(
     repaired.check([variant.dead], [4], [{3, 4} if strategy is DENSE else {3}])
 
 
+@pytest.mark.rest
 def test_rank_that_reads_no_data_is_replaced_among_virtual_stages_that_overlap(
     repaired: RepairedJob,
 ) -> None:

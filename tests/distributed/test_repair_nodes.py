@@ -34,6 +34,7 @@ def check(job: RepairedJob, *, num_starts: int) -> None:
     assert job.digests() == job.reference()
 
 
+@pytest.mark.rest
 def test_exception_restarts_the_ranks_of_two_nodes_and_a_death_after_it_is_repaired(
     repaired: RepairedJob,
 ) -> None:

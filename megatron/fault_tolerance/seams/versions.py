@@ -18,11 +18,9 @@ from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
 
 OLDEST = (0, 18)
-RECOMMENDED = "0.19.2"  # runs all tests
-WHEELS = (
-    "0.18.2",
-    "0.19.0",
-)  # `make test-versions` reads this line and runs them; its CHECKOUTS: main, 0.20.0
+RECOMMENDED = "0.19.2"  # all tests run with it
+# `make test-versions` reads this line and runs them; its CHECKOUTS: main, 0.20.0.
+WHEELS = ("0.18.2", "0.19.0")
 TESTED = (*WHEELS, RECOMMENDED, "0.20.0")
 
 _TRAINING = "megatron.training.training"
