@@ -34,8 +34,8 @@ from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.placement import place_replicas, sources_of
 from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.assembly import RankSizes, measure_sizes
-from moe_ft.recovery.fetch import fetch_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
+from moe_ft.recovery.left import Left
 from moe_ft.recovery.readers import (
     MemoryReader,
     Opener,
@@ -43,6 +43,7 @@ from moe_ft.recovery.readers import (
     Readers,
     StorageReader,
 )
+from moe_ft.recovery.transfer import Transfer
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.config import PartialConfig
@@ -226,14 +227,15 @@ class MoeFtMemory(Candidate):
         iteration += self.window - 1
         found = [v for v in versions if (v.rank, v.iteration) == (self.site.rank, iteration)]
         source = Source(tier=tier, version=found[0])
-        readers = Readers(open_source)
+        left = Left(Readers(open_source), [source])
+        left.look_at_all()
+        transfer = Transfer(left, self._catalog, self.site.rank, is_other_layout=False)
         state: State = {}
-        fetched = fetch_window([source], self._catalog.units, self._catalog, readers)
-        if fetched.index is None or fetched.missing:
-            raise LookupError(f"iteration {iteration}: {readers.problems}")
-        for name, unit in fetched.units.items():
-            tensors = self._stand_ins.state_of({name: unit})
-            self.iteration_of |= dict.fromkeys(tensors, unit.entry.iteration)
+        for unit in self._catalog.units:
+            newest = max(transfer.versions(unit, Level.FULL, None))
+            read = transfer.read(unit, Level.FULL, None, newest)
+            tensors = self._stand_ins.state_of({str(unit): read})
+            self.iteration_of |= dict.fromkeys(tensors, read.entry.iteration)
             state |= tensors
         return state
 
