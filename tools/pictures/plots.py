@@ -119,8 +119,8 @@ def plot_recovery_time() -> Drawing:
     )
     drawing.text(20, 32, "Seconds from a kill until a new iteration has ended", size=16, bold=True)
     text = (
-        "Median and range of nine kills, in seconds; 2 CPU cores, "
-        "gloo, no GPU. NVRx holds three reserve ranks."
+        "Median and range of ten kills, in seconds; 2 CPU cores, "
+        "gloo, no GPU. NVRx holds ten reserve ranks."
     )
     drawing.text(20, 52, text, ink="soft", size=12)
     longest = max(measured(row[column]).high for row in table if row["ranks"] != "2")
