@@ -3,12 +3,14 @@
 import argparse
 import ast
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import PurePosixPath
 
+import pytest
 from megatron.training.arguments import add_megatron_arguments
 from torch.distributed.run import get_args_parser
 
@@ -33,6 +35,7 @@ FIGURE = re.compile(
 )
 INSTALL = re.compile(r"pip install (?:-\S+ )*['\"]?([\w.-]+)(?:\[(\w+)\])?")
 IN_A_BLOCK = re.compile(r" {2,}\S|- |\d+\. ")  # of a list, or of code
+COMMIT = re.compile(r"`(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)([0-9a-f]{7,40})`")
 LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")
 _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of its own
 _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
@@ -163,7 +166,7 @@ def test_every_folder_of_the_product_is_in_the_table_of_the_architecture() -> No
 
 def figures_without_a_source(path: str, text: str) -> Iterator[str]:
     """Yield the figures of sentences that link to a page of docs/ where they do not occur."""
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in re.split(r"\n\s*\n|\n(?=\|)", text):
         for sentence in re.split(r"(?<=[.:])\s+(?=[A-Z*])", " ".join(paragraph.split())):
             pages = [page for page in LINK.findall(sentence) if page.startswith("docs/")]
             known = "\n".join(text_of(page) for page in pages)
@@ -188,6 +191,34 @@ def test_every_page_of_benchmarks_says_at_its_head_of_which_commit_its_figures_a
         or re.search(r"^(?:\||#{2,} )", text_of(path)[: found.start()], re.MULTILINE)
     )
     check_rule(wrong, "benchmarks/output.py stamps a page; it goes above the first table")
+
+
+def git(*words: str) -> str:
+    return subprocess.run(
+        ("git", "-c", f"safe.directory={ROOT}", *words),
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+
+
+@pytest.fixture
+def history() -> frozenset[str]:
+    """Return the commits that lead to this one."""
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("this copy has no history")
+    return frozenset(git("rev-list", "HEAD").split())
+
+
+def test_commits_that_pages_name_are_in_the_history(history: frozenset[str]) -> None:
+    wrong = (
+        f"{path}: {commit}"
+        for path in (*PAGES, "docs/results/reproduction.md")
+        for commit in COMMIT.findall(text_of(path))
+        if not any(each.startswith(commit) for each in history)
+    )
+    check_rule(wrong, "no such commits: measure again, or name the commit that has the same code")
 
 
 def num_words(text: str) -> int:
