@@ -40,17 +40,23 @@ def parse_options(
     return parser.parse_args(words)
 
 
+def git(*words: str) -> str:
+    """Return what git prints about the checkout, whoever owns it.
+
+    Raises:
+        subprocess.CalledProcessError: outside a git checkout.
+    """
+    command = ("git", "-c", f"safe.directory={ROOT}", *words)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
 def stamp() -> str:
     """Return the line for the head of a page: of which commit the figures are that are taken now.
 
     Raises:
         subprocess.CalledProcessError: outside a git checkout.
     """
-
-    def git(*words: str) -> str:
-        run = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True)
-        return run.stdout.strip()
-
     is_changed = git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)
     commit = f"`{git('rev-parse', '--short', 'HEAD')}`{' with changes' if is_changed else ''}"
     return f"Figures of commit {commit}, {date.today()}."

@@ -140,7 +140,9 @@ class Advisor:
             node_limit_bytes: host memory of a node that checkpoints may take; None if that is not known.
             check: returns why a start of the job with further flags is refused; empty if it is not.
         """
-        self.job, self._configure, self._limit = job, configure, node_limit_bytes
+        self.job = job
+        self._configure = configure
+        self._limit = node_limit_bytes
         self._check = check
 
     def compare(self) -> list[Alternative]:

@@ -81,27 +81,25 @@ class Cluster:
         Args:
             num_streams: connections between two ranks.
         """
-        network, measured = (
-            self.network_bandwidth,
-            _CONNECTIONS if num_streams > 1 else _ONE_CONNECTION,
-        )
+        card = self.network_bandwidth
+        measured = _CONNECTIONS if num_streams > 1 else _ONE_CONNECTION
         found = {
             "bandwidth": self.bandwidth,
-            "network_bandwidth": min(network, measured),
+            "network_bandwidth": min(card, measured),
             "storage_bandwidth": self.storage_bandwidth / self.gpus_per_node,
             "mtbf_s": self.node_mtbf_h * 3600 / num_nodes,
             "restart_s": self.restart_s,
             "repair_s": self.repair_s,
         }
+        fields_of = {**{name: name for name in found}, "mtbf_s": "node_mtbf_h"}
         sources = {
             name: f"{'' if of in self.own else 'assumed: '}--cluster {self.name}"
-            for name in found
-            for of in (name if name != "mtbf_s" else "node_mtbf_h",)
+            for name, of in fields_of.items()
         }
-        if measured < network:
+        if measured < card:
             sources["network_bandwidth"] = (
                 f"measured on a loopback, --moe-ft-streams {num_streams} (docs/benchmarks/streams.md); "
-                f"the network card of --cluster {self.name} has {network / 1e9:g} GB/s"
+                f"the network card of --cluster {self.name} has {card / 1e9:g} GB/s"
             )
         return {name: (value, sources[name]) for name, value in found.items()}
 

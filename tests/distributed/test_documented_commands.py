@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -34,7 +35,7 @@ _MODEL = (
     "--eval-interval 1000 --eval-iters 0 --vocab-size 256 --train-iters"
 )
 _PLANNED = f"pretrain_gpt_moe.py {_MODEL} 9 --global-batch-size 128"
-# What a reader writes instead of a word of the pages.
+# What a reader types in the place of a placeholder.
 _WORDS = {
     "NUM_GPUS": "2",
     "NUM_NODES": "1",
@@ -139,12 +140,12 @@ class Terminal:
 
     def rank(self, number: int) -> psutil.Process:
         """Return the process of a rank."""
-        (found,) = (
-            each
-            for each in psutil.Process(self.process.pid).children(recursive=True)
-            if each.environ().get("RANK") == str(number)
-        )
-        return found
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it may have ended
+                if each.environ().get("RANK") == str(number):
+                    found.append(each)
+        return min(found, key=psutil.Process.create_time)  # what it starts has its variables too
 
 
 class Machine:
@@ -157,8 +158,10 @@ class Machine:
             is_apart: with a network, processes and host memory that no other test sees.
             memory: flags that are part of the reader's own.
         """
-        self._folder, self._enter = folder / "copy", list[str]()
-        self._terminals, self._is_apart = list[Terminal](), is_apart
+        self._folder = folder / "copy"
+        self._is_apart = is_apart
+        self._enter: list[str] = []
+        self._terminals: list[Terminal] = []
         listed = ["git", "ls-files", "-coz", "--exclude-standard"]
         files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
         for name in filter(None, files.decode().split("\0")):

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import re
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +13,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 from torch.distributed.run import get_args_parser
 
-from benchmarks.output import STAMP
+from benchmarks.output import STAMP, git
 from moe_ft import cli
 from moe_ft.config.flag_table import FLAGS, NEWER, names_in
 from moe_ft.strategies.registry import kinds
@@ -191,16 +190,6 @@ def test_every_page_of_benchmarks_says_at_its_head_of_which_commit_its_figures_a
         or re.search(r"^(?:\||#{2,} )", text_of(path)[: found.start()], re.MULTILINE)
     )
     check_rule(wrong, "benchmarks/output.py stamps a page; it goes above the first table")
-
-
-def git(*words: str) -> str:
-    return subprocess.run(
-        ("git", "-c", f"safe.directory={ROOT}", *words),
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
 
 
 @pytest.fixture
