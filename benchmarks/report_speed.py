@@ -1,5 +1,7 @@
 """Time and memory of `moe_ft report --html` for logs as large as those of months of training.
 
+    python -m benchmarks.report_speed
+
 The logs are written here, with the fields and sizes of real ones: in each iteration a snapshot and a replica,
 every 50 iterations a checkpoint on storage, twenty starts. One has the loads of all experts, one few ranks.
 """

@@ -1,5 +1,7 @@
 """Parts of a start that grow with the ranks, at sizes that no machine here has.
 
+    python -m benchmarks.scale
+
 Placements and recoveries are planned by the functions of the product, on one core. So are manifests and the
 overview of another layout, for ranks of a model with 16 stages whose 256 experts are divided among 32 ranks,
 with the indexes that such ranks write. Seconds are those of the processor, as other processes share it.

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron.fault_tolerance.checkpointer import Checkpointer
+from tests.settled import apply_settling
 from tests.unit.source import ROOT
 
 EXAMPLE = ROOT / "examples" / "custom_loop.py"
@@ -54,3 +55,8 @@ def run_with_overlap(words: list[str]) -> None:
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
     example.main()
+
+
+if __name__ == "__main__":
+    apply_settling()
+    run_example(sys.argv[1:])

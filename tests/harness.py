@@ -25,6 +25,7 @@ from moe_ft.events import event_path, read_events
 from tests.breakages import BREAKAGE, MARKS, apply_breakage
 from tests.measuring import TEST, save_coverage_regularly
 from tests.ports import free_port
+from tests.settled import SETTLED, apply_settling
 
 KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 DEADLINE_S = 240.0  # of a start; it takes 10 s on a machine that does nothing else
@@ -199,7 +200,7 @@ def _environment(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
     given = {
         name: value
         for name, value in own
-        if name in (BREAKAGE, MARKS, TEST) or name.startswith("AWS_")
+        if name in (BREAKAGE, MARKS, SETTLED, TEST) or name.startswith("AWS_")
     }
     return {
         "WORLD_SIZE": str(world_size),
@@ -220,6 +221,7 @@ def _rank_main(
         assert not torch.cuda._is_in_bad_fork(), "an import of tests/warm.py has asked the driver"
         save_coverage_regularly()
         apply_breakage()
+        apply_settling()
         target(*args)
 
     be_process(log_path, act)

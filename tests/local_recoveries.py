@@ -1,18 +1,23 @@
 """Jobs in which single stages recover: a layout, faults, and the stages that must run iterations again."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.program import forward_step
+from moe_ft.faults import FaultSpec
+from moe_ft.loop.faults import Faults
 from moe_ft.loop.listeners import Listeners
 from moe_ft.loop.training_loop import LoopParts
 from tests.demo_model import event_flags, layout_flags, model_flags, world_size_of
 from tests.harness import JobResult, Train, digests, events, run_with_restarts
 from tests.jobs import fault_flags
 from tests.references import Place
+from tests.waiting import wait_for
 
 NUM_ITERATIONS = 12
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
@@ -97,7 +102,7 @@ class Case:
             max_restarts=len(self.faults),
             nodes=self._nodes if self.nodes else None,
             between=between,
-            train=train or self.train,
+            train=train or self.train or train_and_die_together,
         )[-1]
         result.check()
         self.check(place)
@@ -129,6 +134,25 @@ class Case:
         assert not list(place.memory_dir.glob("test/*/rank_*"))
         wanted = place.references.digests(self.base(place), self.world_size, self.train)
         assert digests(place.folder / "events", self.world_size) == wanted
+
+
+def train_and_die_together(flags: list[str]) -> None:
+    """Train; ranks that die at one moment of an iteration wait for each other. Runs on every rank."""
+    ranks, inflict = range(int(os.environ["WORLD_SIZE"])), Faults._inflict
+    log = Path(flags[flags.index("--moe-ft-event-log") + 1])
+
+    def have_all_fired(moment: str) -> bool:
+        fired = [each for rank in ranks for each in events(log, rank, "fault_injected")]
+        found = [each for each in fired if moment == f"@{each['iteration']}:{each['phase']}"]
+        return len(found) == sum(word.endswith(moment) for word in flags)
+
+    def inflict_together(faults: Faults, fault: FaultSpec) -> None:
+        moment = f"@{fault.iteration}:{fault.phase}"
+        wait_for(lambda: have_all_fired(moment), f"the faults {moment}")
+        inflict(faults, fault)
+
+    Faults._inflict = inflict_together  # type: ignore[assignment,method-assign]  # here only
+    pretrain_gpt_moe.main(flags)
 
 
 def train_with_lengths(flags: list[str]) -> None:

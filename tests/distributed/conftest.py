@@ -6,6 +6,7 @@ import pytest
 
 from tests.jobs import CheckpointJob, RepairedJob
 from tests.references import Digests, Place, References
+from tests.settled import SETTLED
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,12 @@ def place(
 ) -> Place:
     """Return data and folders for jobs."""
     return Place(dataset_flags, tmp_path, memory_dir, references)
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks finish the background work of each iteration before the next one."""
+    monkeypatch.setenv(SETTLED, "1")
 
 
 @pytest.fixture

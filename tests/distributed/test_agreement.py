@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,7 @@ def leave_on_one(decisions: Decisions, is_odd: bool) -> None:
 
 def fall_silent_on_one(decisions: Decisions, is_odd: bool) -> None:
     """Keep one rank from voting: decisions are off on the others after a wait."""
+    decisions._agreement._answer = timedelta(seconds=ANSWER_S)
     if not is_odd:
         pass_iterations(decisions, 1)
         assert decisions.is_off
@@ -148,19 +150,12 @@ def test_rank_that_leaves_takes_all_others_with_it_at_once(tmp_path: Path, case:
 
 @each_case
 def test_rank_that_falls_silent_is_waited_for_a_while_only(tmp_path: Path, case: Case) -> None:
-    target = with_short_answers
-    run_ranks(target, case.num_ranks, case, fall_silent_on_one, log_dir=tmp_path).check()
+    run_ranks(decide, case.num_ranks, case, fall_silent_on_one, log_dir=tmp_path).check()
 
 
 def with_long_answers(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     """Run one rank that waits long for the others."""
     agreement_file._ANSWER_S = GROUP_TIMEOUT_S
-    decide(case, act)
-
-
-def with_short_answers(case: Case, act: Callable[[Decisions, bool], None]) -> None:
-    """Run one rank that waits only briefly for the others."""
-    agreement_file._ANSWER_S = ANSWER_S
     decide(case, act)
 
 

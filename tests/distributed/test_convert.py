@@ -205,6 +205,7 @@ def test_ours_continues_multi_latent_attention_in_another_layout(place: Place) -
     assert [value for _, value in found] == pytest.approx([value for _, value in ours], rel=1e-4)
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_partial_checkpoint_continues_with_the_ages_of_its_experts(place: Place) -> None:
     case = (2, {"ep": 2}, SMALL | {"train_iters": 3 * MIDDLE, "normalization": "RMSNorm"})

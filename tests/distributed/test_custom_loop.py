@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.example_loop import EXAMPLE, run_example, run_up_to_the_end, run_with_overlap
+from tests.example_loop import run_example, run_up_to_the_end, run_with_overlap
 from tests.harness import JobResult, events, run_ranks
 from tests.pipelined_loop import run_pipelined
 from tests.ports import free_port
+from tests.settled import SETTLED
 from tests.unit.source import ROOT
 
 NUM_RANKS, KILL_AT = 2, 5
@@ -76,6 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Digests:
     return digests_of(result.check())
 
 
+@pytest.mark.usefixtures("settled")
 def test_killed_loop_replays_a_window_from_memory_and_ends_as_without_a_failure(
     example: ExampleJob, undisturbed: Digests
 ) -> None:
@@ -83,6 +85,7 @@ def test_killed_loop_replays_a_window_from_memory_and_ends_as_without_a_failure(
     assert example.recoveries() == [(1, 3, 0, {"memory"})] * NUM_RANKS
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 @pytest.mark.parametrize("target", [run_with_overlap, run_pipelined])
 def test_replay_of_another_loop_ends_as_without_a_failure(
@@ -107,6 +110,7 @@ def test_rank_at_the_end_of_its_training_leaves_a_breakpoint_if_another_has_died
     assert example.recoveries() == [(5, 5, 0, {"memory"})] * NUM_RANKS  # rank 1 has nothing newer
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_killed_loop_recovers_a_dense_snapshot_and_ends_as_without_a_failure(
     example: ExampleJob, undisturbed: Digests
@@ -117,6 +121,7 @@ def test_killed_loop_recovers_a_dense_snapshot_and_ends_as_without_a_failure(
         assert (lost_tokens, tiers) == (0, {"memory"})
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_killed_loop_recovers_parts_of_its_experts_and_counts_the_tokens_that_it_lost(
     example: ExampleJob,
@@ -144,10 +149,15 @@ def test_restart_under_torchrun_recovers_from_storage_when_memory_is_lost(
         # The second start has another memory directory, and so finds nothing in memory.
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)),
-            *("--master-port", str(free_port()), str(EXAMPLE), *words),
+            *("--master-port", str(free_port()), "-m", "tests.example_loop", *words),
             f"--setting=memory_dir={memory_dir / str(start)}",
         ]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+            SETTLED: "1",
+        }
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=120, check=False
         )

@@ -79,6 +79,7 @@ def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
     assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_start_on_a_full_disk_continues_from_memory_and_says_so(
     job: CheckpointJob,

@@ -260,6 +260,7 @@ def test_nodes_of_torchrun_are_lost_and_join_while_the_others_train(
     with Nodes(tmp_path, words, num_nodes=3, num_ranks=3, max_restarts=3, fewest=1) as nodes:
         nodes.start("node0", "node1", "node2")
         wait_for(lambda: _has_trained(log, 3), "training on three nodes", 200)
+        wait_for(lambda: _has_peers_of(log, 1), "replicas", 200)
         nodes.kill("node2")
         shutil.rmtree(memory_dir / "nodes" / "node2")
         wait_for(lambda: _has_trained(log, 2), "training on two nodes", 200)
@@ -281,6 +282,7 @@ def train_impatiently(flags: list[str], folder: str) -> None:
         train_and_dump(flags, folder)
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 @pytest.mark.parametrize("has_storage", [True, False])
 def test_state_that_no_node_has_is_taken_from_storage_or_waited_for(

@@ -53,6 +53,7 @@ def lose_rack(job: CheckpointJob, *flags: str) -> None:
     assert job.digests() == job.reference()
 
 
+@pytest.mark.usefixtures("settled")
 def test_loss_of_a_failure_domain_is_recovered_from_memory_over_several_streams(
     job: CheckpointJob,
 ) -> None:

@@ -26,6 +26,7 @@ SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
 JOB = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("train", share_of([run_own, run_hybrid, run_library], versions=[run_own]))
 def test_killed_script_ends_in_the_same_state(
     train: Callable[[list[str]], None], job: CheckpointJob

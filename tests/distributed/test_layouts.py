@@ -31,6 +31,7 @@ def kill(rank: int, iteration: int = KILL, phase: str = "backward") -> tuple[str
     return "--moe-ft-inject-fault", f"kill:{rank}@{iteration}:{phase}"
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("case", share_of(cases(), *chosen()), ids=str)
 def test_a_job_that_changes_its_layout_and_is_killed_right_after_continues_bit_for_bit(
     tmp_path: Path, memory_dir: Path, case: LayoutCase
@@ -117,8 +118,8 @@ def test_half_of_the_ranks_continue_after_a_node_and_its_memory_are_lost(
     job = LayoutJob(tmp_path, memory_dir)
     nodes = ("n0", "n0", "n1", "n1")
     job.run(PP2_EP2, "--moe-ft-replication-factor", "1", *kill(3, KILL + 1), nodes=nodes)
-    expected = job.left()
     shutil.rmtree(memory_dir / "job" / "n1")
+    expected = job.left()
     job.run(EP2, *ANY, nodes=("n0", "n0")).check()
     check_same(expected, job.live(EP2))
     assert [set(job.recovery(rank)["sources"]) for rank in range(2)] == [{"memory"}] * 2
@@ -167,6 +168,7 @@ def test_experts_of_several_ages_keep_their_ages_in_another_layout(
     assert max(losses_of(job.start)) == 8
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_the_first_checkpoint_after_a_change_holds_every_expert(
     tmp_path: Path, memory_dir: Path

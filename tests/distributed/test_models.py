@@ -36,7 +36,7 @@ def check_replay(job: CheckpointJob) -> list[str]:
         assert set(recovery["sources"]) == {"memory"}
         assert recovery["replayed_iterations"] == 2
         assert recovery["target_iteration"] - recovery["restored_iteration"] == 2
-        assert recovery["target_iteration"] in (4, 5, 6)
+        assert recovery["target_iteration"] in (4, 5, 6, 7)
     replays = replays_of(job.folder, 1)
     return [each["name"] for replay in replays for each in replay if not each["is_trained"]]
 

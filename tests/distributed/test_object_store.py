@@ -10,6 +10,7 @@ from tests.object_store import object_store
 from tests.references import Digests
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_job_that_has_lost_its_memory_recovers_from_objects(
     job: CheckpointJob, expected: Digests

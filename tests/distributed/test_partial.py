@@ -15,6 +15,7 @@ from tests.partial_runs import PARTIAL, follow, recount, taken
 from tests.unit.moe_ft.builders import manifest_of
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 @pytest.mark.parametrize("selection", ["sequential", "load-aware"])
 def test_lost_node_gets_its_experts_from_storage_and_the_other_from_memory(

@@ -20,6 +20,7 @@ from tests.unit.moe_ft.builders import manifest_of
 COUNTS_S, RECORD_S = 1000.0, 20.0  # that copying counts and a record take
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_commands_show_versions_of_experts_and_check_older_files(
     job: CheckpointJob, capsys: pytest.CaptureFixture[str]

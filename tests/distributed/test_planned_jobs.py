@@ -65,6 +65,7 @@ LAYOUTS = {
 CHOSEN = ("tp2 ep2, whole experts", "deepseek")
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("strategy", ["dense", "partial"])
 @pytest.mark.parametrize("name", share_of(LAYOUTS, *CHOSEN))
 def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str) -> None:

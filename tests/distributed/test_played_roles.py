@@ -40,6 +40,9 @@ from tests.played_roles import (
 from tests.references import Place
 from tests.shares import share_of
 
+# They wait for a snapshot of one iteration, which a busy machine would skip.
+pytestmark = pytest.mark.usefixtures("settled")
+
 NUM_ITERATIONS = 4
 ENDED_AT = 4
 LATE, MORE_HELD = "MOE_FT_TEST_LATE", 2  # set: gradients of weights are put off

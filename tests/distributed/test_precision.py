@@ -61,6 +61,7 @@ def test_formats_may_change_between_starts(job: CheckpointJob, expected: Digests
     assert job.recovered()[2:] == [(6, 6), (7, 7)]
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_versions_of_other_formats_have_room_in_the_slots_of_a_start(job: CheckpointJob) -> None:
     partial = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1")

@@ -15,7 +15,7 @@ INCOMPLETE, REFUSED = 1, 2
 STRATEGIES = {
     "dense": (),
     "sparse": ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2"),
-    "partial": ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "2"),  # of two: all
+    "partial": ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4"),  # of four: all
 }
 
 
@@ -23,6 +23,7 @@ PLACES = ("one machine", "two machines")
 CASES = [*product(STRATEGIES, PLACES)]
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("case", share_of(CASES, ("dense", PLACES[1])), ids=str)
 def test_run_continues_exactly_from_what_was_rescued(
     case: tuple[str, str],

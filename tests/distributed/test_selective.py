@@ -18,6 +18,7 @@ SELECTIVE = (
 FAULTS = {"memory": "kill:1@11:backward", "peer": "lose-node:1@11:backward"}
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("rule", share_of(["age", "paper"], "age"))
 @pytest.mark.parametrize("tier", share_of([*FAULTS], "peer"))
 def test_recovery_takes_the_newest_version_that_all_ranks_of_an_expert_have_left(

@@ -185,6 +185,7 @@ RECOVERIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("case", share_of(RECOVERIES, "window"))
 def test_run_whose_tables_change_is_recovered_bitwise(case: str, job: CheckpointJob) -> None:
     options = dict(RECOVERIES[case])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import pretrain_gpt_moe
 from moe_ft.engine.snapshots.profile import SnapshotProfile
@@ -20,6 +21,7 @@ SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window")
 Digests = list[tuple[str, str]]
 
 
+@pytest.mark.usefixtures("settled")
 def test_window_is_recovered_bitwise_and_the_next_one_follows_it(
     job: CheckpointJob, expected: Digests
 ) -> None:
@@ -72,6 +74,7 @@ def test_other_strategy_goes_on_from_what_one_left(
     assert job.digests() == expected
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_length_and_rules_of_order_may_change_with_a_start(
     job: CheckpointJob, expected: Digests
@@ -101,12 +104,14 @@ def train_and_die_at_the_end(flags: list[str]) -> None:
 
     def finish_and_die(*args: Any, **kwargs: Any) -> None:
         finish(*args, **kwargs)
+        dist.barrier()  # the other rank is settled, too
         os._exit(1)
 
     Checkpointing.finish = finish_and_die  # type: ignore[assignment,method-assign]
     pretrain_gpt_moe.main(flags)
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_replay_behind_the_last_iteration_happens_before_training_ends(
     job: CheckpointJob, expected: Digests

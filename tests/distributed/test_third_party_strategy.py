@@ -107,6 +107,7 @@ def train(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
+@pytest.mark.usefixtures("settled")
 def test_killed_ranks_recover_a_window_from_memory_and_end_as_without_a_failure(
     job: CheckpointJob, expected: Digests
 ) -> None:

@@ -37,6 +37,7 @@ def contents(storage: Path, folder: Path) -> dict[str, bytes]:
     return {name: each.view(torch.uint8).numpy().tobytes() for name, each in tensors.items()}
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", CASES)
 def test_whole_state_is_converted_and_continued_exactly_from_storage_alone(
@@ -63,6 +64,7 @@ def test_whole_state_is_converted_and_continued_exactly_from_storage_alone(
     assert job.digests() == digests(log, NUM_RANKS)
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_window_is_densified_by_its_job_and_the_run_continues_exactly(
     job: CheckpointJob, expected: Digests, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +86,7 @@ def test_window_is_densified_by_its_job_and_the_run_continues_exactly(
     assert job.digests() == expected
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 def test_newest_whole_state_stays_while_others_push_each_other_out(job: CheckpointJob) -> None:
     flags = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", "--moe-ft-keep", "1")

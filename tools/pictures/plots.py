@@ -114,13 +114,13 @@ def plot_recovery_time() -> Drawing:
         860,
         478,
         "Seconds from a kill until a new iteration has ended",
-        "Repairs in place take about one second, restarts eight to "
-        "twenty-nine, with two to eight ranks.",
+        "Repairs in place take one to two seconds, restarts nine to "
+        "thirty-seven, with two to eight ranks.",
     )
     drawing.text(20, 32, "Seconds from a kill until a new iteration has ended", size=16, bold=True)
     text = (
-        "Median and range of ten kills, in seconds; 2 CPU cores, "
-        "gloo, no GPU. NVRx holds ten reserve ranks."
+        "Median and range of nine kills, in seconds; 2 CPU cores, "
+        "gloo, no GPU. NVRx holds three reserve ranks."
     )
     drawing.text(20, 52, text, ink="soft", size=12)
     longest = max(measured(row[column]).high for row in table if row["ranks"] != "2")

@@ -2,7 +2,8 @@
 # shellcheck shell=bash disable=SC2034  # the batch script reads FAULT_TOLERANCE_FLAGS
 #
 # dense: exact, and less memory than sparse. It needs a network that carries everything in INTERVAL iterations.
-# sparse: exact. Where the network is slower than that, every iteration sends a part; else it is the same as dense.
+# sparse: exact. Where the network is slower than that, every iteration sends a part; else it does what
+#   dense does, with 40 % more memory.
 # partial: the fewest bytes to send and to store. What experts lose is counted and limited.
 # selective: as many experts in each snapshot as fit into a budget of bytes. What experts lose is counted. Where all
 # fit, as on the networks of plan.sh, dense needs half of its memory; so it is not in the tables.
@@ -12,7 +13,7 @@
 # and the iterations whose updates of experts are lost, also where all nodes fail. plan.sh calculates them.
 #
 # The batch script adds --moe-ft-persist-dir. A model file sets what depends on its size; all can be set from outside.
-STRATEGY=${STRATEGY:-sparse}              # none, dense, sparse, partial or selective
+STRATEGY=${STRATEGY:-dense}               # none, dense, sparse, partial or selective
 REPLICAS=${REPLICAS:-auto}                # copies on other nodes; auto: 2, or 1 where there are two nodes
 PERSIST_INTERVAL=${PERSIST_INTERVAL:-50}  # snapshots, or windows, for each checkpoint on storage
 INTERVAL=${INTERVAL:-1}                   # all but sparse: iterations between snapshots

@@ -141,7 +141,7 @@ def check_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         given = inspect.signature(stock_pretrain).bind(*args, **kwargs).arguments
         problem = (
-            "is called with a provider first, as before megatron-core 0.19"
+            "is called with a provider first, as in older Megatrons"
             if callable(given.get("cfg_container", args[0] if args else None))
             else ""
         )

@@ -1,4 +1,4 @@
-"""Tables of the benchmark of recovery times, and its options."""
+"""Jobs of the benchmark of recovery times that fail, or end in another state."""
 
 from pathlib import Path
 from typing import Any
@@ -7,42 +7,9 @@ import pytest
 
 from benchmarks import recovery_time
 from benchmarks.recovery_jobs import Job, Result
-from benchmarks.recovery_moments import REPAIR_PHASES, RESTART_PHASES, Moments
-from benchmarks.recovery_time import (
-    RECOVERY,
-    RECOVERY_HEADERS,
-    Bench,
-    recovery_rows,
-)
+from benchmarks.recovery_time import RECOVERY, Bench
 
 JOB = Job(kind="keep", num_ranks=2, kills=(), num_iterations=2)
-
-
-def moments(loop_s: float, phases: tuple[str, ...], num_redone: int = 0) -> Moments:
-    return Moments(
-        loop_s=loop_s,
-        iteration_s=loop_s + 1,
-        num_redone=num_redone,
-        phases_s={name: loop_s / 4 for name in phases},
-    )
-
-
-FOUND = {
-    "restart": [moments(each, RESTART_PHASES) for each in (16.0, 20.0, 12.0)],
-    "repair": [moments(each, REPAIR_PHASES, 1) for each in (1.0, 2.0, 1.5)],
-}
-
-
-def test_recovery_is_compared_with_the_restart_and_its_targets() -> None:
-    rows = list(recovery_rows(4, FOUND))
-    assert rows == [
-        ("4", "restart", "16.00 (12.00 to 20.00)", "17.00 (13.00 to 21.00)", "0", "100%", ""),
-        (
-            *("4", "repair", "1.50 (1.00 to 2.00)", "2.50 (2.00 to 3.00)", "1", "9%"),
-            "10%: met, 1.2 s: missed",
-        ),
-    ]
-    assert {len(row) for row in rows} == {len(RECOVERY_HEADERS)}
 
 
 def run(bench: Bench, monkeypatch: pytest.MonkeyPatch, outcome: Exception | Result) -> int | None:

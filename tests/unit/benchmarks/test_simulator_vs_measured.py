@@ -1,19 +1,16 @@
-"""A profile is read from event logs, the simulation finds what the job did, and rows run once."""
+"""A profile is read from event logs, and the simulation finds what the job did."""
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import simulator_vs_measured
 from benchmarks.event_logs import Event, Log
-from benchmarks.lost_nodes import LEAST_DISTANCE, Row, check, draw_failures, rows
+from benchmarks.lost_nodes import LEAST_DISTANCE, Row, check, draw_failures
 from benchmarks.measured_profile import Profile, read_profile
-from benchmarks.simulator_vs_measured import Results, compare
+from benchmarks.simulator_vs_measured import compare
 from moe_ft.planning.time_shares import Spent
 
 GEMINI = Row(preset="gemini", recovery="keep")
@@ -113,32 +110,3 @@ def test_failures_leave_room_for_each_recovery_and_are_the_same_for_all_rows() -
     distances = [after - before for (before, _), (after, _) in zip(drawn, drawn[1:], strict=False)]
     assert min(distances) > LEAST_DISTANCE
     assert sum(distances) / len(distances) == pytest.approx(24.5, rel=0.2)
-
-
-def test_rows_run_once_and_only_if_they_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-
-    def run(row: Row, *_: Any) -> Any:
-        ran.append(row.name)
-        if row.name == "moc-keep":
-            raise AssertionError("the job ended with 1")
-        return {"digests": []}
-
-    monkeypatch.setattr(simulator_vs_measured, "run_row", run)
-    monkeypatch.setattr(simulator_vs_measured, "write_data", lambda folder: [])
-    options = argparse.Namespace(failures=2, every=10, rows=[], minutes=3.0)
-
-    def left(setting: int) -> tuple[list[str], list[str]]:
-        ran.clear()
-        results = Results(tmp_path / "results.json", {"failures": setting})
-        return simulator_vs_measured.run_rows(options, results), list(ran)
-
-    said, first = left(2)
-    fitting = [each.name for each in rows(()) if each.recovery != "restart"]
-    assert first == fitting
-    assert "- moc-keep: FAILED: the job ended with 1" in said
-    assert "- gemini-restart: not run, there was no time for it" in said
-    assert left(2)[1] == ["moc-keep"]
-    assert left(3)[1] == fitting  # rows of another setting are no answer

@@ -33,66 +33,20 @@ from tests.unit.examples.model_files import (
     read_model,
 )
 from tests.unit.moe_ft.convert.huggingface.models import PUBLISHED_V3
+from tests.unit.moe_ft.convert.huggingface.test_settings import COMMON, PUBLISHED
 
 GPU_BYTES = 80e9
 TMPFS_BYTES = 1e12  # half of a node's 2 TB, as Linux makes /dev/shm
 # In all and for a token, as their authors say; of DeepSeek-V3 without the layer for the second token.
-PUBLISHED = {
+SIZES = {
     "mixtral_8x7b": (46.7e9, 12.9e9),
     "deepseek_moe_16b": (16.4e9, 2.8e9),
     "qwen3_30b_a3b": (30.5e9, 3.3e9),
     "deepseek_v3": (671e9, 37e9),
 }
-_COMMON = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-}
-# config.json as published.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral_8x7b": {
-        **_COMMON,
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "vocab_size": 32000,
-    },
-    "qwen3_30b_a3b": {
-        **_COMMON,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "router_aux_loss_coef": 0.001,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
+    "mixtral_8x7b": COMMON | PUBLISHED["mistralai/Mixtral-8x7B-v0.1"][0],
+    "qwen3_30b_a3b": COMMON | PUBLISHED["Qwen/Qwen3-30B-A3B"][0],
     "deepseek_v3": PUBLISHED_V3,
 }
 # config.json has the balance of a model that is trained no more.
@@ -127,7 +81,7 @@ def test_model_has_the_published_parameters(name: str) -> None:
             }
     total = sum(units.values())
     experts = sum(count for unit, count in units.items() if unit.kind is UnitKind.EXPERT)
-    expected, active = PUBLISHED[name]
+    expected, active = SIZES[name]
     assert total == pytest.approx(expected, rel=0.01)
     assert total - experts * (1 - job.model.active_share) == pytest.approx(active, rel=0.025)
 

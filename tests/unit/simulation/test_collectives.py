@@ -27,12 +27,6 @@ def ranks(
     ]
 
 
-# Exchanges
-
-
-# Failures
-
-
 def dying(simulated: Simulated, dead: list[Process]) -> Callable[[int], None]:
     """Return an act in which rank 1 dies, while the others wait for it in an all-reduce."""
 
