@@ -67,11 +67,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--memory-dir", type=Path, default=Path("/dev/shm"), help="for snapshots: on tmpfs"
     )
-    parser.add_argument("--iterations", type=int, default=20, help="of each run, at least 6")
+    parser.add_argument("--iterations", type=int, default=20, help="of each run, at least 4")
     parser.add_argument("--port", type=int, help="where ranks meet; default: a free one")
     options = parser.parse_args()
-    if options.iterations < 6:
-        parser.error(f"--iterations={options.iterations} must be at least 6. Give more.")
+    if options.iterations < 4:
+        parser.error(f"--iterations={options.iterations} must be at least 4. Give more.")
     options.run_dir = options.run_dir.absolute()
     return options
 

@@ -31,6 +31,8 @@ KILL_AFTER_S = 30.0  # torchrun's --shutdown-timeout
 DEADLINE_S = 240.0  # of a start; it takes 10 s on a machine that does nothing else
 _POLL_S = 0.02
 _TAIL_BYTES = 3000
+# By a model that was built in the process of the tests, before it started the fork server.
+_LEFT_BY_MEGATRON = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
@@ -215,6 +217,8 @@ def _environment(world_size: int, env: Mapping[str, str]) -> dict[str, str]:
 def _rank_main(
     target: Callable[..., Any], args: Sequence[Any], env: Mapping[str, str], log_path: Path
 ) -> None:
+    for name in _LEFT_BY_MEGATRON:
+        os.environ.pop(name, None)
     os.environ.update(env)
 
     def act() -> None:

@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_ITERATIONS, DEAD, BROKEN = 6, 3, 4
+NUM_ITERATIONS, DEAD, BROKEN = 4, 3, 2
 REFUSED_S = 120.0
 
 

@@ -99,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", share_of(CASES, "first-and-last-stage"))
+@pytest.mark.parametrize("name", share_of(CASES, "two-stages"))
 def test_survivors_of_whole_stages_run_nothing_again_in_a_repair(place: Place, name: str) -> None:
     case = CASES[name]
     log = case.repair(place)

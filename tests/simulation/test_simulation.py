@@ -12,8 +12,8 @@ from tests.simulation.repairs.mutations import OF_ELASTIC
 from tests.simulation.repairs.near import NEAR_OF_REPAIRS
 from tests.unit.source import ROOT
 
-NUM_FIXED = 340  # 90 s of a quiet core
-NUM_OF_REPAIRS = 180  # 27 s
+NUM_FIXED = 240  # 70 s of a quiet core
+NUM_OF_REPAIRS = 120  # 18 s
 RANDOM_S = 20  # of all kinds
 MANY_RANDOM_S = 240
 # Shares of the seconds.

@@ -35,6 +35,15 @@ FIGURE = re.compile(
 INSTALL = re.compile(r"pip install (?:-\S+ )*['\"]?([\w.-]+)(?:\[(\w+)\])?")
 IN_A_BLOCK = re.compile(r" {2,}\S|- |\d+\. ")  # of a list, or of code
 COMMIT = re.compile(r"`(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)([0-9a-f]{7,40})`")
+_OF_DEATHS = ("moe_ft/keeper", "moe_ft/loop", "moe_ft/recovery", "megatron/fault_tolerance/repair")
+# Code that the pages of the README's rows measure.
+MEASURED = {
+    "recovery_time": _OF_DEATHS,
+    "simulator_vs_measured": ("moe_ft/simulate", *_OF_DEATHS),
+    "spare_nodes": _OF_DEATHS,
+    "stall": ("kernels", "moe_ft/engine", "moe_ft/state", "moe_ft/strategies"),
+}
+_OLD = 30  # commits of that code
 LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")
 _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of its own
 _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
@@ -208,6 +217,21 @@ def test_commits_that_pages_name_are_in_the_history(history: frozenset[str]) -> 
         if not any(each.startswith(commit) for each in history)
     )
     check_rule(wrong, "no such commits: measure again, or name the commit that has the same code")
+
+
+def test_rows_of_the_readme_that_are_older_than_their_code_are_marked(
+    history: frozenset[str],
+) -> None:
+    rows = re.findall(r"^(\|.*docs/benchmarks/(\w+)\.md.*)$", text_of("README.md"), re.MULTILINE)
+    assert len(rows) > 4
+    wrong = (
+        f"{page}: {age} commits since {commit}"
+        for row, page in rows
+        for commit, _ in STAMP.findall(text_of(f"docs/benchmarks/{page}.md"))[:1]
+        for age in [int(git("rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED[page]))]
+        if (age > _OLD) != ("†" in row)
+    )
+    check_rule(wrong, "mark the rows with a †, or run the command at the head of the page again")
 
 
 def num_words(text: str) -> int:

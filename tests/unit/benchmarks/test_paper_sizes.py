@@ -17,14 +17,11 @@ from benchmarks.paper_sizes import (
     paper_workload,
     rank_bytes,
 )
-from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.report import reduction
-from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
 from tests.unit.benchmarks.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]
 MASTER_IN_FULL = PaperBytes(master_always_full=True)
-SIZES = st.lists(st.integers(0, 50), max_size=12)
 CASES = [(8, 8), (16, 16), (16, 8)]
 
 # 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases), 22 others.
@@ -65,23 +62,6 @@ def test_ranks_together_save_the_checkpoint_once(
     shape, k, byte_model, layout = plan
     for of_snapshot in paper_workload(shape, k, byte_model, layout).rotation:
         assert sum(of_snapshot) == checkpoint_bytes(shape, k, byte_model)
-
-
-@given(plans())
-def test_rotation_holds_every_load_of_the_whole_selection(
-    plan: tuple[ModelShape, int, PaperBytes, PaperLayout],
-) -> None:
-    shape, k, byte_model, layout = plan
-    experts = ExpertLayout(
-        num_layers=shape.num_moe_layers, num_experts=shape.num_experts, ep_size=layout.ep
-    )
-    cursors, expected = experts.first_cursors(k), []
-    for _ in range(shape.num_experts):
-        counts = rank_counts(experts, select_sequential(experts, cursors, k))
-        expected.append(tuple(rank_bytes(shape, counts, byte_model, layout)))
-        cursors = advance(experts, cursors, k)
-    rotation = paper_workload(shape, k, byte_model, layout).rotation
-    assert expected == [rotation[index % len(rotation)] for index in range(len(expected))]
 
 
 @given(plans())
@@ -174,16 +154,6 @@ def test_equal_sharding_of_the_three_cases_saves_what_was_worked_out(
         for case in CASES
     ]
     assert [round(each, 1) for each in saved] == percent
-
-
-@given(SIZES, st.integers(1, 17))
-def test_greedy_without_loads_exceeds_the_mean_by_one_module_at_most(
-    sizes: list[int], num_ranks: int
-) -> None:
-    totals = [0] * num_ranks
-    for size, rank in zip(sizes, assign_greedy(sizes, totals), strict=True):
-        totals[rank] += size
-    assert max(totals) <= sum(sizes) / num_ranks + max(sizes, default=0)
 
 
 def test_greedy_modules_are_assigned_as_worked_by_hand() -> None:

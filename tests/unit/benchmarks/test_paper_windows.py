@@ -54,12 +54,6 @@ def test_snapshots_of_figure_6_save_the_paper_s_55_percent_and_more_of_a_dense_o
     assert savings == pytest.approx([55.6, 61.1, 66.7], abs=0.05)
 
 
-def test_search_stops_at_two_active_operators_although_they_do_not_fit() -> None:
-    profile = profile_of(10, 1)
-    assert find_window_size(profile) == (5, 2)
-    assert profile.checkpoint_bytes(2, 8) > profile.pcie_bytes_per_s
-
-
 @given(st.integers(1, 80), st.integers(1, 1000))
 def test_every_operator_is_active_once_and_frozen_in_the_snapshots_before(
     num_operators: int, budget: int
