@@ -105,7 +105,7 @@ def test_job_that_fits_no_host_is_an_answer(
 def test_shrinking_is_named_as_an_assumption_and_shortens_the_wait(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spares = "[machines]\nspares = 0\nreturn_h = 0.5\n"
+    spares = "[run]\ntolerance = 0.05\n[machines]\nspares = 0\nreturn_h = 0.5\n"
     assert main(["simulate", f"{written(tmp_path, spares)}", "--json"]) == 0
     waits = json.loads(capsys.readouterr().out)
     assert main(["simulate", f"{written(tmp_path, spares + 'least_nodes = 1')}", "--json"]) == 0
