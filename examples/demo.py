@@ -110,7 +110,7 @@ def _train(options: argparse.Namespace, memory: Path, name: str, flags: list[str
         "RUN_DIR": str(options.run_dir),
         "MASTER_PORT": str(options.port or _free_port()),
         "MAX_RESTARTS": "0",  # a repair needs none
-        "CUDA_VISIBLE_DEVICES": "",  # where it has not been tested, and a start refuses it
+        "CUDA_VISIBLE_DEVICES": "",  # a start on GPUs refuses repairs
         "TRAIN_ITERATIONS": str(options.iterations),
     }
     command = [
