@@ -91,7 +91,7 @@ class Cluster:
             "restart_s": self.restart_s,
             "repair_s": self.repair_s,
         }
-        fields_of = {**{name: name for name in found}, "mtbf_s": "node_mtbf_h"}
+        fields_of = {name: name for name in found} | {"mtbf_s": "node_mtbf_h"}
         sources = {
             name: f"{'' if of in self.own else 'assumed: '}--cluster {self.name}"
             for name, of in fields_of.items()
