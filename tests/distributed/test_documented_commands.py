@@ -35,7 +35,7 @@ _MODEL = (
     "--eval-interval 1000 --eval-iters 0 --vocab-size 256 --train-iters"
 )
 _PLANNED = f"pretrain_gpt_moe.py {_MODEL} 9 --global-batch-size 128"
-# What a reader types instead of each placeholder.
+# A value for each placeholder.
 _WORDS = {
     "NUM_GPUS": "2",
     "NUM_NODES": "1",
