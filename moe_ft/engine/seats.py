@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
-from moe_ft.engine.agreement import Agreement, StageSum
+from msgspec.msgpack import Decoder
+
+from moe_ft.engine import exchange
+from moe_ft.engine.agreement import Agreement, StageSum, _Reduction
 
 # Returns a new group of gloo of some ranks; None for who is not in it. Called by all live ranks.
 MakeGroup = Callable[[Sequence[int]], Any]
@@ -103,10 +106,20 @@ class Seat:
         return self.seats.exchange(self.rank, value, act)
 
 
-def _flat(parts: Sequence[Mapping[int, Any]]) -> list[Any]:
-    """Return the values of all ranks, ascending."""
-    everyone = {rank: value for part in parts for rank, value in part.items()}
+def _bring_up(seat: Seat, processes: _Reduction, content: bytes) -> list[bytes] | None:
+    parts = seat.exchange(content, lambda given: processes._bring_up(exchange.encode(given)))
+    if parts is None or seat.rank != seat.seats.ranks[0]:
+        return None
+    found = [exchange.decode(part, exchange.BY_RANK) for part in parts]
+    everyone = {rank: each for part in found for rank, each in part.items()}
     return [everyone[rank] for rank in sorted(everyone)]
+
+
+def _send_down(seat: Seat, processes: _Reduction, content: bytes) -> bytes:
+    found: bytes = seat.exchange(
+        content, lambda given: processes._send_down(given[seat.seats.ranks[0]])
+    )
+    return found
 
 
 class SeatedAgreement(Agreement):
@@ -144,26 +157,24 @@ class SeatedAgreement(Agreement):
         return found
 
     @override
-    def gather(self, value: Any) -> list[Any]:
-        return list(self._seat.exchange(value, lambda given: _flat(self._processes.gather(given))))
+    def _bring_up(self, content: bytes) -> list[bytes] | None:
+        return _bring_up(self._seat, self._processes, content)
 
     @override
-    def broadcast(self, value: Any) -> Any:
-        return self._seat.exchange(value, lambda given: self._processes.broadcast(given.get(0)))
+    def _send_down(self, content: bytes) -> bytes:
+        return _send_down(self._seat, self._processes, content)
 
     @override
-    def collect(self, value: Any) -> list[Any] | None:
-        found: list[Any] | None = self._seat.exchange(value, self._processes.collect)
-        return None if found is None or self._seat.rank else _flat(found)
+    def fold[Value](
+        self, value: Value, merge: Callable[[Sequence[Value]], Value], decoder: Decoder[Value]
+    ) -> Value:
+        return merge(self.gather(value, decoder))
 
     @override
-    def fold[Value](self, value: Value, merge: Callable[[Sequence[Value]], Value]) -> Value:
-        return merge(self.gather(value))
-
-    @override
-    def hand_out(self, values: Sequence[Any] | None) -> Any:
+    def hand_out[Value](self, contents: Sequence[bytes], decoder: Decoder[Value]) -> Value:
         """Return this rank's value; unlike in a healthy job, all processes get all values."""
-        return self.broadcast(values)[self._seat.rank]
+        everyone = self.broadcast([*contents], exchange.CONTENTS)
+        return exchange.decode(everyone[self._seat.rank], decoder)
 
     @override
     def barrier(self) -> None:
@@ -205,8 +216,12 @@ class SeatedStageSum(StageSum):
         self._seat.exchange(None, join)
 
     @override
-    def gather(self, value: Any) -> list[Any]:
-        return list(self._seat.exchange(value, lambda given: _flat(self._processes.gather(given))))
+    def _bring_up(self, content: bytes) -> list[bytes] | None:
+        return _bring_up(self._seat, self._processes, content)
+
+    @override
+    def _send_down(self, content: bytes) -> bytes:
+        return _send_down(self._seat, self._processes, content)
 
     @override
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """First phase of a start: the ranks meet. They join groups, read their live state, and learn who is where."""
 
+import builtins
 import os
 import secrets
 import socket
@@ -8,11 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
+from msgspec.msgpack import Decoder
 
+from moe_ft import errors
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
@@ -68,23 +72,29 @@ class Ranks:
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError or StorageAwayError on all."""
-        problem: tuple[type[Exception], str] | None = None
+        problem: Failure | None = None
         try:
             answer = check()
         except (ConfigError, StorageAwayError) as error:
-            problem = type(error), str(error)
-        for each in self.everyone.gather(problem):
+            problem = Failure(kind=type(error).__name__, text=str(error))
+        for each in self.everyone.gather(problem, _PROBLEM):
             if each is not None:
-                kind, text = each
-                raise kind(text)
+                raise each.error
         return answer
 
-    def on_first[Answer](self, find: Callable[[], "Answer | Failure"]) -> Answer:
+    def on_first[Answer](
+        self, find: Callable[[], "Answer | Failure"], decoder: Decoder[Answer]
+    ) -> Answer:
         """Return on all ranks what rank 0 finds; if that fails, raise its error on all."""
-        found = self.everyone.broadcast(attempt(find) if self.rank == 0 else None)
+
+        def content() -> "bytes | Failure":
+            answer = find()
+            return answer if isinstance(answer, Failure) else exchange.encode(answer)
+
+        found = self.everyone.broadcast(attempt(content) if self.rank == 0 else b"", _OUTCOME)
         if isinstance(found, Failure):
-            raise found.kind(found.text)
-        return cast(Answer, found)
+            raise found.error
+        return exchange.decode(found, decoder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +102,22 @@ class Failure:
     """Error of one rank, as all ranks raise it.
 
     Attributes:
-        kind: one that can be made of a text; others become a RuntimeError that names them.
+        kind: name of one of ours or of Python's that can be made of a text; others become a RuntimeError.
     """
 
-    kind: type[Exception]
+    kind: str
     text: str
+
+    @property
+    def error(self) -> Exception:
+        """The error, to be raised."""
+        kind: Any = getattr(errors, self.kind, getattr(builtins, self.kind, None))
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        return kind(self.text) if is_error else RuntimeError(self.text)
+
+
+_PROBLEM = Decoder(Failure | None)
+_OUTCOME = Decoder(Failure | bytes)
 
 
 def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Failure:
@@ -111,10 +132,10 @@ def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Fai
         # Of a library's own kind the nearest one that a text is enough for.
         ours = ("builtins", MoeFtError.__module__)
         kind = next(each for each in type(error).__mro__ if each.__module__ in ours)
-        return Failure(kind=kind, text=f"{where}{error}")
+        return Failure(kind=kind.__name__, text=f"{where}{error}")
     except Exception as error:  # a mistake of ours: the place is what helps
         text = "".join(traceback.format_exception(error)).rstrip()
-        return Failure(kind=RuntimeError, text=f"{where}{text}")
+        return Failure(kind="RuntimeError", text=f"{where}{text}")
 
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
@@ -128,7 +149,7 @@ def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
     opened.callback(ranks.stage.close)
-    ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
+    ranks.stage.start(ranks.everyone.gather(facts.stage, exchange.INT), facts.rank)
     return ranks
 
 
@@ -190,6 +211,13 @@ class Met:
     pipelines: Pipelines | None = None
 
 
+_NAMES = Decoder(tuple[str, StartNames])
+_PLACE = Decoder(tuple[int, int, int])
+_INFO = Decoder(RankInfo)
+_DOMAINS = Decoder(dict[str, str])
+_PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
+
+
 def meet(
     config: MoeFtConfig,
     facts: JobFacts,
@@ -223,7 +251,7 @@ def meet(
     server.start()
     breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
     topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
-    token, names = ranks.everyone.gather(_draw_names())[0]
+    token, names = ranks.everyone.gather(_draw_names(), _NAMES)[0]
     server.admit(token)
     site = Site(
         config=config,
@@ -296,7 +324,8 @@ def _build_strategy(
 ) -> Strategy:
     group = facts.groups.dp_cp
     leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
-    places = ranks.everyone.gather((leader, facts.places.dp.rank, facts.experts.ep_rank))
+    own = leader, facts.places.dp.rank, facts.experts.ep_rank
+    places = ranks.everyone.gather(own, _PLACE)
     return build_strategy(
         config,
         live.catalog,
@@ -330,7 +359,7 @@ def _exchange_places(
         address=server.address,
         **asdict(sizes),
     )
-    everyone = ranks.everyone.gather(info)
+    everyone = ranks.everyone.gather(info, _INFO)
     domains = _find_domains(config, facts, [each.node for each in everyone], ranks)
     return Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in everyone))
 
@@ -345,8 +374,7 @@ def _find_domains(
     found = ranks.check_together(
         lambda: find_domains(given, dict.fromkeys(nodes)) if facts.rank == 0 else None
     )
-    domains: Mapping[str, str] = ranks.everyone.broadcast(found)
-    return domains
+    return ranks.everyone.broadcast(found or {}, _DOMAINS)
 
 
 def _draw_names() -> tuple[str, StartNames]:
@@ -364,7 +392,7 @@ def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
     """
     sharded = (each for each in live.parameters if each.is_sharded)
     own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
-    return checksum("".join(ranks.everyone.gather(own)).encode())
+    return checksum("".join(ranks.everyone.gather(own, exchange.TEXT)).encode())
 
 
 def _place_replicas(
@@ -417,7 +445,8 @@ def meet_pipelines(
         (
             tuple(dist.get_process_group_ranks(facts.groups.pp)),
             _parts_with_scale(optimizer, parameters),
-        )
+        ),
+        _PIPELINE,
     )
     if blocked_by or mode == "global":
         return None
