@@ -249,7 +249,7 @@ LEAVE = """
 import sys, time
 import torch.distributed as dist
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.exchange import INT, TEXT, encode
+from moe_ft.engine.exchange import INT
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 agreement = Agreement(20.0)
