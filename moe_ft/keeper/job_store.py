@@ -28,6 +28,7 @@ _POLL_S = 0.05
 # Connections: of its two threads, of its zygote for a replacement, and of the next process meanwhile.
 _NUM_PER_RANK = 4
 _NUM_OWN = 128
+_MANY = 1 << 16  # open files, where that is allowed: an elastic job grows
 
 
 def is_shared(environment: Mapping[str, str]) -> bool:
@@ -74,7 +75,8 @@ def serve(
     """
     num_ranks = int(environment["WORLD_SIZE"])
     needed = _NUM_PER_RANK * num_ranks + MAX_STRANGERS + _NUM_OWN
-    if (allowed := raise_descriptors(needed)) < needed:
+    allowed = raise_descriptors(max(needed, _MANY))
+    if allowed < needed:
         say(
             f"warning: the job's store needs {needed} open files for {num_ranks} ranks, and may have "
             f"{allowed} (ulimit -Hn): ranks may not get in. Raise the limit where the job is started"
