@@ -53,7 +53,7 @@ class NodeSeat:
             number: among the nodes that were started; those that train come first.
         """
         self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._has_left = False
+        self._taken, self._has_left = set[Order](), False
         store.append(ARRIVED, {"id": self._id, "name": name, "number": number})
 
     def beat(self, code: int | None, start: int = 0) -> None:
@@ -69,9 +69,12 @@ class NodeSeat:
         """Return orders that were not returned before."""
         if self._store.length(key := of_node(self._id, "orders")) <= self._num_taken:
             return []
-        found = self._store.values(key)[self._num_taken :]
-        self._num_taken += len(found)
-        return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        found = self._store.values(key)
+        self._num_taken = len(found)
+        orders = [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        new = [each for each in orders if each not in self._taken]  # whoever has said it again
+        self._taken.update(new)
+        return new
 
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""
@@ -129,6 +132,7 @@ class Roster:
         """
         self.nodes: list[HeardNode] = []
         self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
+        self._arrived = set[str]()  # ids of all that ever were: each is a node once
         self._looked_s = time.monotonic()
         self._num_leaving = 0
         # When the first node was told to end of those that nothing has been decided about.
@@ -140,8 +144,10 @@ class Roster:
         if self._store.length(ARRIVED) <= self._num_arrived:
             return []
         arrived = self._store.values(ARRIVED)
-        new = [HeardNode(**each, heard_s=time.time()) for each in arrived[self._num_arrived :]]
+        by_id = {each["id"]: each for each in arrived if each["id"] not in self._arrived}
+        new = [HeardNode(**each, heard_s=time.time()) for each in by_id.values()]
         self.nodes += new
+        self._arrived |= by_id.keys()
         self._num_arrived = len(arrived)
         return new
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args, training
-from msgspec.json import Decoder
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -41,7 +40,6 @@ from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watc
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine import exchange
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store
@@ -51,7 +49,6 @@ from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say
 
 Function = Callable[..., Any]
-_TOKEN = Decoder(str)
 
 
 class EndBarrier:
@@ -205,22 +202,11 @@ class RepairSeam:
             return self._recipes.make(original, *args, **kwargs)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        if self._rank.joining is None:
-            self._share_token()
         with self._gathered.installed():
             result = original(*args, **kwargs)
         self._end_barrier.make_group()
         self._rank.groups.note()
         return result
-
-    def _share_token(self) -> None:
-        """Learn the token from rank 0, which has it from its zygote. Called by all ranks, at their start.
-
-        Raises:
-            RepairError: if this rank uses another store than rank 0.
-        """
-        self._rank.link.token = exchange.meet(self._rank.link.token, _TOKEN)[0]
-        job_store.check_owner(self._rank.store, os.environ, self._rank.link.token)
 
     def _finish_together(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave an iteration when all ranks have finished it: outside of it nothing is repaired."""
