@@ -14,7 +14,7 @@ from typing import Any, override
 from msgspec.msgpack import Decoder
 
 from moe_ft.engine import exchange
-from moe_ft.engine.agreement import Agreement, StageSum, _Reduction
+from moe_ft.engine.agreement import Agreement, StageSum
 
 # Returns a new group of gloo of some ranks; None for who is not in it. Called by all live ranks.
 MakeGroup = Callable[[Sequence[int]], Any]
@@ -106,23 +106,38 @@ class Seat:
         return self.seats.exchange(self.rank, value, act)
 
 
-def _bring_up(seat: Seat, processes: _Reduction, content: bytes) -> list[bytes] | None:
-    parts = seat.exchange(content, lambda given: processes._bring_up(exchange.encode(given)))
-    if parts is None or seat.rank != seat.seats.ranks[0]:
-        return None
-    found = [exchange.decode(part, exchange.BY_RANK) for part in parts]
-    everyone = {rank: each for part in found for rank, each in part.items()}
-    return [everyone[rank] for rank in sorted(everyone)]
+class _Seated:
+    """What a reduction does on a seat, of whatever kind it is."""
+
+    _seat: Seat
+    _processes: Agreement | StageSum
+
+    def _bring_up(self, content: bytes) -> list[bytes] | None:
+        parts = self._seat.exchange(
+            content, lambda given: self._processes._bring_up(exchange.encode(given))
+        )
+        if parts is None or self._seat.rank != self._seat.seats.ranks[0]:
+            return None
+        found = [exchange.decode(part, exchange.BY_RANK) for part in parts]
+        everyone = {rank: each for part in found for rank, each in part.items()}
+        return [everyone[rank] for rank in sorted(everyone)]
+
+    def _send_down(self, content: bytes) -> bytes:
+        first = self._seat.seats.ranks[0]
+        found: bytes = self._seat.exchange(
+            content, lambda given: self._processes._send_down(given[first])
+        )
+        return found
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def leave(self) -> None:
+        self._seat.seats.leave()
+        self._processes.leave()
 
 
-def _send_down(seat: Seat, processes: _Reduction, content: bytes) -> bytes:
-    found: bytes = seat.exchange(
-        content, lambda given: processes._send_down(given[seat.seats.ranks[0]])
-    )
-    return found
-
-
-class SeatedAgreement(Agreement):
+class SeatedAgreement(_Seated, Agreement):
     """Agreement of all ranks of a job, dead ones included. On the own rank's seat it communicates."""
 
     def __init__(self, timeout_s: float, seat: Seat) -> None:
@@ -157,14 +172,6 @@ class SeatedAgreement(Agreement):
         return found
 
     @override
-    def _bring_up(self, content: bytes) -> list[bytes] | None:
-        return _bring_up(self._seat, self._processes, content)
-
-    @override
-    def _send_down(self, content: bytes) -> bytes:
-        return _send_down(self._seat, self._processes, content)
-
-    @override
     def fold[Value](
         self, value: Value, merge: Callable[[Sequence[Value]], Value], decoder: Decoder[Value]
     ) -> Value:
@@ -184,17 +191,8 @@ class SeatedAgreement(Agreement):
     def once(self, act: Callable[[], None]) -> None:
         self._seat.exchange(None, lambda _: act())
 
-    @override
-    def close(self) -> None:
-        self._processes.close()
 
-    @override
-    def leave(self) -> None:
-        self._seat.seats.leave()
-        self._processes.leave()
-
-
-class SeatedStageSum(StageSum):
+class SeatedStageSum(_Seated, StageSum):
     """Ranks of a stage, dead ones included: their deputies are of the same stage.
 
     Nothing is counted: only strategies that save everything work without ranks.
@@ -214,20 +212,3 @@ class SeatedStageSum(StageSum):
                 self._processes._join(live, seats.own, seats.make_group)
 
         self._seat.exchange(None, join)
-
-    @override
-    def _bring_up(self, content: bytes) -> list[bytes] | None:
-        return _bring_up(self._seat, self._processes, content)
-
-    @override
-    def _send_down(self, content: bytes) -> bytes:
-        return _send_down(self._seat, self._processes, content)
-
-    @override
-    def close(self) -> None:
-        self._processes.close()
-
-    @override
-    def leave(self) -> None:
-        self._seat.seats.leave()
-        self._processes.leave()
