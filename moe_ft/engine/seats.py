@@ -107,7 +107,7 @@ class Seat:
 
 
 class _Seated:
-    """What a reduction does on a seat, of whatever kind it is."""
+    """Exchanges of a reduction on a seat, whatever it adds up."""
 
     _seat: Seat
     _processes: Agreement | StageSum

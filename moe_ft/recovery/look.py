@@ -22,6 +22,7 @@ from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
+from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.failures import Attempt, failed_locally, failed_too_often, read_attempts
@@ -33,7 +34,7 @@ from moe_ft.recovery.inventory import (
     merge_packed,
     pack,
 )
-from moe_ft.recovery.meet import Failure, Met, attempt
+from moe_ft.recovery.meet import Met
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

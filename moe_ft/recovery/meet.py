@@ -1,10 +1,8 @@
 """First phase of a start: the ranks meet. They join groups, read their live state, and learn who is where."""
 
-import builtins
 import os
 import secrets
 import socket
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
-from moe_ft import errors
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
@@ -27,7 +24,7 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.errors import ConfigError, MoeFtError, PlanError, StorageAwayError
+from moe_ft.errors import ConfigError, PlanError, StorageAwayError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
@@ -45,6 +42,7 @@ from moe_ft.recovery.assembly import (
     measure_sizes,
     slice_assignment,
 )
+from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
@@ -60,6 +58,10 @@ from moe_ft.topology import RankInfo, Topology
 
 # Model chunks, Megatron's outermost optimizer and its scheduler.
 Built = tuple[Any, Any, Any]
+
+
+_PROBLEM = Decoder(Failure | None)
+_OUTCOME = Decoder(Failure | bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +85,11 @@ class Ranks:
         return answer
 
     def on_first[Answer](
-        self, find: Callable[[], "Answer | Failure"], decoder: Decoder[Answer]
+        self, find: Callable[[], Answer | Failure], decoder: Decoder[Answer]
     ) -> Answer:
         """Return on all ranks what rank 0 finds; if that fails, raise its error on all."""
 
-        def content() -> "bytes | Failure":
+        def content() -> bytes | Failure:
             answer = find()
             return answer if isinstance(answer, Failure) else exchange.encode(answer)
 
@@ -95,47 +97,6 @@ class Ranks:
         if isinstance(found, Failure):
             raise found.error
         return exchange.decode(found, decoder)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Error of one rank, as all ranks raise it.
-
-    Attributes:
-        kind: name of one of ours or of Python's that can be made of a text; others become a RuntimeError.
-    """
-
-    kind: str
-    text: str
-
-    @property
-    def error(self) -> Exception:
-        """The error, to be raised."""
-        kind: Any = getattr(errors, self.kind, getattr(builtins, self.kind, None))
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        return kind(self.text) if is_error else RuntimeError(self.text)
-
-
-_PROBLEM = Decoder(Failure | None)
-_OUTCOME = Decoder(Failure | bytes)
-
-
-def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Failure:
-    """Return what a rank finds, or its error, where others would wait for it in vain. Not collective.
-
-    Args:
-        where: begins the text of the error.
-    """
-    try:
-        return find()
-    except (MoeFtError, OSError, MemoryError) as error:
-        # Of a library's own kind the nearest one that a text is enough for.
-        ours = ("builtins", MoeFtError.__module__)
-        kind = next(each for each in type(error).__mro__ if each.__module__ in ours)
-        return Failure(kind=kind.__name__, text=f"{where}{error}")
-    except Exception as error:  # a mistake of ours: the place is what helps
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return Failure(kind="RuntimeError", text=f"{where}{text}")
 
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:

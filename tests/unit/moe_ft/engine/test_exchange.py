@@ -1,4 +1,4 @@
-"""What ranks exchange is decoded by type: bytes of anything else are refused, and nothing of them runs."""
+"""Ranks decode by type what they exchange: bytes of anything else are refused, and nothing of them runs."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, _Level
 from moe_ft.errors import ExchangeError
-from moe_ft.recovery.meet import Failure
+from moe_ft.recovery.attempts import Failure
 
 TIMEOUT = timedelta(seconds=60)
 FAILURE = msgspec.msgpack.Decoder(Failure)
