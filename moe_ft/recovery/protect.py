@@ -117,6 +117,7 @@ def _build(
             interval=config.strategy.interval_iterations,
             overhead_limit=config.strategy.overhead_limit,
             persist_interval=config.storage.persist_interval if config.storage.persists else 0,
+            persists=config.storage.persists,
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
