@@ -23,13 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from moe_ft.config.config import MemoryConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.engine.links.signed_store import SignedStore, poll_s
-from moe_ft.errors import RepairError
+from moe_ft.engine.memory.job_directory import node_directory
+from moe_ft.errors import ConfigError, RepairError
 from moe_ft.files.patience import call_within
 from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
-from moe_ft.keeper.link import START, Link, exit_signal, flag_value, token_of, wants_repair
+from moe_ft.keeper.link import START, Link, flag_value, token_of, wants_repair
 from moe_ft.keeper.nodes import Coordinator
+from moe_ft.keeper.planned_end import PlannedEnd
 from moe_ft.keeper.protocol import (
     FORWARDED,
     Answer,
@@ -40,16 +44,16 @@ from moe_ft.keeper.protocol import (
     send_signal,
 )
 from moe_ft.keeper.roster import PERIOD_S, NodeSeat, Order
-from moe_ft.keeper.target import LEAVING_S
 from moe_ft.processes import set_process_name
+from moe_ft.recovery.job_memory import remove_unused
 
 _MEET_S = 900.0  # for the node that keeps the store to import and listen
 _ANSWER_S = 30.0  # of the zygote
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
-_AGAIN_S = 5.0  # until ranks get the exit signal again: those that start ignore it
 _LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
 _RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
 _FAILED = 1
+_WELL = (0, "")  # end of a job
 
 
 @dataclass(eq=False, slots=True)
@@ -64,86 +68,6 @@ class _Rank:
     connection: socket.socket
     asked_s: float | None
     code: int | None = None
-
-
-class PlannedEnd:
-    """Signals that ranks get when their node, or the job, is told to end. Single-threaded."""
-
-    def __init__(
-        self, words: Sequence[str], grace_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Be told nothing yet.
-
-        Args:
-            words: command line of the ranks.
-            grace_s: seconds from SIGTERM to SIGKILL of what has started `keep`.
-        """
-        self._exit_signal = exit_signal(words)
-        can_save = self._exit_signal is not None and grace_s > LEAVING_S
-        self._save_by = self._exit_signal if can_save else signal.SIGTERM
-        self._grace_s, self._clock = grace_s, clock
-        self._told_s: float | None = None
-        self._next_s = 0.0
-        self._has_said = self._has_ended = False
-
-    def tell(self) -> None:
-        """Learn that this node is to end; may be called by a handler of SIGTERM."""
-        if self._told_s is None:
-            self._told_s = self._clock()
-
-    @property
-    def is_told(self) -> bool:
-        """True if this node, or the job, is to end."""
-        return self._told_s is not None
-
-    def is_new(self) -> bool:
-        """Return, once, that this node is to end."""
-        is_told = self.is_told  # a handler may change it at any time
-        is_new, self._has_said = is_told and not self._has_said, is_told
-        return is_new
-
-    def describe(self) -> str:
-        """Return what the time is enough for."""
-        grace = f"{self._grace_s:.0f} s (--grace)"
-        if self._exit_signal is signal.SIGTERM:
-            return f"if no spare takes over, all ranks have {grace} to bring their state to storage"
-        if self._save_by is signal.SIGTERM:
-            why = (
-                f"{grace} are not enough" if self._exit_signal else "without --exit-signal-handler"
-            )
-            return f"{why}: if no spare takes over, the newest state stays in memory, and storage lacks it"
-        return (
-            f"if no spare takes over, all ranks have {self._grace_s - LEAVING_S:.0f} s to bring their state "
-            f"to storage, of {grace}"
-        )
-
-    def describe_sigterm(self) -> str:
-        """Return what ranks do that get SIGTERM."""
-        if self._exit_signal is signal.SIGTERM:
-            return "its ranks get SIGTERM, save and end"
-        return "its ranks end, and what they have in memory stays"
-
-    def due_signal(self, is_to_save: bool) -> signal.Signals | None:
-        """Return a signal that the ranks are to get now.
-
-        Args:
-            is_to_save: whether all ranks of the job are to save and end.
-        """
-        if is_to_save:
-            self._has_said = True
-            self.tell()
-        if self._told_s is None or self._has_ended:
-            return None
-        now_s = self._clock()
-        if now_s - self._told_s > max(self._grace_s - LEAVING_S, _AGAIN_S) or (
-            is_to_save and self._save_by is signal.SIGTERM
-        ):
-            self._has_ended = True
-            return signal.SIGTERM
-        if not is_to_save or now_s < self._next_s:
-            return None
-        self._next_s = now_s + _AGAIN_S
-        return self._save_by
 
 
 class Node:
@@ -172,6 +96,7 @@ class Node:
         self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
         self._start = 0  # of these
+        self._memory = memory_of(environment, words)
         self._selector = selectors.DefaultSelector()
         self._end = PlannedEnd(words, float(environment["MOE_FT_KEEP_GRACE_S"]))
         self._seat = self._ask(self._come)
@@ -197,7 +122,10 @@ class Node:
             over = _FAILED, f"the process that forks ranks has ended: {error}"
         if over[1]:
             say(f"node {self._name} ends: {over[1]}")
+        has_ranks = bool(self._ranks)  # which have removed what nobody needs
         self._end_ranks(signal.SIGTERM)
+        if over == _WELL and not has_ranks and self._memory is not None:
+            remove_unused(self._memory)
         if _keeps_store(self._environment):
             time.sleep(_LINGER_S)
         return over[0]
@@ -345,6 +273,17 @@ def _report(seat: NodeSeat, code: int | None, start: int, *, leaves: bool) -> _S
     if leaves:
         seat.leave()
     return _Said(seat.over(), seat.is_lost(), seat.is_to_save())
+
+
+def memory_of(environment: Mapping[str, str], words: Sequence[str]) -> Path | None:
+    """Return where ranks with a command line keep state on this node; None if that is not known."""
+    given = {name: flag_value(words, flag_of(name)) for name in ("memory_dir", "job_id", "node_id")}
+    memory = MemoryConfig(**{name: value for name, value in given.items() if value})
+    try:
+        job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
+    except ConfigError:
+        return None
+    return node_directory(memory.memory_dir, job, node)
 
 
 def _connect(path: str) -> socket.socket:

@@ -15,7 +15,7 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
 from moe_ft.planning.placement import sources_of
-from moe_ft.recovery.job_memory import check_memory, claim_memory
+from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import (
     LateLock,
@@ -63,7 +63,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     """
     site, together = met.site, met.ranks.check_together
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
-    together(lambda: opened.callback(claim_memory(site).release))
+    together(lambda: opened.callback(leave_place, site, claim_memory(site)))
 
     def open_persist_directory() -> Opened:
         directory = open_storage(site)

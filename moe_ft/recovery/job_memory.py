@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,9 @@ from moe_ft.engine.memory.job_directory import (
     entered_job,
     file_system_type,
     job_directory,
+    job_lock,
     read_marker,
+    remove_node,
 )
 from moe_ft.errors import ConfigError
 from moe_ft.files.private_files import make_private, make_root
@@ -202,6 +205,34 @@ def _enter(site: Site) -> filelock.BaseFileLock:
             if time.monotonic() > deadline_s:
                 raise
         time.sleep(_CLAIM_POLL_S)
+
+
+def leave_place(site: Site, lock: filelock.BaseFileLock) -> None:
+    """Release a rank's lock, and remove it where the rank has nothing else, as after a refusal."""
+    node_dir = site.node_dir
+    with suppress(OSError):
+        if _is_bare(node_dir):
+            with job_lock(node_dir.parent).acquire(timeout=_OLD_START_S):
+                if _is_bare(node_dir):
+                    Path(lock.lock_file).unlink(missing_ok=True)
+                    node_dir.rmdir()  # fails while another rank is there
+            remove_node(node_dir)
+    lock.release()
+
+
+def _is_bare(node_dir: Path) -> bool:
+    """Return whether a node's directory is there and has no rank's memory in it."""
+    return node_dir.is_dir() and not any(each.is_dir() for each in node_dir.iterdir())
+
+
+def remove_unused(node_dir: Path) -> None:
+    """Remove the memory of a node that has no ranks when the job is over, unless some process lives there."""
+    if node_dir.is_dir():
+        with suppress(OSError), job_lock(node_dir.parent).acquire(timeout=_OLD_START_S):
+            if is_alive(node_dir):
+                return
+            shutil.rmtree(node_dir, ignore_errors=True)
+        remove_node(node_dir)
 
 
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
