@@ -21,19 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from moe_ft.config.config import MemoryConfig
-from moe_ft.config.fields import flag_of
 from moe_ft.engine.links.signed_store import SignedStore, poll_s
-from moe_ft.engine.memory.job_directory import node_directory
-from moe_ft.errors import ConfigError, RepairError
+from moe_ft.errors import RepairError
 from moe_ft.files.patience import call_within
 from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
-from moe_ft.keeper.link import START, Link, flag_value, token_of, wants_repair
+from moe_ft.keeper.link import START, Link, exit_signal, flag_value, token_of, wants_repair
 from moe_ft.keeper.nodes import Coordinator
-from moe_ft.keeper.planned_end import PlannedEnd
+from moe_ft.keeper.own_node import OwnNode
 from moe_ft.keeper.protocol import (
     FORWARDED,
     Answer,
@@ -44,16 +41,16 @@ from moe_ft.keeper.protocol import (
     send_signal,
 )
 from moe_ft.keeper.roster import PERIOD_S, NodeSeat, Order
+from moe_ft.keeper.target import LEAVING_S
 from moe_ft.processes import set_process_name
-from moe_ft.recovery.job_memory import remove_unused
 
 _MEET_S = 900.0  # for the node that keeps the store to import and listen
 _ANSWER_S = 30.0  # of the zygote
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
+_AGAIN_S = 5.0  # until ranks get the exit signal again: those that start ignore it
 _LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
 _RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
 _FAILED = 1
-_WELL = (0, "")  # end of a job
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +65,86 @@ class _Rank:
     connection: socket.socket
     asked_s: float | None
     code: int | None = None
+
+
+class PlannedEnd:
+    """Signals that ranks get when their node, or the job, is told to end. Single-threaded."""
+
+    def __init__(
+        self, words: Sequence[str], grace_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Be told nothing yet.
+
+        Args:
+            words: command line of the ranks.
+            grace_s: seconds from SIGTERM to SIGKILL of what has started `keep`.
+        """
+        self._exit_signal = exit_signal(words)
+        can_save = self._exit_signal is not None and grace_s > LEAVING_S
+        self._save_by = self._exit_signal if can_save else signal.SIGTERM
+        self._grace_s, self._clock = grace_s, clock
+        self._told_s: float | None = None
+        self._next_s = 0.0
+        self._has_said = self._has_ended = False
+
+    def tell(self) -> None:
+        """Learn that this node is to end; may be called by a handler of SIGTERM."""
+        if self._told_s is None:
+            self._told_s = self._clock()
+
+    @property
+    def is_told(self) -> bool:
+        """True if this node, or the job, is to end."""
+        return self._told_s is not None
+
+    def is_new(self) -> bool:
+        """Return, once, that this node is to end."""
+        is_told = self.is_told  # a handler may change it at any time
+        is_new, self._has_said = is_told and not self._has_said, is_told
+        return is_new
+
+    def describe(self) -> str:
+        """Return what the time is enough for."""
+        grace = f"{self._grace_s:.0f} s (--grace)"
+        if self._exit_signal is signal.SIGTERM:
+            return f"if no spare takes over, all ranks have {grace} to bring their state to storage"
+        if self._save_by is signal.SIGTERM:
+            why = (
+                f"{grace} are not enough" if self._exit_signal else "without --exit-signal-handler"
+            )
+            return f"{why}: if no spare takes over, the newest state stays in memory, and storage lacks it"
+        return (
+            f"if no spare takes over, all ranks have {self._grace_s - LEAVING_S:.0f} s to bring their state "
+            f"to storage, of {grace}"
+        )
+
+    def describe_sigterm(self) -> str:
+        """Return what ranks do that get SIGTERM."""
+        if self._exit_signal is signal.SIGTERM:
+            return "its ranks get SIGTERM, save and end"
+        return "its ranks end, and what they have in memory stays"
+
+    def due_signal(self, is_to_save: bool) -> signal.Signals | None:
+        """Return a signal that the ranks are to get now.
+
+        Args:
+            is_to_save: whether all ranks of the job are to save and end.
+        """
+        if is_to_save:
+            self._has_said = True
+            self.tell()
+        if self._told_s is None or self._has_ended:
+            return None
+        now_s = self._clock()
+        if now_s - self._told_s > max(self._grace_s - LEAVING_S, _AGAIN_S) or (
+            is_to_save and self._save_by is signal.SIGTERM
+        ):
+            self._has_ended = True
+            return signal.SIGTERM
+        if not is_to_save or now_s < self._next_s:
+            return None
+        self._next_s = now_s + _AGAIN_S
+        return self._save_by
 
 
 class Node:
@@ -90,13 +167,13 @@ class Node:
         self._environment, self._words = dict(environment), tuple(words)
         self._reach, self._store = reach, reach(_MEET_S)
         self._name, self._number = environment["MOE_FT_NODE_ID"], int(environment["GROUP_RANK"])
-        num_nodes = int(environment["GROUP_WORLD_SIZE"])
-        self._period_s = poll_s(8 * num_nodes, PERIOD_S)
+        self._period_s = poll_s(8 * int(environment["GROUP_WORLD_SIZE"]), PERIOD_S)
         self._store_name = f"the job's store on {environment['MASTER_ADDR']}"
         self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
         self._start = 0  # of these
-        self._memory = memory_of(environment, words)
+        self._own = OwnNode(environment, words, self._period_s, self._lost_after_s)
+        self._own.open()
         self._selector = selectors.DefaultSelector()
         self._end = PlannedEnd(words, float(environment["MOE_FT_KEEP_GRACE_S"]))
         self._seat = self._ask(self._come)
@@ -122,10 +199,9 @@ class Node:
             over = _FAILED, f"the process that forks ranks has ended: {error}"
         if over[1]:
             say(f"node {self._name} ends: {over[1]}")
-        has_ranks = bool(self._ranks)  # which have removed what nobody needs
+        if over == (0, "") and not self._ranks:  # else these have removed it, if nobody needs it
+            self._own.remove_memory()
         self._end_ranks(signal.SIGTERM)
-        if over == _WELL and not has_ranks and self._memory is not None:
-            remove_unused(self._memory)
         if _keeps_store(self._environment):
             time.sleep(_LINGER_S)
         return over[0]
@@ -137,17 +213,18 @@ class Node:
         code = max(codes) if have_ended else None
         if self._end.is_new():
             say(f"node {self._name} is told to end: {self._end.describe()}")
-        said = self._ask(partial(_report, self._seat, code, self._start, leaves=self._end.is_told))
-        if said.over is not None:
-            return said.over
-        if said.is_lost:
+        facts = self._own.facts(has_ranks=bool(self._ranks))
+        over, is_lost, is_to_save = self._ask(partial(self._report, code, facts))
+        if over is not None:
+            return over
+        if is_lost:
             if self._end.is_told:
                 why = "another node has its ranks" if self._ranks else "it was a spare"
                 self._end_ranks(signal.SIGKILL)
                 return 0, f"{why}, and it is told to end"
-            self._give_up("was silent and is replaced")
+            self._give_up("is replaced: it was silent, or did not reach another node")
             self._seat = self._ask(self._come)
-        if (number := self._end.due_signal(said.is_to_save)) is not None:
+        if (number := self._end.due_signal(is_to_save)) is not None:
             if number is signal.SIGTERM:
                 say(f"node {self._name}: {self._end.describe_sigterm()}")
             self.pass_on(number)
@@ -155,6 +232,17 @@ class Node:
             self._take(order)
         self._hear(self._period_s)
         return None
+
+    def _report(
+        self, code: int | None, facts: Mapping[str, Any]
+    ) -> tuple[tuple[int, str] | None, bool, bool]:
+        """Show that this node lives; return how the job has ended, and the others as in `NodeSeat`."""
+        self._seat.beat(code, self._start, **facts)
+        if self._end.is_told:
+            self._seat.leave()
+        if self._own.is_due():
+            self._own.learn(self._seat.id, self._seat.addresses())
+        return self._seat.over(), self._seat.is_lost(), self._seat.is_to_save()
 
     def _ask[Answer](self, ask: Callable[[], Answer]) -> Answer:
         """Return what the store answers; raises TimeoutError if it is silent as long as a lost node.
@@ -164,7 +252,8 @@ class Node:
         return call_within(ask, self._lost_after_s, self._store_name)
 
     def _come(self) -> NodeSeat:
-        return NodeSeat(self._store, self._name, self._number)
+        facts = self._own.facts(has_ranks=False)
+        return NodeSeat(self._store, self._name, self._number, **facts)
 
     def _come_again(self) -> None:
         """Come over a new connection: what waits on the old one may wait on."""
@@ -256,34 +345,6 @@ class Node:
                 self._selector.unregister(each.connection)
                 each.connection.close()
         self._ranks.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """Words of the coordinator to a node: how the job has ended, or None; the others as in `NodeSeat`."""
-
-    over: tuple[int, str] | None
-    is_lost: bool
-    is_to_save: bool
-
-
-def _report(seat: NodeSeat, code: int | None, start: int, *, leaves: bool) -> _Said:
-    """Show that a node lives, and that it is told to end; return what the coordinator says."""
-    seat.beat(code, start)
-    if leaves:
-        seat.leave()
-    return _Said(seat.over(), seat.is_lost(), seat.is_to_save())
-
-
-def memory_of(environment: Mapping[str, str], words: Sequence[str]) -> Path | None:
-    """Return where ranks with a command line keep state on this node; None if that is not known."""
-    given = {name: flag_value(words, flag_of(name)) for name in ("memory_dir", "job_id", "node_id")}
-    memory = MemoryConfig(**{name: value for name, value in given.items() if value})
-    try:
-        job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
-    except ConfigError:
-        return None
-    return node_directory(memory.memory_dir, job, node)
 
 
 def _connect(path: str) -> socket.socket:

@@ -15,12 +15,15 @@ A verdict may be false: a node that was stopped, or cut off, may wake up. It the
 own (rounds.py), and a node has a new name after it. The old one can still say things, and nobody listens.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moe_ft.config.fields import size_text
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.roster import (
@@ -90,6 +93,7 @@ class Coordinator:
         self._ends = False  # all ranks have been told to save and end
         self._num_gone = 0  # nodes of this start that nobody replaces
         self._is_told = False  # that the store is to end
+        self._told = set[str]()  # nodes with a dead link of which it was said that they stay
         self.over: int | None = None  # exit code of the job
 
     def tell(self) -> None:
@@ -106,6 +110,7 @@ class Coordinator:
         ):
             self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
         self._let_go()
+        self._mend_links()
         self._replace_missing()
         self._bring_back()
         self._grow()
@@ -117,19 +122,48 @@ class Coordinator:
         for node in arrived:
             slot = None if self._start else self._slots.slot_of(node.name, node.number)
             if slot is None:
-                say(f"node {node.name} is a spare")
+                say(f"node {node.name} is a spare{self._room_of(node)}")
             else:
                 self._seat(node, slot, self._order(slot))
         if arrived:
             self._arrived_s = time.monotonic()
             self._slots.write(self.over)
 
+    def _room_of(self, node: HeardNode) -> str:
+        if node.room_bytes == math.inf:
+            return ""
+        of = f" of {size_text(needed)}" if (needed := self._roster.needed_bytes) else ""
+        return f" (has room for {size_text(int(node.room_bytes))}{of})"
+
+    def _mend_links(self) -> None:
+        """Replace one end of a link that is dead, where somebody can take its ranks.
+
+        It is not the node of the store, and else the one with the most dead links.
+        """
+        links = self._roster.dead_links()
+        if not links or self._ends:
+            return
+        num_dead = Counter(node.id for node, _ in links)
+        own = self._own_number
+        node, other = max(links, key=lambda pair: (pair[0].slot != own, num_dead[pair[0].id]))
+        assert node.slot is not None
+        slots, free = [node.slot], self._num_free()
+        why = f"it does not reach node {other.name}, and both reach the job's store"
+        if reason := self._why_over(slots):
+            why += f": {reason}"
+        elif free > 0 or self._to_play(slots, free):
+            self._lose([node], why)
+            return
+        if node.id not in self._told:  # once: it may be so for long
+            self._told.add(node.id)
+            say(f"node {node.name} stays: {why}")
+
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
         missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._slots.names})
         if self._start or not missing:
             return
-        numbers = [each.number for each in self._nodes if each.slot is None]
+        numbers = [each.number for each in self._roster.spares()]
         passed_s = time.monotonic() - self._arrived_s
         is_elsewhere = self._slots.is_elsewhere([each.name for each in self._nodes])
         if GATHER_S < passed_s < _MISSING_S and is_elsewhere:
@@ -167,7 +201,7 @@ class Coordinator:
         if (going := self._roster.told_to_end()) is None:
             return
         left = [each for each in self._nodes if each not in going]
-        staying = sum(each.slot is None for each in left)
+        staying = sum(each in left for each in self._roster.spares())
         slots = [each.slot for each in going if each.slot is not None]
         why = self._why_over(slots) if slots else ""
         free = staying - len(self._open)
@@ -237,6 +271,11 @@ class Coordinator:
         free = self._num_free()
         if not self._waits and len(slots) > free and not self._to_play(slots, free):
             why = "; peers cannot play the roles of all ranks of a stage" * self._played.is_allowed
+            needed = self._roster.needed_bytes
+            small = [each for each in self._nodes if each.slot is None and each.room_bytes < needed]
+            why += "".join(
+                f"; node {each.name}{self._room_of(each)} is too small" for each in small
+            )
             return f"no spare is left (--moe-ft-spare restart){why}; start more of them"
         return ""
 
@@ -246,7 +285,7 @@ class Coordinator:
         return self._played.choose(lost, num_free, self._rounds.stages()) if is_asked else set()
 
     def _num_free(self) -> int:
-        return sum(each.slot is None for each in self._nodes) - len(self._open)
+        return len(self._roster.spares()) - len(self._open)
 
     def _bring_back(self) -> None:
         """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
@@ -269,7 +308,7 @@ class Coordinator:
     def _give_away(self) -> None:
         """Have spares take over what is open."""
         for slot, order in sorted(self._open.items()):
-            spare = next((each for each in self._nodes if each.slot is None), None)
+            spare = next(iter(self._roster.spares()), None)
             if spare is None:
                 self._newest = self._rounds.newest(self._newest)
                 self._rounds.wait_for_spare(self._newest)

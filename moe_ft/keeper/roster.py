@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
@@ -46,41 +47,48 @@ class Order:
 class NodeSeat:
     """One node's view of the store, as long as it is not lost. Used by one thread."""
 
-    def __init__(self, store: SignedStore, name: str, number: int) -> None:
+    def __init__(self, store: SignedStore, name: str, number: int, **facts: Any) -> None:
         """Come to the job.
 
         Args:
             number: among the nodes that were started; those that train come first.
+            facts: attributes of `HeardNode`.
         """
-        self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
+        self._store, self.id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
         self._has_left = False
-        store.append(ARRIVED, {"id": self._id, "name": name, "number": number})
+        store.append(ARRIVED, {"id": self.id, "name": name, "number": number, **facts})
 
-    def beat(self, code: int | None, start: int = 0) -> None:
+    def beat(self, code: int | None, start: int = 0, **facts: Any) -> None:
         """Show that the node lives, and how its ranks have ended; None if some run, or there are none.
 
         Args:
             start: of these ranks.
+            facts: attributes of `HeardNode`, where they may have changed.
         """
         self._beats += 1
-        self._store.set(of_node(self._id, "beats"), [self._beats, code, start])
+        self._store.set(of_node(self.id, "beats"), [self._beats, code, start, facts])
 
     def new_orders(self) -> list[Order]:
         """Return orders that were not returned before."""
-        if self._store.length(key := of_node(self._id, "orders")) <= self._num_taken:
+        if self._store.length(key := of_node(self.id, "orders")) <= self._num_taken:
             return []
         found = self._store.values(key)[self._num_taken :]
         self._num_taken += len(found)
         return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
 
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Return the addresses of the nodes that have come, by id; of a name the last one counts."""
+        found = {each["name"]: each for each in self._store.values(ARRIVED) if each.get("address")}
+        return {each["id"]: tuple(each["address"]) for each in found.values()}
+
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""
-        return self._store.get(of_node(self._id, "lost")) is not None
+        return self._store.get(of_node(self.id, "lost")) is not None
 
     def leave(self) -> None:
         """Say, once, that this node is told to end. Then it is lost, or all ranks are to save and end."""
         if not self._has_left:
-            self._store.append(LEAVING, self._id)
+            self._store.append(LEAVING, self.id)
             self._has_left = True
 
     def is_to_save(self) -> bool:
@@ -102,6 +110,9 @@ class HeardNode:
         slot: whose ranks it has, by the number of the node that had them first; None for a spare.
         silent_s: for which the coordinator has watched it be silent.
         heard_s: time since 1970 of its last beat.
+        room_bytes, used_bytes: for the memory of ranks, and by those that it has, as far as it is known.
+        address: of its `Neighbours`; empty if it has none.
+        unreached: ids of nodes that it has reached, and does not any more.
     """
 
     id: str
@@ -112,6 +123,10 @@ class HeardNode:
     silent_s: float = 0.0
     heard_s: float = 0.0
     code: int | None = None
+    room_bytes: float = math.inf
+    used_bytes: int = 0
+    address: Sequence[Any] = ()
+    unreached: Sequence[str] = ()
 
 
 class Roster:
@@ -159,8 +174,11 @@ class Roster:
             limit_s = min(limit_s, _SUSPECTED_S)
         lost = []
         for node in self.nodes:
-            beats, code, of_start = self._store.get(of_node(node.id, "beats")) or (0, None, 0)
+            said = self._store.get(of_node(node.id, "beats")) or (0, None, 0, {})
+            beats, code, of_start, facts = said
             if beats > node.beats:
+                for name, value in facts.items():
+                    setattr(node, name, value)
                 node.code = code if of_start == start else None
                 node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
             else:
@@ -176,9 +194,24 @@ class Roster:
             self._store.set(of_node(each.id, "lost"), True)
 
     def spare_for(self, slot: int) -> HeardNode:
-        """Return a node without ranks: the one that came with this number, or else the first."""
-        spares = [each for each in self.nodes if each.slot is None]
-        return next((each for each in spares if each.number == slot), spares[0])
+        """Return a spare: the one that came with this number, or else the first."""
+        return next((each for each in self.spares() if each.number == slot), self.spares()[0])
+
+    def spares(self) -> list[HeardNode]:
+        """Return the nodes without ranks that have as much room as any other node uses."""
+        needed = self.needed_bytes
+        return [each for each in self.nodes if each.slot is None and each.room_bytes >= needed]
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that the ranks of a node use, at most; 0 before they use any."""
+        return max((each.used_bytes for each in self.nodes if each.slot is not None), default=0)
+
+    def dead_links(self) -> list[tuple[HeardNode, HeardNode]]:
+        """Return pairs of nodes with ranks that do not reach each other, as both say; each in both orders."""
+        ids = {each.id: each for each in self.nodes if each.slot is not None and each.code is None}
+        pairs = [(one, ids.get(other)) for one in ids.values() for other in one.unreached]
+        return [(one, other) for one, other in pairs if other and one.id in other.unreached]
 
     @property
     def is_leaving(self) -> bool:

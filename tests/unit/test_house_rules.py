@@ -47,7 +47,6 @@ LONELY = {
     "kernels/pack_table.py": "imports Triton late, which imports packing",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
-    "moe_ft/keeper/planned_end.py": "an end by a clock that tests set: its user has processes",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",

@@ -13,7 +13,7 @@ import pytest
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.engine.memory.job_directory import entered_job, own_directory
 from moe_ft.keeper import job_store, node, roster
-from moe_ft.keeper.planned_end import PlannedEnd
+from moe_ft.keeper.node import PlannedEnd
 from moe_ft.keeper.roster import OVER
 from moe_ft.recovery.job_memory import alive_lock
 from tests.unit.moe_ft.keeper.node_job import Job

