@@ -5,8 +5,8 @@ ranks would wait for each other until the groups' timeout. So nodes send each ot
 whether its sender hears the receiver, so that both ends learn of a link that carries one direction alone. It
 is not signed: with the id of a node, which is in the store, a stranger can make a dead link look alive.
 
-A node sends at most MOST_SENT datagrams with each beat, to all others in turn, and reads the list of them
-every RENEWAL_BEATS beats: 2,048 nodes, which beat every 3.3 s, take 105 s for either.
+A node sends at most MOST_SENT datagrams with each beat, to all others in turn: 2,048 nodes, which beat every
+3.3 s, take 105 s for it. Every RENEWAL_BEATS beats it reads the list of them, if that has grown.
 """
 
 import math
@@ -24,7 +24,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.keeper.link import flag_value
 from moe_ft.recovery.job_memory import measure, remove_unused, room_bytes
 
-MOST_SENT, RENEWAL_BEATS = 64, 32
+MOST_SENT, RENEWAL_BEATS = 64, 8
 _MOST_HEARD, _MOST_SAID = 1024, 8  # with each beat
 _MOST_BYTES = 64  # of a datagram
 _TURNS = 3  # without a datagram, until a link counts as dead

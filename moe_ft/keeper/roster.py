@@ -55,7 +55,8 @@ class NodeSeat:
             facts: attributes of `HeardNode`.
         """
         self._store, self.id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._has_left = False
+        self._has_left, self._num_nodes = False, 0
+        self._addresses: dict[str, tuple[str, int]] = {}
         store.append(ARRIVED, {"id": self.id, "name": name, "number": number, **facts})
 
     def beat(self, code: int | None, start: int = 0, **facts: Any) -> None:
@@ -78,8 +79,12 @@ class NodeSeat:
 
     def addresses(self) -> dict[str, tuple[str, int]]:
         """Return the addresses of the nodes that have come, by id; of a name the last one counts."""
+        if (num_nodes := self._store.length(ARRIVED)) == self._num_nodes:
+            return self._addresses
+        self._num_nodes = num_nodes
         found = {each["name"]: each for each in self._store.values(ARRIVED) if each.get("address")}
-        return {each["id"]: tuple(each["address"]) for each in found.values()}
+        self._addresses = {each["id"]: tuple(each["address"]) for each in found.values()}
+        return self._addresses
 
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""

@@ -107,7 +107,7 @@ def test_one_end_of_a_dead_link_is_replaced_and_leaves_nothing_though_both_reach
     names = ("node0", "node1", "node2", "node3")
     with (
         Namespaces(*names) as networks,
-        repaired.kept_nodes(lost_after_s=3, train_iters=150, networks=networks, store=3) as nodes,
+        repaired.kept_nodes(lost_after_s=5, networks=networks, store=3) as nodes,
     ):
         nodes.start(*names)
         repaired.wait_for_iteration(4)
