@@ -27,6 +27,7 @@ from moe_ft.recovery.job_memory import measure, remove_unused, room_bytes
 MOST_SENT, RENEWAL_BEATS = 64, 8
 _MOST_HEARD, _MOST_SAID = 1024, 8  # with each beat
 _MOST_BYTES = 64  # of a datagram
+_LONGEST_LOOK_S = 1.0
 _TURNS = 3  # without a datagram, until a link counts as dead
 
 
@@ -48,6 +49,7 @@ class OwnNode:
         self._id = ""
         self._master = environment["MASTER_ADDR"]
         self._addresses = dict[str, tuple[str, int]]()
+        self._looked_s, self._watched_s = time.monotonic(), 0.0
         # By node, when it was heard last, and when it said last that it hears this one.
         self._heard_s, self._reached_s = dict[str, float](), dict[str, float]()
         self._num_beats = self._next = 0
@@ -100,7 +102,10 @@ class OwnNode:
         """Return nodes that were reached before, and are not any more."""
         if not self._address:
             return []
-        now_s, nodes = time.monotonic(), [*self._addresses]
+        # A longer time between two looks says that this process did not look, and nothing about a node.
+        passed_s = min(time.monotonic() - self._looked_s, self._period_s + _LONGEST_LOOK_S)
+        self._looked_s, self._watched_s = time.monotonic(), self._watched_s + passed_s
+        now_s, nodes = self._watched_s, [*self._addresses]
         self._receive(now_s)
         turn_s = self._period_s * math.ceil(len(nodes) / MOST_SENT)
         limit_s = max(self._limit_s, _TURNS * turn_s)

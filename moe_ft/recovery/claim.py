@@ -92,7 +92,7 @@ def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) 
         site.rank,
         topology,
         sources_of(peers, site.rank),
-        persists=site.writes_to_storage,
+        persists=site.config.storage.persists,
     )
 
 
@@ -118,7 +118,7 @@ def take_over_lock(
         storage, trouble, lock = claimed.storage, claimed.trouble, claimed.lock
         if trouble is not None and not may_wait:
             raise trouble.refusal
-        if storage is None or met.site.rank != 0 or not met.site.writes_to_storage:
+        if storage is None or met.site.rank != 0 or not met.site.config.storage.persists:
             return None, ""
         if lock is None and trouble is None:
             try:

@@ -158,7 +158,7 @@ def _peers_of(met: Met) -> tuple[RankInfo, ...]:
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
     """Return the settings of the node's writer process; None on ranks that start none."""
-    if not (site.is_lowest_on_node and site.writes_to_storage):
+    if not (site.is_lowest_on_node and site.config.storage.persists):
         return None
     return WriterSettings(
         url=site.config.storage.persist_dir or "",

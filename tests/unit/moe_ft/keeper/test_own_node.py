@@ -21,11 +21,24 @@ def make_nodes(*ids: str) -> dict[str, OwnNode]:
     return made
 
 
-def beat(*nodes: OwnNode) -> list[list[str]]:
-    """Have nodes beat until each has heard what the others say of it; return those that they miss."""
-    for _ in range(3):
-        found = [node.facts(has_ranks=False)["unreached"] for node in nodes]
-    return found
+Watch = Callable[..., dict[str, list[str]]]
+
+
+@pytest.fixture
+def watch(advance: Callable[[float], None]) -> Watch:
+    """Return a function that has nodes beat for some seconds, and returns those that each misses then."""
+
+    def run(seconds: float, nodes: dict[str, OwnNode]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for _ in range(round(seconds / PERIOD_S)):
+            advance(PERIOD_S)
+            found = {
+                each: sorted(node.facts(has_ranks=False)["unreached"])
+                for each, node in nodes.items()
+            }
+        return found
+
+    return run
 
 
 def lose_all(node: OwnNode) -> None:
@@ -33,30 +46,31 @@ def lose_all(node: OwnNode) -> None:
     node._receive = lambda now_s: None  # type: ignore[method-assign]
 
 
-def test_both_ends_of_a_link_that_died_miss_each_other_whichever_direction_died(
-    advance: Callable[[float], None],
+def test_both_ends_of_a_link_that_died_miss_each_other_though_one_direction_alone_died(
+    watch: Watch,
 ) -> None:
     nodes = make_nodes("a", "b", "c")
-    a, b, c = nodes.values()
-    assert beat(a, b, c) == [[], [], []]
-    lose_all(b)
-    advance(LIMIT_S - 1)
-    assert beat(a, b, c) == [[], [], []]
-    advance(2)
-    assert sorted(b.facts(has_ranks=False)["unreached"]) == ["a", "c"]
-    a.facts(has_ranks=False), c.facts(has_ranks=False)  # hear that b does not hear them
-    advance(LIMIT_S + 1)
-    assert a.facts(has_ranks=False)["unreached"] == ["b"]
-    assert beat(c, a) == [["b"], ["b"]], "not each other"
+    assert watch(1, nodes) == {"a": [], "b": [], "c": []}
+    lose_all(nodes["b"])
+    assert watch(LIMIT_S - 1, nodes) == {"a": [], "b": [], "c": []}
+    assert watch(2, nodes) == {"a": [], "b": ["a", "c"], "c": []}
+    assert watch(LIMIT_S, nodes) == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
 
 
-def test_node_that_was_never_reached_is_not_missed(advance: Callable[[float], None]) -> None:
-    a, b = make_nodes("a", "b").values()
-    lose_all(a)
-    lose_all(b)
-    beat(a, b)
+def test_nodes_that_all_did_something_else_for_long_do_not_miss_each_other(
+    watch: Watch, advance: Callable[[float], None]
+) -> None:
+    nodes = make_nodes("a", "b")
+    watch(1, nodes)
     advance(100 * LIMIT_S)
-    assert beat(a, b) == [[], []]
+    assert watch(PERIOD_S, nodes) == {"a": [], "b": []}
+
+
+def test_node_that_was_never_reached_is_not_missed(watch: Watch) -> None:
+    nodes = make_nodes("a", "b")
+    for node in nodes.values():
+        lose_all(node)
+    assert watch(10 * LIMIT_S, nodes) == {"a": [], "b": []}
 
 
 def test_node_sends_to_few_of_many_with_each_beat_and_to_all_in_turn(
@@ -75,7 +89,7 @@ def test_node_sends_to_few_of_many_with_each_beat_and_to_all_in_turn(
             raise BlockingIOError
 
     monkeypatch.setattr(node, "_socket", Sending())
-    for _ in range(RENEWAL_BEATS):
+    for _ in range(2048 // MOST_SENT):
         sent.append([])
         node.facts(has_ranks=False)
     assert {len(each) for each in sent} == {MOST_SENT}
