@@ -4,11 +4,13 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ft.config.fields import size_text
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import Rounds, Stages
@@ -55,7 +57,7 @@ class NodeSeat:
             facts: attributes of `HeardNode`.
         """
         self._store, self.id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._has_left, self._num_nodes = False, 0
+        self._taken, self._has_left, self._num_nodes = set[Order](), False, 0
         self._addresses: dict[str, tuple[str, int]] = {}
         store.append(ARRIVED, {"id": self.id, "name": name, "number": number, **facts})
 
@@ -73,9 +75,12 @@ class NodeSeat:
         """Return orders that were not returned before."""
         if self._store.length(key := of_node(self.id, "orders")) <= self._num_taken:
             return []
-        found = self._store.values(key)[self._num_taken :]
-        self._num_taken += len(found)
-        return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        found = self._store.values(key)
+        self._num_taken = len(found)
+        orders = [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        new = [each for each in orders if each not in self._taken]  # whoever has said it again
+        self._taken.update(new)
+        return new
 
     def addresses(self) -> dict[str, tuple[str, int]]:
         """Return the addresses of the nodes that have come, by id; of a name the last one counts."""
@@ -118,6 +123,7 @@ class HeardNode:
         room_bytes, used_bytes: for the memory of ranks, and by those that it has, as far as it is known.
         address: of its `Neighbours`; empty if it has none.
         unreached: ids of nodes that it has reached, and does not any more.
+        is_told: whether it was said that it stays nevertheless.
     """
 
     id: str
@@ -132,6 +138,7 @@ class HeardNode:
     used_bytes: int = 0
     address: Sequence[Any] = ()
     unreached: Sequence[str] = ()
+    is_told: bool = False
 
 
 class Roster:
@@ -149,6 +156,7 @@ class Roster:
         """
         self.nodes: list[HeardNode] = []
         self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
+        self._arrived = set[str]()  # ids of all that ever were: each is a node once
         self._looked_s = time.monotonic()
         self._num_leaving = 0
         # When the first node was told to end of those that nothing has been decided about.
@@ -160,8 +168,10 @@ class Roster:
         if self._store.length(ARRIVED) <= self._num_arrived:
             return []
         arrived = self._store.values(ARRIVED)
-        new = [HeardNode(**each, heard_s=time.time()) for each in arrived[self._num_arrived :]]
+        by_id = {each["id"]: each for each in arrived if each["id"] not in self._arrived}
+        new = [HeardNode(**each, heard_s=time.time()) for each in by_id.values()]
         self.nodes += new
+        self._arrived |= by_id.keys()
         self._num_arrived = len(arrived)
         return new
 
@@ -207,16 +217,41 @@ class Roster:
         needed = self.needed_bytes
         return [each for each in self.nodes if each.slot is None and each.room_bytes >= needed]
 
+    def num_free(self, open_slots: Collection[int]) -> int:
+        """Return how many spares are left once some have the slots that wait for one; less than 0 if few."""
+        return len(self.spares()) - len(open_slots)
+
     @property
     def needed_bytes(self) -> int:
         """The bytes that the ranks of a node use, at most; 0 before they use any."""
         return max((each.used_bytes for each in self.nodes if each.slot is not None), default=0)
 
-    def dead_links(self) -> list[tuple[HeardNode, HeardNode]]:
-        """Return pairs of nodes with ranks that do not reach each other, as both say; each in both orders."""
+    def room_of(self, node: HeardNode) -> str:
+        """Return words on the room of a node; none if that is not known."""
+        if node.room_bytes == math.inf:
+            return ""
+        of = f" of {size_text(needed)}" if (needed := self.needed_bytes) else ""
+        return f" (has room for {size_text(int(node.room_bytes))}{of})"
+
+    def small(self) -> str:
+        """Return words on nodes without ranks that are no spares for lack of room."""
+        spares = self.spares()
+        small = [each for each in self.nodes if each.slot is None and each not in spares]
+        return "".join(f"; node {each.name}{self.room_of(each)} is too small" for each in small)
+
+    def dead_link(self, own_number: int) -> tuple[HeardNode, str] | None:
+        """Return a node with ranks that does not reach another one, as both say, and the words for that.
+
+        Of the two it is not the node of the store, and else the one with more dead links.
+        """
         ids = {each.id: each for each in self.nodes if each.slot is not None and each.code is None}
         pairs = [(one, ids.get(other)) for one in ids.values() for other in one.unreached]
-        return [(one, other) for one, other in pairs if other and one.id in other.unreached]
+        links = [(one, other) for one, other in pairs if other and one.id in other.unreached]
+        num_dead = Counter(one.id for one, _ in links)
+        if not links:
+            return None
+        one, other = max(links, key=lambda link: (link[0].slot != own_number, num_dead[link[0].id]))
+        return one, f"it does not reach node {other.name}, and both reach the job's store"
 
     @property
     def is_leaving(self) -> bool:
@@ -248,7 +283,11 @@ class Roster:
 
 
 class Slots:
-    """Names of the nodes that have ranks, by slot, and those of the job's last start."""
+    """Names of the nodes that have ranks, by slot, and those of the job's last start.
+
+    A file has the exit code of the job, "-" before, and in the next lines these names. Nodes that it names
+    get the same ranks again: their memory has their state.
+    """
 
     def __init__(
         self, num_nodes: int, ranks_per_node: int, own_number: int, status: Path | None

@@ -162,12 +162,18 @@ class Connection:
 class Listener:
     """A socket that listens, of a zygote or of a store, which is a server then."""
 
-    def __init__(self, machine: Machine, process: Process) -> None:
-        self.machine, self.process = machine, process
+    def __init__(
+        self, machine: Machine, process: Process, address: tuple[str, int] = ("", 0)
+    ) -> None:
+        self.machine, self.process, self._address = machine, process, address
         self.pending: deque[Connection] = deque()
         # By prefix: of the starts that one store serves.
         self.starts = defaultdict[str, Values](lambda: Values(FORGED, spared=("run", "seat")))
         self.server: Process | None = None
+        self.store: Any = None
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._address
 
     @property
     def is_readable(self) -> bool:

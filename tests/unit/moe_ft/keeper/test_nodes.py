@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_ft.keeper import nodes, roster
-from moe_ft.keeper.roster import NodeSeat, PlayedSlots
+from moe_ft.keeper.roster import ARRIVED, NodeSeat, PlayedSlots, of_node
 from moe_ft.keeper.rounds import Rounds
 from tests.unit.moe_ft.keeper.node_job import Job, ranks
 
@@ -69,6 +69,18 @@ def test_spare_gets_the_ranks_of_its_number_first(
         2: [2],
         3: [],
     }
+
+
+def test_node_and_order_that_are_said_again_count_once() -> None:
+    job = Job()
+    first = job.come("a", 0)
+    job.store.append(ARRIVED, {"id": first.id, "name": "a", "number": 1})
+    job.coordinator.step()
+    assert [each.name for each in job.coordinator._nodes] == ["a"]
+    orders = of_node(first.id, "orders")
+    assert ranks(first) == [0]
+    job.store.append(orders, *job.store.values(orders))
+    assert ranks(first) == []
 
 
 def test_spare_gets_the_ranks_of_a_node_a_node_that_does_not_come(
