@@ -45,7 +45,7 @@ class OwnNode:
             limit_s: silence of a node after which it is lost.
         """
         self._period_s, self._limit_s = period_s, limit_s
-        self._address: tuple[str, int] | tuple[()] = ()  # for datagrams of others
+        self._address: Sequence[Any] = ()  # for datagrams of others
         self._id = ""
         self._master = environment["MASTER_ADDR"]
         self._addresses = dict[str, tuple[str, int]]()
@@ -66,12 +66,12 @@ class OwnNode:
         with suppress(
             OSError
         ):  # a name that leads nowhere: others are not told of any address then
-            host = own_host(self._master)
-            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+            found = socket.getaddrinfo(own_host(self._master), 0, type=socket.SOCK_DGRAM)
+            family, _, _, _, place = found[0]
             self._socket = socket.socket(family, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
             self._socket.bind(place)
-            self._address = (host, self._socket.getsockname()[1])
+            self._address = self._socket.getsockname()[:2]
 
     def remove_memory(self) -> None:
         """Remove what is left of ranks that this node once had; the job is over, and it has none."""
