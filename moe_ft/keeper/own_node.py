@@ -63,9 +63,7 @@ class OwnNode:
 
     def open(self) -> None:
         """Listen on the interface towards the job's master."""
-        with suppress(
-            OSError
-        ):  # a name that leads nowhere: others are not told of any address then
+        with suppress(OSError):  # of a name that leads nowhere: then it has no address
             found = socket.getaddrinfo(own_host(self._master), 0, type=socket.SOCK_DGRAM)
             family, _, _, _, place = found[0]
             self._socket = socket.socket(family, socket.SOCK_DGRAM)

@@ -121,7 +121,7 @@ class HeardNode:
         silent_s: for which the coordinator has watched it be silent.
         heard_s: time since 1970 of its last beat.
         room_bytes, used_bytes: for the memory of ranks, and by those that it has, as far as it is known.
-        address: of its `Neighbours`; empty if it has none.
+        address: for datagrams; empty if it has none.
         unreached: ids of nodes that it has reached, and does not any more.
         is_told: whether it was said that it stays nevertheless.
     """
