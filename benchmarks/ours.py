@@ -110,7 +110,11 @@ class MoeFtMemory(Candidate):
         layouts = UnitLayouts(self._catalog, dp_rank=0)
         strategy = self._strategy(agreement)
         settings = EngineSettings(
-            interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
+            interval=1,
+            overhead_limit=0.05,
+            persist_interval=int(self.persists),
+            raises=True,
+            persists=self.persists,
         )
         self._engine = build_engine(
             settings,

@@ -32,6 +32,7 @@ from moe_ft.engine.breakpoints import Breakpoints, Written
 from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
+from moe_ft.keeper.link import own_link
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
 from moe_ft.recovery.failures import is_not_finite
@@ -56,11 +57,11 @@ class JobProcesses:
     Attributes:
         pids: process ids, by rank, of the ranks whose processes this one can see.
         token: signs what the ranks say in the job's store when they leave. Before they have met, it is one
-            that anybody knows.
+            that anybody knows, unless all have one already: in a repair, and where nodes have a secret.
     """
 
     pids: Mapping[int, int] = field(default_factory=dict)
-    token: str = "none yet"
+    token: str = field(default_factory=lambda: _early_token() or "none yet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +90,15 @@ def meet_processes() -> JobProcesses:
         for rank, (namespace, pid, _) in enumerate(everyone)
         if namespace and namespace == own[0]
     }
-    return JobProcesses(pids=pids, token=everyone[0][2])
+    # A repair may fail on some ranks before they meet: they sign with what a replacement has from its zygote.
+    link = own_link()
+    return JobProcesses(pids=pids, token=(link and link.token) or everyone[0][2])
+
+
+def _early_token() -> str:
+    """Return the token that all ranks of this start have already; empty if some may lack it."""
+    link = own_link()
+    return link.token if link is not None and (link.is_watched or link.is_replacement) else ""
 
 
 def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:

@@ -83,10 +83,6 @@ def open_storage(site: Site) -> Opened:
         return Opened()
     storage = Storage(url, PATIENCE_S)
     try:
-        if not site.config.storage.persists:
-            if site.rank == 0:
-                storage.names()
-            return Opened(storage=storage)
         if site.is_lowest_on_node:
             try_writing(storage)
         if site.rank != 0:

@@ -121,6 +121,7 @@ def _build(
             interval=config.strategy.interval_iterations,
             overhead_limit=config.strategy.overhead_limit,
             persist_interval=config.storage.persist_interval if config.storage.persists else 0,
+            persists=config.storage.persists,
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
@@ -161,7 +162,7 @@ def _peers_of(met: Met) -> tuple[RankInfo, ...]:
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
     """Return the settings of the node's writer process; None on ranks that start none."""
-    if not (site.is_lowest_on_node and site.writes_to_storage):
+    if not (site.is_lowest_on_node and site.config.storage.persists):
         return None
     return WriterSettings(
         url=site.config.storage.persist_dir or "",

@@ -101,7 +101,7 @@ def recover(
         may_keep: whether the state after the broken iteration may be recovered.
 
     Raises:
-        RepairError: if there is no state.
+        RepairError: if there is no state, or it cannot be taken up.
     """
     args = get_args()
     most = most_iteration(positions, args)
@@ -110,7 +110,9 @@ def recover(
         listeners.after_setup(built, args.iteration)
     except (ConfigError, UnrecoverableError) as error:
         # This is no refusal of the job: another start may do better.
-        raise RepairError(f"a repair found no state to continue from: {error}") from error
+        is_lost = isinstance(error, UnrecoverableError)
+        what = "found no state to continue from" if is_lost else "cannot take up the state"
+        raise RepairError(f"a repair {what}: {error}") from error
     batches.renew(parts.data_iterator)
     listeners.begin_training(parts)
     return int(args.iteration)
