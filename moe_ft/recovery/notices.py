@@ -108,11 +108,11 @@ class Notices:
         self._incomparable.add(where)
 
     def say_changed(self, changes: Sequence[str]) -> None:
-        """Print, once, the settings of the training script that have changed since a state was written."""
+        """Print, once, the flags of the training script that have changed since a state was written."""
         if changes and self._site.rank == 0 and not self._has_said_changes:
             say(
                 "warning: flags of the training script have changed. If they decide data or loss, the run is "
-                f"no longer equal to an undisturbed one: {_shorten(changes, '; ')}"
+                f"no longer equal to an undisturbed one: {_shorten(changes, ', ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
 
