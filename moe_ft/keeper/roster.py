@@ -1,7 +1,6 @@
 """Words between the nodes of a job and their coordinator (nodes.py), and who has which ranks."""
 
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.files.private_files import replace_file
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import Rounds, Stages
 
@@ -260,10 +260,8 @@ class Slots:
         code = "-" if over is None else str(over)
         names = dict(enumerate(self._before)) | self.names
         lines = [code, *(name for _, name in sorted(names.items()))]
-        part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
         try:
-            part.write_text("\n".join(lines) + "\n")
-            part.rename(self._status)
+            replace_file(self._status, "\n".join(lines) + "\n")
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
 
