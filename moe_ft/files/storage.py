@@ -31,6 +31,7 @@ import fsspec
 import numpy as np
 from fsspec.utils import get_protocol
 
+from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import MoeFtError
 from moe_ft.files.patience import call_within, note_progress
 from moe_ft.files.private_files import check_is_regular, open_regular
@@ -39,7 +40,6 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
 _DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
 _OF_VERSIONS = (
@@ -85,7 +85,7 @@ class Storage:
     """One persist directory. Paths are relative to it; all methods raise OSError when it fails.
 
     Attributes:
-        url: of the directory, for messages: without a password.
+        url: of the directory; it holds no password.
     """
 
     def __init__(self, url: str, patience_s: float | None = None) -> None:
@@ -97,22 +97,20 @@ class Storage:
                 raises TimeoutError; `write` takes as long as it needs. None in the writer process, which
                 somebody else watches.
         """
-        self.url, self._patience_s = hide_password(url), patience_s
-        self._given_url = url
+        check_holds_no_secret("URL", url)
+        self.url, self._patience_s = url, patience_s
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        file_system, root = self.within_patience(
-            "open", lambda: fsspec.core.url_to_fs(self._given_url)
-        )
+        file_system, root = self.within_patience("open", lambda: fsspec.core.url_to_fs(self.url))
         return file_system, root
 
     @cached_property
     def _is_local(self) -> bool:
         """True for a directory of this machine's file systems."""
         try:
-            protocol = fsspec.get_filesystem_class(get_protocol(self._given_url)).protocol
+            protocol = fsspec.get_filesystem_class(get_protocol(self.url)).protocol
         except (ImportError, ValueError):  # opening it says why
             return False
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
@@ -360,11 +358,6 @@ class Storage:
 
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def hide_password(url: str) -> str:
-    """Return a URL that may be shown to people."""
-    return _PASSWORD.sub(r"\1:***@", url)
 
 
 def sync_file(path: str) -> None:
