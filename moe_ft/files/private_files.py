@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_ft.errors import CorruptStateError, UnsafePathError
+from moe_ft.errors import CorruptStateError, ForeignPathError, UnsafePathError
 
 PRIVATE_MODE = 0o700
 _FILE_MODE = 0o600
@@ -209,4 +209,4 @@ def _check_is_ours(status: os.stat_result, path: Path) -> None:
 
 def _check_owner(status: os.stat_result, what: str, others: tuple[int, ...] = ()) -> None:
     if status.st_uid not in (os.geteuid(), *others):
-        raise UnsafePathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        raise ForeignPathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")

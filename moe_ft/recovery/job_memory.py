@@ -3,6 +3,7 @@
 recovery/inventory.py finds the state in it, recovery/inspect/cleaning.py removes it. No torch.
 """
 
+import errno
 import os
 import shutil
 import time
@@ -22,10 +23,11 @@ from moe_ft.engine.memory.job_directory import (
     job_directory,
     read_marker,
 )
-from moe_ft.errors import ConfigError
+from moe_ft.errors import BusyError, ConfigError, ForeignPathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory
+from moe_ft.processes import holder_of_lock, is_ending
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
@@ -34,6 +36,7 @@ _LOCK_SUFFIXES = (ALIVE_SUFFIX, ".lock")
 _MAX_DESCRIBED = 5
 _CLAIM_POLL_S = 0.05
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
+_ENDING_S = 60.0  # longer if they cannot, as where they give much memory back or wait for storage
 
 
 def alive_lock(node_dir: Path, rank: int) -> filelock.FileLock:
@@ -152,19 +155,26 @@ def take_place(site: Site) -> filelock.BaseFileLock:
 
     Raises:
         ConfigError: if the directory cannot be used, or another process is this rank of this job.
+        BusyError: if that process is about to end, or the directory is another user's, or full.
     """
     memory = site.config.memory
     try:
         make_root(Path(memory.memory_dir))
         return _enter(site)
     except filelock.Timeout as error:
+        if not _is_of_live_rank(error):
+            raise BusyError(
+                f"--moe-ft-job-id={site.job_id}: memory of this job on node {site.node} is held by a process "
+                f"that is ending, or not seen from here ({error}). Start again later, or without this node."
+            ) from error
         raise ConfigError(
             f"--moe-ft-job-id={site.job_id}: rank {site.rank} of a job of this name is "
             f"running on node {site.node} already ({error}). Give this job another name, or end the "
             "other one."
         ) from error
     except OSError as error:
-        raise ConfigError(
+        is_busy = isinstance(error, ForeignPathError) or error.errno == errno.ENOSPC
+        raise (BusyError if is_busy else ConfigError)(
             f"--moe-ft-memory-dir={memory.memory_dir} with --moe-ft-job-id={site.job_id} cannot be used on "
             f"node {site.node}: {error}. It must be a directory on a tmpfs in which no other user can "
             "replace what is yours. Name a new one, for example below /dev/shm."
@@ -182,6 +192,13 @@ def why_slow(site: Site) -> str:
     )
 
 
+def _is_of_live_rank(error: filelock.Timeout) -> bool:
+    """Return whether a lock is that of a rank's place, and its holder will not give it up by itself."""
+    holder = holder_of_lock(Path(error.lock_file))
+    is_of_rank = error.lock_file.endswith(ALIVE_SUFFIX)
+    return is_of_rank and holder is not None and not is_ending(holder)
+
+
 def _enter(site: Site) -> filelock.BaseFileLock:
     """Make the directories of this rank, and return its lock, taken.
 
@@ -189,7 +206,7 @@ def _enter(site: Site) -> filelock.BaseFileLock:
         filelock.Timeout: if another process keeps it.
         OSError: if the directories cannot be made, or are not ours.
     """
-    deadline_s = time.monotonic() + _OLD_START_S
+    begin_s = time.monotonic()
     lock = alive_lock(site.node_dir, site.rank)
     while True:
         try:
@@ -198,8 +215,9 @@ def _enter(site: Site) -> filelock.BaseFileLock:
                 make_private(site.node_dir)
                 lock.acquire(blocking=False)
                 return lock
-        except (filelock.Timeout, FileNotFoundError):  # an older start's, or just removed
-            if time.monotonic() > deadline_s:
+        except (filelock.Timeout, FileNotFoundError) as error:  # an older start's, or just removed
+            is_ours = isinstance(error, filelock.Timeout) and not _is_of_live_rank(error)
+            if time.monotonic() > begin_s + (_ENDING_S if is_ours else _OLD_START_S):
                 raise
         time.sleep(_CLAIM_POLL_S)
 
@@ -214,7 +232,7 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
 def check_room(site: Site, needed: int) -> None:
     """Compare the bytes that the job will take on this node with the limit and the file system.
 
-    Raises ConfigError if it is too much for either.
+    Raises ConfigError if it is too much for either, BusyError if it fits once others have left.
     """
     limit = site.config.memory.host_memory_limit_bytes
     memory, parts = site.config.memory, ["snapshots", "replicas"]
@@ -236,9 +254,10 @@ def check_room(site: Site, needed: int) -> None:
         )
     # A start has made its directory by now.
     there = next(each for each in (site.node_dir, *site.node_dir.parents) if each.exists())
-    free = shutil.disk_usage(there).free + measure(site.node_dir)[0]
+    usage = shutil.disk_usage(there)
+    free = usage.free + measure(site.node_dir)[0]
     if site.is_lowest_on_node and needed > free:
-        raise ConfigError(
+        raise (ConfigError if needed > usage.total else BusyError)(
             f"--moe-ft-memory-dir={memory.memory_dir}: {what}, and its file system has "
             f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )
