@@ -131,13 +131,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def check_is_regular(path: Path | str) -> None:
-    """Raise CorruptStateError if a file is a named pipe, a device or a socket, without opening it."""
-    mode = os.stat(path).st_mode
+def check_is_regular(path: Path | str) -> int:
+    """Return the size of a file; raise CorruptStateError if it is a named pipe, a device or a socket."""
+    status = os.stat(path)  # without opening it
+    mode = status.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory, opening it says so
         raise CorruptStateError(
             f"{path} is not a regular file, but {_KINDS.get(stat.S_IFMT(mode))}"
         )
+    return status.st_size
 
 
 def create_private(path: Path) -> int:

@@ -22,7 +22,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import fsspec
 import numpy as np
 from fsspec.utils import get_protocol
 
-from moe_ft.errors import MoeFtError
+from moe_ft.errors import CorruptStateError, MoeFtError, UnsafePathError
 from moe_ft.files.patience import call_within, note_progress
 from moe_ft.files.private_files import check_is_regular, open_regular
 from moe_ft.format.encoding import check_path, checksum, decode
@@ -41,6 +41,8 @@ from moe_ft.format.index import Index
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
+# A manifest of 16,384 ranks with 15,600 experts has 14 MiB. A stranger's may be a hole of 1 TB.
+MOST_JSON_BYTES = 128 << 20
 _DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
 _OF_VERSIONS = (
     "size",
@@ -186,22 +188,49 @@ class Storage:
                             file.write(content[start : start + _CHUNK_BYTES])
 
     def _write_here(self, full: str, pieces: Iterable[memoryview]) -> None:
-        # A name of its own: two nodes that rescue a job write the same files at the same time.
-        part = f"{full}.{secrets.token_hex(4)}.part"
-        try:
-            with self._file_system.open(part, "wb") as file:
-                write_past_cache(file, pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, full)
-        except (Exception, KeyboardInterrupt):
-            with suppress(OSError):  # on a full disk every try would leave one
-                os.unlink(part)
-            raise
+        with self._directory_of(full) as (directory, name):
+            # A name of its own: two nodes that rescue a job write the same files at the same time.
+            part = f"{name}.{secrets.token_hex(4)}.part"
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(part, flags, 0o666, dir_fd=directory), "wb") as file:
+                    write_past_cache(file, pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except (Exception, KeyboardInterrupt):
+                with suppress(OSError):  # on a full disk every try would leave one
+                    os.unlink(part, dir_fd=directory)
+                raise
         for directory in Path(full).parents:  # its name, and those of what was made for it
             sync_file(str(directory))
             if directory == Path(self._root):
                 return
+
+    @contextmanager
+    def _directory_of(self, full: str) -> Iterator[tuple[int, str]]:
+        """Yield a descriptor of a local file's directory, and the file's name; follow no link there.
+
+        Others may write there too, and put a link to any directory of this user in the place of one.
+
+        Raises:
+            UnsafePathError: if a directory is a link.
+        """
+        *names, name = full.removeprefix(self._root).strip("/").split("/")
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with ExitStack() as opened:
+            directory, path = os.open(self._root, flags), Path(self._root)
+            opened.callback(os.close, directory)
+            for each in names:
+                path /= each
+                try:
+                    directory = os.open(each, flags | os.O_NOFOLLOW, dir_fd=directory)
+                except OSError as error:
+                    if path.is_symlink():
+                        raise UnsafePathError(f"{path} is a symbolic link") from error
+                    raise
+                opened.callback(os.close, directory)
+            yield directory, name
 
     def write_atomically(self, path: str, content: bytes) -> None:
         """Write a small file so that readers see all of it or nothing."""
@@ -238,9 +267,13 @@ class Storage:
             raise FileExistsError(full) from error
 
     def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
-        """Return a file, or a range of it.
+        """Return a small file, or a range of one.
 
         Where many read at once each of them may be slow: only one that gets no further is given up.
+
+        Raises:
+            CorruptStateError: if a whole file is longer than any that holds JSON of moe_ft.
+            OSError: if it cannot be read.
         """
         full = self._full(path)
         end = None if num_bytes < 0 else offset + num_bytes
@@ -250,6 +283,8 @@ class Storage:
             with self._translating(f"read {path}"):
                 return self._read(full, offset, end)
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
+        if end is None:
+            _check_length(full, expected_end)
         starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
         pieces = []  # one of them is passed on without a copy
         for start, stop in zip(starts, (*starts[1:], end), strict=True):
@@ -260,7 +295,9 @@ class Storage:
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
         if self._is_local:
-            check_is_regular(full)
+            num_bytes = check_is_regular(full)
+            if end is None:
+                _check_length(full, num_bytes)
         if start == 0 and end is None:  # of an empty object S3 has no range
             return bytes(self._file_system.cat_file(full))
         return bytes(self._file_system.cat_file(full, start=start, end=end))
@@ -305,8 +342,13 @@ class Storage:
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
-        matches = map(_ITERATION.fullmatch, self.names())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        matches = filter(None, map(_ITERATION.fullmatch, self.names()))
+        # A link may lead to another persist directory of this user, where nothing is to be removed.
+        there = (each for each in matches if not self._is_link(each[0]))
+        return sorted((int(match[1]) for match in there), reverse=True)
+
+    def _is_link(self, name: str) -> bool:
+        return self._is_local and os.path.islink(self._full(name))
 
     def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
         def look() -> list[Any]:
@@ -355,7 +397,21 @@ class Storage:
         """Remove a file if it is there."""
         with suppress(FileNotFoundError):
             full = self._full(path)
-            self.within_patience(f"remove {path}", lambda: self._file_system.rm_file(full))
+            self.within_patience(f"remove {path}", lambda: self._remove(full))
+
+    def _remove(self, full: str) -> None:
+        if not self._is_local:
+            self._file_system.rm_file(full)
+            return
+        with self._directory_of(full) as (directory, name):
+            os.unlink(name, dir_fd=directory)
+
+
+def _check_length(path: str, num_bytes: int) -> None:
+    if num_bytes > MOST_JSON_BYTES:
+        raise CorruptStateError(
+            f"{path} has {num_bytes} bytes, and no file of its kind has more than {MOST_JSON_BYTES}"
+        )
 
 
 def _last_part(path: str) -> str:

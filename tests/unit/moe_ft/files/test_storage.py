@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.errors import CorruptStateError
+from moe_ft.errors import CorruptStateError, UnsafePathError
 from moe_ft.files import storage
 from moe_ft.files.storage import (
     Storage,
@@ -101,6 +101,36 @@ def test_iterations_are_newest_first_and_other_names_ignored(storage: Storage) -
     for name in ("iter_0000002", "iter_0000010", "iter_12345678", "iter_x", "iter_5", "notes"):
         storage.write_atomically(f"{name}/file", b"x")
     assert storage.iterations() == [12345678, 10, 2]
+
+
+CHANGES: dict[str, Callable[[Storage, str], object]] = {
+    "write": lambda files, path: files.write(path, [memoryview(b"new")]),
+    "write_atomically": lambda files, path: files.write_atomically(path, b"new"),
+    "remove": lambda files, path: files.remove(path),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_link_in_the_place_of_a_directory_leads_nowhere(tmp_path: Path, change: str) -> None:
+    mine, shared = Storage(str(tmp_path / "mine")), Storage(str(tmp_path / "shared"))
+    for files in (mine, shared):
+        files.write_atomically("iter_0000010/manifest.json", b"before")
+    (tmp_path / "shared" / "iter_0000020").symlink_to(tmp_path / "mine" / "iter_0000010")
+    with pytest.raises(UnsafePathError, match="shared/iter_0000020 is a symbolic link"):
+        CHANGES[change](shared, "iter_0000020/manifest.json")
+    assert mine.names_in("iter_0000010") == ["manifest.json"]
+    assert mine.read("iter_0000010/manifest.json") == b"before"
+    assert shared.iterations() == [10], "retention and prune look at nothing else"
+
+
+@pytest.mark.parametrize("patience_s", [None, 60.0])
+def test_file_that_is_longer_than_any_json_is_not_read(
+    tmp_path: Path, patience_s: float | None
+) -> None:
+    (tmp_path / "manifest.json").touch()
+    os.truncate(tmp_path / "manifest.json", 1 << 40)  # no block on the disk
+    with pytest.raises(CorruptStateError, match=f"manifest.json has {1 << 40} bytes"):
+        Storage(str(tmp_path), patience_s).read("manifest.json")
 
 
 @BACK_ENDS
@@ -314,11 +344,11 @@ def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(
 ) -> None:
     """As two nodes do that rescue a job: the other writes all of it before the first names its own."""
 
-    def replace_after_the_other(source: str, target: str) -> None:
+    def replace_after_the_other(source: str, target: str, **directories: int) -> None:
         monkeypatch.undo()
         Storage(str(tmp_path)).write_atomically("file", b"the other's")
         assert (tmp_path / "file").read_bytes() == b"the other's"
-        os.replace(source, target)
+        os.replace(source, target, **directories)
 
     monkeypatch.setattr("moe_ft.files.storage.os.replace", replace_after_the_other)
     Storage(str(tmp_path)).write_atomically("file", b"own")
