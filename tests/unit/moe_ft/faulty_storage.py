@@ -179,9 +179,9 @@ def install() -> Iterator[Injector]:
             "fsync": lambda descriptor: None,  # no power fails here
         }
         for name, function in functions.items():
-            patch.setattr(f"moe_ft.files.storage.os.{name}", _counted(name, function))
-        patch.setattr("moe_ft.files.storage.os.open", _open)
-        patch.setattr("moe_ft.files.storage.write_past_cache", _write)
+            patch.setattr(f"moe_ft.files.local_files.os.{name}", _counted(name, function))
+        patch.setattr("moe_ft.files.local_files.os.open", _open)
+        patch.setattr("moe_ft.files.local_files.write_past_cache", _write)
         yield INJECTOR
     INJECTOR.forget()
 

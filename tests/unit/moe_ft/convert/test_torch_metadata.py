@@ -89,7 +89,9 @@ def test_pickle_that_would_be_hashed_for_ever_is_refused(content: bytes, tmp_pat
         for name in source.namelist():
             is_pickle = name.endswith("data.pkl")
             target.writestr(name, b"\x80\x02" + content if is_pickle else source.read(name))
-    with pytest.raises((ConfigError, CorruptStateError), match=r"x (has a key|cannot be read|names)"):
+    with pytest.raises(
+        (ConfigError, CorruptStateError), match=r"x (has a key|cannot be read|names)"
+    ):
         load_object(archive.getvalue(), "x")
 
 

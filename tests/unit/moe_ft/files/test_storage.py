@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.errors import CorruptStateError, UnsafePathError
 from moe_ft.files import storage
+from moe_ft.files.local_files import page_blocks
 from moe_ft.files.storage import (
     Storage,
     file_tag,
     give_own_random,
     hide_password,
-    page_blocks,
     rank_path,
 )
 from moe_ft.format.encoding import encode
@@ -350,7 +350,7 @@ def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(
         assert (tmp_path / "file").read_bytes() == b"the other's"
         os.replace(source, target, **directories)
 
-    monkeypatch.setattr("moe_ft.files.storage.os.replace", replace_after_the_other)
+    monkeypatch.setattr("moe_ft.files.local_files.os.replace", replace_after_the_other)
     Storage(str(tmp_path)).write_atomically("file", b"own")
     assert (tmp_path / "file").read_bytes() == b"own"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
@@ -373,7 +373,7 @@ def test_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(
 def test_file_is_written_where_the_file_system_refuses_to_pass_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.files.storage.page_blocks", iter)
+    monkeypatch.setattr("moe_ft.files.local_files.page_blocks", iter)
     pieces = [_some_bytes(2 << 20, address=1), _some_bytes(2 << 20, address=1), _some_bytes(3)]
     Storage(str(tmp_path)).write("file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
