@@ -75,17 +75,11 @@ class EventLog:
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Without O_NONBLOCK, opening a pipe of that name would block.
-        flags = os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        path = event_path(self.directory, self.rank)
-        self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o600)
-        _check_is_file(os.fstat(self._events_fd), path)
+        self._events_fd = _open_own(event_path(self.directory, self.rank), os.O_APPEND | os.O_RDWR)
         size = os.fstat(self._events_fd).st_size
         if size and os.pread(self._events_fd, 1, size - 1) != b"\n":
             os.write(self._events_fd, b"\n")  # the last incarnation died while it wrote
-        self._progress_fd = os.open(
-            progress_path(self.directory, self.rank), flags | os.O_WRONLY, 0o600
-        )
+        self._progress_fd = _open_own(progress_path(self.directory, self.rank), os.O_WRONLY)
 
     def close(self) -> None:
         """Close the files; later events are dropped."""
@@ -250,6 +244,19 @@ class EventTail:
         if len(self._rest) > _MAX_LINE_BYTES:  # no event is that long
             self._rest = b""
         return [line for line in lines if line.strip()]
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Return a descriptor of a file to write to. The directory may be shared: a link may lead to any file."""
+    # Without O_NONBLOCK, opening a pipe of that name would block.
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _check_is_file(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _open(path: Path) -> BinaryIO:

@@ -5,9 +5,12 @@ are with the fields, see fields.py. The rules for directories are a function: wh
 which must be apart.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,23 @@ def check_holds_no_secret(flag: str, url: str) -> None:
             "users of the node see it. Give it to the library that opens such URLs, in the environment, "
             "its configuration file or that of fsspec (~/.config/fsspec)."
         )
+
+
+def default_memory_dir(place: Path = Path("/dev/shm")) -> str:
+    """Return the first of moe_ft_UID, moe_ft_UID_1, ... that is this user's; if none is, the first free one.
+
+    Everybody may write to that place, and so take a name that is known before. What a job has left is found
+    again by its owner, also when names before it are free again.
+    """
+    own, name = os.geteuid(), f"moe_ft_{os.geteuid()}"
+    pattern, owners = re.compile(rf"{name}(?:_([1-9]\d{{0,8}}))?"), dict[int, int]()
+    with suppress(OSError):  # one has vanished, or the place is not there
+        for path in place.iterdir():
+            if match := pattern.fullmatch(path.name):
+                owners[int(match[1] or 0)] = path.lstat().st_uid
+    ours = [number for number, owner in owners.items() if owner == own]
+    chosen = min(ours) if ours else next(each for each in count() if each not in owners)
+    return str(place / (f"{name}_{chosen}" if chosen else name))
 
 
 def check_directories(memory_dir: str, persist_dir: str | None) -> None:

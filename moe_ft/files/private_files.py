@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_ft.errors import CorruptStateError, UnsafePathError
+from moe_ft.errors import CorruptStateError, ForeignPathError, UnsafePathError
 
 PRIVATE_MODE = 0o700
 _FILE_MODE = 0o600
@@ -132,13 +132,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def check_is_regular(path: Path | str) -> None:
-    """Raise CorruptStateError if a file is a named pipe, a device or a socket, without opening it."""
-    mode = os.stat(path).st_mode
+def check_is_regular(path: Path | str) -> int:
+    """Return the size of a file; raise CorruptStateError if it is a named pipe, a device or a socket."""
+    status = os.stat(path)  # without opening it
+    mode = status.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory, opening it says so
         raise CorruptStateError(
             f"{path} is not a regular file, but {_KINDS.get(stat.S_IFMT(mode))}"
         )
+    return status.st_size
 
 
 def create_private(path: Path) -> int:
@@ -221,4 +223,4 @@ def _check_is_ours(status: os.stat_result, path: Path) -> None:
 
 def _check_owner(status: os.stat_result, what: str, others: tuple[int, ...] = ()) -> None:
     if status.st_uid not in (os.geteuid(), *others):
-        raise UnsafePathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        raise ForeignPathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")

@@ -7,6 +7,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+# A file of somebody else may name any number, of which much is built.
+MOST_RANKS = 1 << 17
 # A setting besides the flags that decides which slices a rank has, such as the sizes of buckets.
 CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 # Only jobs that have slots have the setting.
@@ -88,7 +90,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: str
     history: History
     fingerprint: dict[str, Any]
-    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     strategy: str
     division: str = ""
     replay_settings: dict[str, Any] = {}

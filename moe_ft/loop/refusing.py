@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
+from moe_ft.errors import BusyError, ConfigError, UnrecoverableError
 from moe_ft.saying import escape
 
 EXIT_REFUSED = 2  # the command line, or the state that is there, cannot work
 EXIT_NOT_SAVED = 3  # the last state should be on storage and is not: start the job again
-EXIT_STORAGE_AWAY = (
-    4  # storage may hold what the start needs, and does not answer: start it again later
+EXIT_BUSY = (
+    4  # storage, or memory of this node, cannot be had now: start it again, later or elsewhere
 )
 REFUSAL_GRACE_S = 10.0
 
@@ -24,8 +24,8 @@ def refusing() -> Iterator[None]:
     """End the rank with one line where the flags or the state that is there cannot work."""
     try:
         yield
-    except StorageAwayError as error:
-        refuse(str(error), code=EXIT_STORAGE_AWAY)
+    except BusyError as error:
+        refuse(str(error), code=EXIT_BUSY)
     except (ConfigError, UnrecoverableError) as error:
         refuse(str(error))
 

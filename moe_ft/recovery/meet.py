@@ -24,7 +24,7 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.errors import ConfigError, PlanError, StorageAwayError
+from moe_ft.errors import BusyError, ConfigError, PlanError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
@@ -73,11 +73,11 @@ class Ranks:
     rank: int = 0
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
-        """Run a check on all ranks; if it fails on one, raise its ConfigError or StorageAwayError on all."""
+        """Run a check on all ranks; if it fails on one, raise its ConfigError or BusyError on all."""
         problem: Failure | None = None
         try:
             answer = check()
-        except (ConfigError, StorageAwayError) as error:
+        except (ConfigError, BusyError) as error:
             problem = Failure(kind=type(error).__name__, text=str(error))
         for each in self.everyone.gather(problem, _PROBLEM):
             if each is not None:

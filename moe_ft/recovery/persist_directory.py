@@ -81,7 +81,7 @@ def open_storage(site: Site) -> Opened:
     url = site.config.storage.persist_dir
     if url is None:
         return Opened()
-    storage = Storage(url, PATIENCE_S)
+    storage = Storage(url, PATIENCE_S, is_apart=True)
     try:
         if site.is_lowest_on_node:
             try_writing(storage)

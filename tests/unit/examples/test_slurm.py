@@ -27,7 +27,7 @@ COMMANDS = {
             sed -i 1d codes
             exit "$code" ;;
         *HEALTH_CHECK*) echo node1 ;;
-        *"--nodelist node1 bash"*" rescue 77 --to $RUN_DIR/states --memory-dir"*) echo rescued ;;
+        *"--nodelist node1 bash"*" rescue 77 --to $RUN_DIR/states --wait"*) echo rescued ;;
     esac""",
     "scontrol": """case "$1 $2" in
         "show hostnames") echo node1 ;;

@@ -186,7 +186,14 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, make_pipe], ids=["directory", "pipe"])
+def make_link(path: Path) -> None:
+    path.with_name("mine").touch()
+    path.symlink_to(path.with_name("mine"))
+
+
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, make_pipe, make_link], ids=["directory", "pipe", "link"]
+)
 @pytest.mark.parametrize("path_of", [event_path, progress_path])
 def test_log_that_is_no_file_is_given_up_with_a_line(
     make: Callable[[Path], None],
@@ -196,8 +203,11 @@ def test_log_that_is_no_file_is_given_up_with_a_line(
 ) -> None:
     make(path_of(tmp_path, 0))
     assert last_incarnation(tmp_path, 0) == -1
-    started(tmp_path).write("iteration", 1)
+    log = started(tmp_path)
+    log.write("iteration", 1)
+    log.progress(1, Phase.FORWARD)
     assert capsys.readouterr().err.count("rank 0 writes no more events") == 1
+    assert not (tmp_path / "mine").exists() or not (tmp_path / "mine").read_bytes()
 
 
 def test_progress_is_the_last_phase_entered(tmp_path: Path) -> None:
