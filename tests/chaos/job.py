@@ -20,7 +20,7 @@ import psutil
 from moe_ft.events import Progress, event_path, read_progress
 from moe_ft.keeper.worker import socket_path
 from moe_ft.processes import process_name
-from tests.chaos.cases import LOST_AFTER_S, NUM_ITERATIONS, NUM_RANKS, Case, Launcher
+from tests.chaos.cases import LOST_AFTER_S, NUM_ITERATIONS, NUM_RANKS, Case
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import _context, prepare_to_fork
 from tests.kept_job import ROOT
@@ -30,11 +30,18 @@ from tests.ports import free_port
 from tests.processes import kill_all
 from tests.references import Place
 
-SILENT_S = 180.0  # groups time out after 120 s; real imports on a busy machine take a minute
-LATE_S = 20.0  # for a node that came back when the others had ended
+SILENT_S = 180.0  # groups time out after 120 s; imports on a busy machine take a minute
+_LATE_S = 20.0  # for a node that came back when the others had ended
+_MOST_S = 900.0  # until a job that moves should have come to its end
 _POLL_S = 0.003
-_MOST_S = 900.0
-MODEL = {"hidden_size": 32, "hidden_dropout": 0.1, "global_batch_size": 4}
+MODEL = {
+    "hidden_size": 32,
+    "hidden_dropout": 0.1,
+    "global_batch_size": 4,
+    "micro_batch_size": 1,
+    "train_iters": NUM_ITERATIONS,
+    "distributed_timeout_minutes": 2,
+}
 
 
 class HangError(Exception):
@@ -57,17 +64,15 @@ class ChaosJob:
     def __init__(
         self, case: Case, place: Place, storage: Path, networks: Namespaces | None
     ) -> None:
-        self.case, self.folder, self.memory_dir = case, place.folder, place.memory_dir
+        self.case, self.memory_dir = case, place.memory_dir
         self.storage, self.networks = storage, networks
-        self.events_dir = self.folder / "events"
-        model = {"train_iters": NUM_ITERATIONS, "distributed_timeout_minutes": 2}
-        model |= {"micro_batch_size": 1, "num_layers": case.layout.get("pp", 2)}
-        model |= {"sequence_parallel": "tp" in case.layout}
-        changes = {**MODEL, **model, **case.changes}
+        self.events_dir = place.folder / "events"
+        self.logs = {name: place.folder / f"{name}.log" for name in case.names}
+        layout = {"num_layers": case.layout.get("pp", 2), "sequence_parallel": "tp" in case.layout}
+        changes = {**MODEL, **layout, **case.changes}
         self.base = [*model_flags(**changes), *layout_flags(case.layout), *place.dataset_flags]
         self.nodes: dict[str, Node] = {}
-        self.starts, self.notes = 0, list[str]()
-        self.may_end, self.is_held = False, False
+        self.starts, self.notes, self.may_end = 0, list[str](), False
         self._marks: dict[Path, int] = {}
         self._begin = self._moved = time.monotonic()
         self._seen: object = None
@@ -83,22 +88,16 @@ class ChaosJob:
             if node.zygote is not None:
                 node.zygote.join()
 
-    def names(self) -> list[str]:
-        return [f"n{number}" for number in range(self.case.num_nodes + self.case.num_spares)]
-
     def note(self, text: str) -> None:
-        self.notes.append(
-            f"{time.monotonic() - self._begin:.1f} s, iteration {self.iteration()}: {text}"
-        )
-
-    # Start
+        seconds = time.monotonic() - self._begin
+        self.notes.append(f"{seconds:.1f} s, iteration {self.iteration()}: {text}")
 
     def start(self) -> None:
         """Start all nodes, for the first time or again after all have ended."""
         self._port, self.starts = free_port(), self.starts + 1
         self._moved, self._late_since = time.monotonic(), 0.0
         self.nodes.clear()
-        for name in self.names():
+        for name in self.case.names:
             self.start_node(name, is_real=self.case.is_real)
 
     def start_node(self, name: str, *, is_real: bool = False) -> None:
@@ -107,18 +106,18 @@ class ChaosJob:
             "MOE_FT_NODE_ID": name,
             "MOE_FT_KEEP_TOKEN": _TOKEN,
             "CUDA_VISIBLE_DEVICES": "",
-            "TORCHELASTIC_RESTART_COUNT": str(self.starts - 1),
             "TORCHELASTIC_RUN_ID": "chaos",
+            "TORCHELASTIC_RESTART_COUNT": f"{self.starts - 1}",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        words, enter, path = self._words(int(name[1:])), list[str](), ""
-        if self.case.launcher is Launcher.NODES and not is_real:
+        words, enter, path = self._words(name[1:]), list[str](), ""
+        if self.case.ranks_per_node and not is_real:
             env["LOCAL_RANK"] = "1"  # the zygote comes from here
         if self.networks is not None:
             enter, path = self.networks.command(name), self.networks.path(name)
             env["GLOO_SOCKET_IFNAME"] = INTERFACE
-        with self.log_path(name).open("a") as file:
+        with self.logs[name].open("a") as file:
             agent = subprocess.Popen(
                 [*enter, sys.executable, *words],
                 cwd=ROOT,
@@ -131,40 +130,33 @@ class ChaosJob:
         zygote = None
         if not is_real:
             prepare_to_fork()
-            where = (path, agent.pid, str(socket_path(agent.pid)), str(self.log_path(name)))
+            where = (path, agent.pid, str(socket_path(agent.pid)), str(self.logs[name]))
             zygote = _context.Process(target=_serve_in, args=where)
             zygote.start()
         is_late = name in self.nodes
         self.nodes[name] = Node(agent, zygote, is_struck=is_late, is_late=is_late)
 
-    def _words(self, number: int) -> list[str]:
+    def _words(self, number: str) -> list[str]:
         """Return the command line of a node, after Python."""
         case, host = self.case, "127.0.0.1"
         script = "tests/chaos/broken.py" if "TEST_BREAKAGE" in os.environ else "pretrain_gpt_moe.py"
         job = ["--", script, *self.base, *event_flags(self.events_dir), *case.flags]
         job += ["--moe-ft-memory-dir", str(self.memory_dir), "--moe-ft-job-id", "chaos"]
         job += ["--moe-ft-persist-dir", str(self.storage)] if case.has_disk else []
-        if case.launcher is Launcher.TORCHRUN:
-            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "chaos"]
-            rendezvous += ["--rdzv-endpoint", f"{host}:{self._port}", "--local-addr", host]
-            counts = ["--nnodes", "1", "--nproc-per-node", str(NUM_RANKS), "--max-restarts", "20"]
-            program = ["-m", "torch.distributed.run", *counts, *rendezvous]
-            return [*program, "-m", "moe_ft", "keep", *job]
+        if not case.ranks_per_node:
+            program = f"torch.distributed.run --nproc-per-node {NUM_RANKS} --max-restarts 20"
+            program += f" --rdzv-backend c10d --rdzv-id chaos --rdzv-endpoint {host}:{self._port}"
+            return ["-m", *program.split(), "--local-addr", host, "-m", "moe_ft", "keep", *job]
         if self.networks is not None:
             host = self.networks.address("n0")
-        nodes = f"{case.fewest}:{case.num_nodes}" if case.fewest else str(case.num_nodes)
-        program = ["-m", "moe_ft", "keep", "--nodes", nodes, "--meet", f"{host}:{self._port}"]
-        program += ["--ranks-per-node", str(case.ranks_per_node), "--number", str(number)]
-        return [*program, "--lost-after", str(LOST_AFTER_S), *job]
-
-    # Processes
-
-    def log_path(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        nodes = f"{case.fewest}:{case.num_nodes}" if case.fewest else case.num_nodes
+        program = f"moe_ft keep --nodes {nodes} --ranks-per-node {case.ranks_per_node}"
+        program += f" --meet {host}:{self._port} --number {number} --lost-after {LOST_AFTER_S}"
+        return ["-m", *program.split(), *job]
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Return the processes of some nodes, or of all."""
-        logs = {str(self.log_path(each)) for each in names or self.names()}
+        logs = {str(self.logs[each]) for each in names or self.logs}
         found = []
         for pid in psutil.pids():
             with suppress(OSError, psutil.NoSuchProcess):
@@ -172,21 +164,23 @@ class ChaosJob:
                     found.append(psutil.Process(pid))
         return found
 
-    def named(self, name: str, *nodes: str) -> list[psutil.Process]:
-        """Return processes by the name that `ps` shows, without those that have inherited it."""
-        found = [each for each in self.processes(*nodes) if process_name(each.pid) == name]
-        return [each for each in found if process_name(each.ppid()) != name]
-
     def ranks(self) -> dict[int, psutil.Process]:
         """Return the youngest process of each rank that has one."""
         found: dict[int, psutil.Process] = {}
-        for rank in range(NUM_RANKS):
+        for each in sorted(self.processes(), key=lambda process: process.pid):
             with suppress(psutil.NoSuchProcess):
-                for each in sorted(self.named(f"rank_{rank}"), key=psutil.Process.create_time):
-                    found[rank] = each
+                name = process_name(each.pid)
+                if name.startswith("rank_") and process_name(each.ppid()) != name:
+                    found[int(name.removeprefix("rank_"))] = each
         return found
 
-    def wait_gone(self, limit_s: float) -> None:
+    def zygotes(self, *nodes: str) -> list[psutil.Process]:
+        """Return the processes from which ranks of some nodes are forked, of which ours have no name."""
+        ours = {getattr(self.nodes[name].zygote, "pid", None) for name in nodes}
+        found = self.processes(*nodes)
+        return [x for x in found if x.pid in ours or process_name(x.pid) == "moe_ft_zygote"]
+
+    def wait_until_gone(self, limit_s: float) -> None:
         """Wait until no process of the job is left, or the time is over."""
         end = time.monotonic() + limit_s
         while self.processes() and time.monotonic() < end:
@@ -196,8 +190,6 @@ class ChaosJob:
         for each in processes:
             with suppress(psutil.NoSuchProcess):
                 each.send_signal(number)
-
-    # Progress
 
     def iteration(self) -> int:
         """Return the furthest iteration that any rank has begun in its last start; -1 before."""
@@ -210,20 +202,18 @@ class ChaosJob:
 
     def mark(self) -> None:
         """Begin to count lines from here."""
-        self._marks = {path: path.stat().st_size for path in map(self.log_path, self.names())}
+        self._marks = {path: path.stat().st_size for path in self.logs.values() if path.exists()}
 
     def new_lines(self) -> str:
         """Return what was printed since the mark."""
         found = ""
-        for name in self.names():
-            with suppress(FileNotFoundError), self.log_path(name).open(errors="replace") as file:
-                file.seek(self._marks.get(self.log_path(name), 0))
+        for path in self.logs.values():
+            with suppress(FileNotFoundError), path.open(errors="replace") as file:
+                file.seek(self._marks.get(path, 0))
                 found += file.read()
         return found
 
-    def wait[Found](
-        self, find: Callable[[], Found | None], limit_s: float = _MOST_S, poll_s: float = _POLL_S
-    ) -> Found | None:
+    def wait[Found](self, find: Callable[[], Found], limit_s: float = _MOST_S) -> Found | None:
         """Return what is found; None if the time is over or the job has ended before.
 
         Raises:
@@ -231,17 +221,15 @@ class ChaosJob:
         """
         end = time.monotonic() + limit_s
         while not (found := find()):
-            if time.monotonic() > end or (not self.is_held and self.has_ended()):
-                return None
+            if time.monotonic() > end or self.has_ended():
+                return find() or None
             self._check_moves()
-            time.sleep(poll_s)
+            time.sleep(_POLL_S)
         return found
 
     def hold(self, seconds: float) -> None:
         """Let the job run for a while in which standing still is not its fault."""
-        self.is_held = True
         time.sleep(seconds)
-        self.is_held = False
         self._moved = time.monotonic()
 
     def _check_moves(self) -> None:
@@ -258,13 +246,9 @@ class ChaosJob:
         running = {name: node for name, node in self.nodes.items() if node.agent.poll() is None}
         if not running:
             return not any(process_name(each.pid).startswith("rank_") for each in self.processes())
-        if all(node.is_late for node in running.values()) and len(running) < len(self.nodes):
+        if all(node.is_late for node in running.values()):
             self._late_since = self._late_since or time.monotonic()
-            if time.monotonic() > self._late_since + LATE_S:
+            if time.monotonic() > self._late_since + _LATE_S:
                 self.note(f"nodes that came too late are killed: {', '.join(running)}")
                 kill_all(self.processes(*running))
         return False
-
-    def codes(self) -> dict[str, int | None]:
-        """Return how the agents have ended that no strike concerned."""
-        return {name: each.agent.poll() for name, each in self.nodes.items() if not each.is_struck}

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
@@ -17,45 +17,36 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 import psutil
 
 from moe_ft.faults import Phase
-from tests.chaos.cases import (
-    EVALUATED_EVERY,
-    EXITS_EVERY,
-    NUM_ITERATIONS,
-    Kind,
-    Moment,
-    Strike,
-    When,
-)
+from tests.chaos.cases import OF_NODES, OF_STORAGE, Kind, Strike, When
 from tests.chaos.job import ChaosJob
 from tests.processes import kill_all
 
 _MOMENT_S, _TARGET_S = 90.0, 20.0
-_DISK_MIB = 48
+_DISK_BYTES = 48 << 20
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
     """Yield a folder on a file system of its own, for strikes; without root a plain one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     if os.geteuid() != 0:
         yield folder
         return
     image = folder.with_suffix(".ext4")
-    image.write_bytes(b"")
-    os.truncate(image, _DISK_MIB << 20)
+    image.touch()
+    os.truncate(image, _DISK_BYTES)
     _run("mkfs.ext4", "-q", "-m", "0", image)
-    _run("mount", "-o", "loop", image, folder)
+    subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
     try:
         yield folder
     finally:
-        _run("fsfreeze", "--unfreeze", folder, check=False)
+        _run("fsfreeze", "--unfreeze", folder)
         _run("umount", "--lazy", folder)
         image.unlink()
 
 
-def _run(*words: object, check: bool = True) -> bool:
-    done = subprocess.run(list(map(str, words)), check=check, capture_output=True)
-    return done.returncode == 0
+def _run(*words: object) -> bool:
+    return subprocess.run([*map(str, words)], capture_output=True, check=False).returncode == 0
 
 
 class Striker:
@@ -67,209 +58,127 @@ class Striker:
 
     def strike(self, strike: Strike) -> bool:
         """Wait for the moment and strike; return whether anything was hit."""
-        job, moment = self._job, strike.at
-        if job.wait(lambda: self._is_now(moment), _MOMENT_S) is None:
-            job.note(f"not struck: {strike.kind} at {moment.when} {moment.what}")
-            return False
-        time.sleep(moment.delay_s)
-        self._last = job.iteration()
-        if moment.when is not When.LINE:
-            job.mark()
-        said = f"{strike.kind} {' '.join(map(str, strike.targets))} at {moment.when} {moment.what}"
-        job.note(said)
-        is_hit = self._acts[strike.kind](self, strike)
-        if is_hit:
-            job.may_end |= strike.may_end
-        else:
-            job.note("that has hit nothing")
+        job = self._job
+        said = f"{strike.kind} {' '.join(map(str, strike.targets))} at {strike.when} {strike.what}"
+        is_now = job.wait(lambda: self._is_now(strike), _MOMENT_S)
+        if is_now:
+            time.sleep(strike.delay_s)
+            self._last = job.iteration()
+            if strike.when is not When.LINE:
+                job.mark()
+        is_hit = bool(is_now) and self._act(strike)
+        job.note(said if is_hit else f"{said}: nothing to hit" if is_now else f"{said} never came")
+        job.may_end |= is_hit and strike.may_end
         return is_hit
 
-    def _is_now(self, moment: Moment) -> bool:
+    def _is_now(self, strike: Strike) -> bool:
         job, seen = self._job, self._job.progress()
-        reached = max((each.iteration for each in seen), default=-1)
-        match moment.when:
+        least = self._last + strike.iterations
+        match strike.when:
             case When.START:
-                return bool(job.ranks()) and all(each.phase is Phase.SETUP for each in seen)
+                return all(each.phase is Phase.SETUP for each in seen) and bool(job.ranks())
             case When.LINE:
-                return re.search(moment.what, job.new_lines()) is not None
+                return re.search(strike.what, job.new_lines()) is not None
             case When.STORING:
-                return reached > self._last + 2 and any(
-                    not (each / "manifest.json").exists() for each in job.storage.glob("iter_*")
-                )
-            case When.END:
-                return reached >= NUM_ITERATIONS - 2
-        wanted = {When.EVALUATION: "between", When.EXIT: "forward"}.get(moment.when, moment.what)
-        period = {When.EVALUATION: EVALUATED_EVERY, When.EXIT: EXITS_EVERY}.get(moment.when, 1)
-        return any(
-            each.phase == wanted
-            and each.iteration >= self._last + moment.iterations + (moment.when is When.EVALUATION)
-            and (each.iteration + 1) % period == 0
-            for each in seen
-        )
+                found = job.storage.glob("iter_*")
+                is_part = any(not (each / "manifest.json").exists() for each in found)
+                return is_part and any(each.iteration >= least for each in seen)
+        seen = [each for each in seen if each.phase == strike.what and each.iteration >= least]
+        return any((each.iteration + 1) % strike.every == 0 for each in seen)
+
+    def _act(self, strike: Strike) -> bool:
+        """Strike; return whether the target was there."""
+        job, kind = self._job, strike.kind
+        if kind in OF_STORAGE:
+            return job.storage.is_mount() and self._strike_storage(strike)
+        if kind is Kind.TRUNCATE:
+            return self._damage(strike)
+        if kind in OF_NODES:
+            is_gone = kind is Kind.RETURN_NODE
+            nodes = [(f"n{number}", job.nodes[f"n{number}"]) for number in strike.targets]
+            names = [name for name, node in nodes if (node.agent.poll() is not None) is is_gone]
+            return bool(names) and self._strike_nodes(strike, names)
+        ranks = job.wait(lambda: self._ranks(strike), _TARGET_S) or []
+        # All stand still before the first of them dies, so that none acts on the death of another.
+        job.send(SIGTERM if kind is Kind.TERMINATE_RANK else SIGSTOP, ranks)
+        if kind is Kind.STOP_RANK and ranks:
+            job.hold(strike.hold_s)
+            job.send(SIGCONT, ranks)
+        if kind is Kind.FLIP:
+            self._damage(strike)
+        if kind in (Kind.FLIP, Kind.KILL_RANKS):
+            job.send(SIGKILL, ranks)
+        return bool(ranks)
 
     def _ranks(self, strike: Strike) -> list[psutil.Process]:
-        """Return the processes of the ranks that a strike is at, once all are there; else none."""
+        return [process for rank, process in self._job.ranks().items() if rank in strike.targets]
 
-        def find() -> list[psutil.Process] | None:
-            ranks = self._job.ranks()
-            return [ranks[each] for each in strike.targets if each in ranks] or None
-
-        return self._job.wait(find, _TARGET_S) or []
-
-    def _kill_ranks(self, strike: Strike) -> bool:
-        found = self._ranks(strike)
-        self._job.send(SIGSTOP, found)  # so that none acts on the death of another
-        self._job.send(SIGKILL, found)
+    def _strike_nodes(self, strike: Strike, names: list[str]) -> bool:
+        """Strike nodes that run, or start those again that do not; return whether they had the target."""
+        job, found = self._job, self._job.processes(*names)
+        nodes = [job.nodes[name] for name in names]
+        for node in nodes:
+            node.is_struck = True
+        match strike.kind:
+            case Kind.RETURN_NODE:
+                for name in names:
+                    job.start_node(name)
+                return True
+            case Kind.LOSE_NODES:
+                kill_all(found)
+                for path in (path for name in names for path in job.memory_dir.glob(f"*/{name}")):
+                    shutil.rmtree(path)
+            case Kind.STOP_NODE:
+                job.send(SIGSTOP, found)
+                job.hold(strike.hold_s)
+                job.send(SIGCONT, found)
+            case Kind.CUT_NODE if job.networks is not None:
+                (name,) = names
+                job.networks.cut(name)
+                job.hold(strike.hold_s)
+                job.networks.restore(name)
+            case Kind.KILL_ZYGOTE:
+                found = job.zygotes(*names)
+                job.send(SIGKILL, found)
+            case kind:
+                for node in nodes:
+                    node.agent.send_signal(SIGKILL if kind is Kind.KILL_AGENT else SIGTERM)
         return bool(found)
 
-    def _terminate_rank(self, strike: Strike) -> bool:
-        found = self._ranks(strike)
-        self._job.send(SIGTERM, found)
-        return bool(found)
-
-    def _stop_rank(self, strike: Strike) -> bool:
-        return self._stop(self._ranks(strike), strike)
-
-    def _stop(self, found: list[psutil.Process], strike: Strike) -> bool:
-        self._job.send(SIGSTOP, found)
-        self._job.hold(strike.hold_s)
-        self._job.send(SIGCONT, found)
-        return bool(found)
-
-    def _nodes(self, strike: Strike) -> list[str]:
-        """Return the nodes that a strike is at and that run, and note that they are struck."""
-        found = []
-        for name in (f"n{number}" for number in strike.targets):
-            if (node := self._job.nodes[name]).agent.poll() is None:
-                node.is_struck = True
-                found.append(name)
-        return found
-
-    def _kill_zygote(self, strike: Strike) -> bool:
-        found = [
-            each for name in self._nodes(strike) for each in self._job.named("moe_ft_zygote", name)
-        ]
-        for name in strike.targets:
-            node = self._job.nodes[f"n{name}"]
-            if not found and node.zygote is not None and node.zygote.pid is not None:
-                found.append(psutil.Process(node.zygote.pid))  # a fork of ours has another name
-        self._job.send(SIGKILL, found)
-        return bool(found)
-
-    def _kill_agent(self, strike: Strike) -> bool:
-        found = self._nodes(strike)
-        for name in found:
-            self._job.nodes[name].agent.kill()
-        return bool(found)
-
-    def _terminate_agent(self, strike: Strike) -> bool:
-        found = self._nodes(strike)
-        for name in found:
-            self._job.nodes[name].agent.terminate()
-        return bool(found)
-
-    def _lose_nodes(self, strike: Strike) -> bool:
-        found = self._nodes(strike)
-        kill_all(self._job.processes(*found) if found else ())
-        for name in found:
-            for path in self._job.memory_dir.glob(f"*/{name}"):
-                shutil.rmtree(path)
-        return bool(found)
-
-    def _stop_node(self, strike: Strike) -> bool:
-        found = self._nodes(strike)
-        return self._stop(self._job.processes(*found) if found else [], strike)
-
-    def _cut_node(self, strike: Strike) -> bool:
-        found, networks = self._nodes(strike), self._job.networks
-        if networks is None:
+    def _strike_storage(self, strike: Strike) -> bool:
+        """Disturb storage for a while; it cannot be made read-only while a file is open for writing."""
+        job, filler, kind = self._job, self._job.storage / "filler", strike.kind
+        mount = ("mount", job.storage, "-o")
+        if kind is Kind.FILL:
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(1 << 16)):
+                    pass
+        elif kind is Kind.FREEZE:
+            _run("fsfreeze", "--freeze", job.storage)
+        elif not job.wait(lambda: _run(*mount, "remount,ro"), _TARGET_S):
             return False
-        for name in found:
-            networks.cut(name)
-        self._job.hold(strike.hold_s)
-        for name in found:
-            networks.restore(name)
-        return bool(found)
-
-    def _return_node(self, strike: Strike) -> bool:
-        """Start nodes again that have ended."""
-        gone = [f"n{each}" for each in strike.targets]
-        gone = [each for each in gone if self._job.nodes[each].agent.poll() is not None]
-        for name in gone:
-            self._job.start_node(name)
-        return bool(gone)
-
-    def _fill(self, strike: Strike) -> bool:
-        filler = self._job.storage / "filler"
-        if not self._job.storage.is_mount():
-            return False
-        with suppress(OSError), filler.open("wb", buffering=0) as file:
-            while file.write(bytes(1 << 16)):
-                pass
-        self._job.hold(strike.hold_s)
-        filler.unlink()
+        job.hold(strike.hold_s)
+        _run("fsfreeze", "--unfreeze", job.storage)
+        _run(*mount, "remount,rw")
+        filler.unlink(missing_ok=True)
         return True
 
-    def _freeze(self, strike: Strike) -> bool:
-        if not self._job.storage.is_mount():
-            return False
-        _run("fsfreeze", "--freeze", self._job.storage)
-        self._job.hold(strike.hold_s)
-        return _run("fsfreeze", "--unfreeze", self._job.storage)
-
-    def _read_only(self, strike: Strike) -> bool:
-        """Mount storage read-only, which is possible while no file is open for writing."""
-        if not self._job.storage.is_mount():
-            return False
-        words = ("mount", "-o", "remount,ro", self._job.storage)
-        is_hit = self._job.wait(lambda: _run(*words, check=False), _TARGET_S)
-        self._job.hold(strike.hold_s if is_hit else 0.0)
-        return _run("mount", "-o", "remount,rw", self._job.storage) and bool(is_hit)
-
-    def _memory_file(self, strike: Strike) -> Path | None:
+    def _damage(self, strike: Strike) -> bool:
+        """Cut a file in the memory of a rank, or flip a bit of it."""
         (rank,) = strike.targets
-        found = [
-            each for each in self._job.memory_dir.glob(f"*/*/rank_{rank:05d}/*") if each.is_file()
-        ]
-        return self._random.choice(sorted(found)) if found else None
-
-    def _truncate(self, strike: Strike) -> bool:
-        if (path := self._memory_file(strike)) is None:
+        paths = self._job.memory_dir.glob(f"*/*/rank_{rank:05d}/*")
+        found = sorted(each for each in paths if each.is_file() and each.stat().st_size)
+        if not found:
             return False
-        self._job.note(f"cut {path.name}")
-        os.truncate(path, self._random.randrange(path.stat().st_size + 1))
+        path = self._random.choice(found)
+        place = self._random.randrange(path.stat().st_size)
+        self._job.note(f"byte {place} of {path.name}")
+        with path.open("r+b") as file:  # in place: others may have it mapped
+            if strike.kind is Kind.TRUNCATE:
+                file.truncate(place)
+                return True
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
         return True
-
-    def _flip(self, strike: Strike) -> bool:
-        """Change a byte in the memory of a rank while it stands still, and kill it."""
-        ranks = self._ranks(strike)
-        self._job.send(SIGSTOP, ranks)
-        path = self._memory_file(strike)
-        if path is not None and (size := path.stat().st_size):
-            place = self._random.randrange(size)
-            self._job.note(f"flip byte {place} of {path.name}")
-            with path.open("r+b") as file:  # in place: others may have it mapped
-                file.seek(place)
-                (byte,) = file.read(1)
-                file.seek(place)
-                file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
-        self._job.send(SIGKILL, ranks)
-        return bool(ranks) and path is not None
-
-    _acts: dict[Kind, Callable[["Striker", Strike], bool]] = {
-        Kind.KILL_RANKS: _kill_ranks,
-        Kind.TERMINATE_RANK: _terminate_rank,
-        Kind.STOP_RANK: _stop_rank,
-        Kind.KILL_ZYGOTE: _kill_zygote,
-        Kind.KILL_AGENT: _kill_agent,
-        Kind.TERMINATE_AGENT: _terminate_agent,
-        Kind.LOSE_NODES: _lose_nodes,
-        Kind.STOP_NODE: _stop_node,
-        Kind.CUT_NODE: _cut_node,
-        Kind.RETURN_NODE: _return_node,
-        Kind.FILL: _fill,
-        Kind.FREEZE: _freeze,
-        Kind.READ_ONLY: _read_only,
-        Kind.TRUNCATE: _truncate,
-        Kind.FLIP: _flip,
-    }

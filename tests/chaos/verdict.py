@@ -6,19 +6,20 @@ The reference trains without checkpoints and without a launcher, so no mistake c
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.cases import EXITS_EVERY, NUM_ITERATIONS, NUM_RANKS, Case, Kind, Launcher
+from moe_ft.events import event_path
+from tests.chaos.cases import NUM_ITERATIONS, NUM_RANKS, Case, Kind
 from tests.chaos.job import ChaosJob, HangError
 from tests.chaos.strikes import Striker, small_disk
 from tests.harness import events
 from tests.namespaces import Namespaces
 from tests.references import Place
 
-_MOST_STARTS = 6
+_MOST_STARTS = 8
 _GONE_S = 30.0  # for processes to end after the job
 _CLOSE, _OTHER_SUMS = 1e-6, 2e-4  # relative differences of losses: same sums, sums in another order
 
@@ -29,7 +30,7 @@ class Verdict(StrEnum):
     RIGHT = "right"
     RESTARTED = "ended rightly, restart equal"
     NOT_STRUCK = "not struck"
-    DRIVER = "fault of the driver"
+    DRIVER = "driver fault"
     LEFTOVER = "leftover"
     WRONG_END = "wrong end"
     HANG = "hang"
@@ -39,25 +40,19 @@ class Verdict(StrEnum):
 GOOD = (Verdict.RIGHT, Verdict.RESTARTED, Verdict.NOT_STRUCK)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Result:
-    """Outcome of a case."""
+    """Outcome of a case: the worst verdict, the problems, the strikes that hit, and what was done when."""
 
     case: Case
     verdict: Verdict = Verdict.RIGHT
     problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     struck: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def blame(self, verdict: Verdict, problem: str) -> None:
-        """Note a problem; the worst one decides."""
-        order = list(Verdict)
-        self.verdict = max(self.verdict, verdict, key=order.index)
-        self.problems.append(f"{verdict}: {problem}")
-
-    def line(self) -> dict[str, Any]:
-        """Return what the report has of it."""
-        return asdict(self)
+    def add(self, verdict: Verdict, problem: str = "") -> None:
+        self.verdict = max(self.verdict, verdict, key=list(Verdict).index)
+        self.problems += [f"{verdict}: {problem}"] if problem else []
 
 
 def run_case(case: Case, place: Place, sockets: Path | None = None) -> Result:
@@ -66,25 +61,23 @@ def run_case(case: Case, place: Place, sockets: Path | None = None) -> Result:
     Args:
         sockets: folder that only this job's fork servers use, if there is one.
     """
-    result = Result(case=case)
+    result = Result(case)
     with ExitStack() as stack:
         storage = place.folder / "storage"
         if case.has_disk:
             storage = stack.enter_context(small_disk(storage))
-        names = [f"n{number}" for number in range(case.num_nodes + case.num_spares)]
-        networks = stack.enter_context(Namespaces(*names)) if case.has_networks else None
+        networks = stack.enter_context(Namespaces(*case.names)) if case.has_networks else None
         job = stack.enter_context(ChaosJob(case, place, storage, networks))
+        result.notes = job.notes
         try:
             place.references.digests(job.base, NUM_RANKS)
             _run(job, result)
-            _judge_state(job, place, result)
             _judge_leftovers(job, result, sockets)
         except HangError as error:
-            result.blame(Verdict.HANG, str(error))
-            _judge_state(job, place, result)
+            result.add(Verdict.HANG, str(error))
         except Exception:
-            result.blame(Verdict.DRIVER, traceback.format_exc())
-        result.notes = job.notes
+            result.add(Verdict.DRIVER, traceback.format_exc())
+        _judge_state(job, place, result)
     return result
 
 
@@ -95,101 +88,88 @@ def _run(job: ChaosJob, result: Result) -> None:
     for strike in job.case.strikes:
         if job.has_ended() and not _starts_again(job, result):
             break
-        if striker.strike(strike):
-            result.struck.append(str(strike.kind))
-    else:
-        while job.wait(job.has_ended, poll_s=0.05) is None or _starts_again(job, result):
-            if not job.has_ended():
-                raise HangError("the job has moved, and not come to an end")
-    if not result.struck and result.verdict is Verdict.RIGHT:
-        result.blame(Verdict.NOT_STRUCK, "no moment or target came")
+        result.struck += [strike.kind] if striker.strike(strike) else []
+    while job.wait(job.has_ended) and _starts_again(job, result):
+        pass
+    if not job.has_ended():
+        raise HangError("the job moves, and does not come to an end")
+    if not result.struck:
+        result.add(Verdict.NOT_STRUCK, "no moment or target came")
 
 
 def _starts_again(job: ChaosJob, result: Result) -> bool:
     """Start a job again that has ended before its last iteration; judge how it has ended."""
-    codes, is_whole = job.codes(), _is_whole(job)
-    failed = {name: code for name, code in codes.items() if code}
-    job.note(f"ended with {codes}, {'at' if is_whole else 'before'} the last iteration")
-    if failed and not job.may_end:
-        result.blame(Verdict.WRONG_END, f"exit codes {failed}, and no strike may end the job")
-    if is_whole:
-        return False
-    exits = job.case.exits and (job.iteration() + 1) % EXITS_EVERY == 0
-    if not failed and not exits and not job.may_end:
-        result.blame(Verdict.WRONG_END, f"exit codes {codes} before the last iteration")
-    if job.starts >= _MOST_STARTS:
-        result.blame(Verdict.WRONG_END, f"{job.starts} starts have not ended the job")
-        return False
-    if failed:
-        result.verdict = max(result.verdict, Verdict.RESTARTED, key=list(Verdict).index)
-    job.start()
-    return True
+    is_whole = {*_final_digests(job)} | _played(job) >= {*range(NUM_RANKS)}
+    codes = {name: each.agent.poll() for name, each in job.nodes.items() if not each.is_struck}
+    is_failed, exits = any(codes.values()), "--exit-interval" in job.case.flags
+    job.note(f"ended with {codes}, {'after' if is_whole else 'before'} the last iteration")
+    if not job.may_end and (is_failed or not (is_whole or exits)):
+        result.add(Verdict.WRONG_END, f"no strike may end the job, and it has: {codes}")
+    if is_failed:
+        result.add(Verdict.RESTARTED)
+    if not is_whole and job.starts == _MOST_STARTS:
+        result.add(Verdict.WRONG_END, f"{job.starts} starts have not brought the job to its end")
+    elif not is_whole:
+        job.start()
+        return True
+    return False
 
 
-def _is_whole(job: ChaosJob) -> bool:
-    return {*_final_digests(job)} | _played(job) >= {*range(NUM_RANKS)}
+def _events(job: ChaosJob, event: str) -> Iterator[dict[str, Any]]:
+    for rank in range(NUM_RANKS):
+        if event_path(job.events_dir, rank).exists():
+            yield from events(job.events_dir, rank, event)
 
 
 def _final_digests(job: ChaosJob) -> dict[int, set[str]]:
     """Return by rank the digests after the last iteration, which should be one."""
     found: dict[int, set[str]] = {}
-    for rank, line in _events(job, "state_digest"):
+    for line in _events(job, "state_digest"):
         if line["iteration"] == NUM_ITERATIONS:
-            found.setdefault(rank, set()).add(line["sha256_all"])
+            found.setdefault(line["rank"], set()).add(line["sha256_all"])
     return found
 
 
-def _events(job: ChaosJob, event: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for rank in range(NUM_RANKS):
-        if (job.events_dir / f"rank_{rank:05d}.jsonl").exists():
-            yield from ((rank, line) for line in events(job.events_dir, rank, event))
-
-
 def _played(job: ChaosJob) -> set[int]:
-    """Return the ranks whose roles others play since the last repair, or that a smaller job lacks."""
-    repairs = [line for _, line in _events(job, "repair")]
-    last = max(repairs, key=lambda line: line["time"], default={"played": {}})
-    lacking = set()
-    if job.case.fewest:
-        starts = [line for _, line in _events(job, "start")]
-        size = max(starts, key=lambda line: line["time"], default={"world_size": NUM_RANKS})
-        lacking = {*range(size["world_size"], NUM_RANKS)}
-    return {int(rank) for rank in last["played"]} | lacking
+    """Return the ranks whose roles others play at last, or that a smaller job lacks."""
+    last: dict[str, dict[str, Any]] = {"repair": {"played": {}}, "start": {"world_size": NUM_RANKS}}
+    for event in last:
+        for line in sorted(_events(job, event), key=lambda line: float(line["time"])):
+            last[event] = line
+    size = last["start"]["world_size"]
+    return {*map(int, last["repair"]["played"]), *range(size, NUM_RANKS)}
 
 
 def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:
     """Compare losses and final digests with those of the reference."""
     digests = place.references.digests(job.base, NUM_RANKS)
-    if not job.case.fewest:  # sums of fewer ranks have another order
-        for rank, found in sorted(_final_digests(job).items()):
-            if found != {digests[rank][1]}:
-                result.blame(Verdict.WRONG_STATE, f"rank {rank} has ended in another state")
-    losses = place.references.losses(job.base, NUM_RANKS)
-    most = _OTHER_SUMS if job.case.fewest else _CLOSE
-    wrong = {
-        line["iteration"]: f"{line['loss']} is not {losses[line['iteration']]}"
-        for _, line in _events(job, "iteration")
-        if line["loss"] is not None
-        if abs(line["loss"] / losses[line["iteration"]] - 1) > most
-    }
-    if wrong:
-        first = min(wrong)
-        problem = f"losses of {len(wrong)} iterations, first of {first}: {wrong[first]}"
-        result.blame(Verdict.WRONG_STATE, problem)
+    known = place.references.losses(job.base, NUM_RANKS)
+    wrong = [rank for rank, found in _final_digests(job).items() if found != {digests[rank][1]}]
+    if wrong and not job.case.fewest:  # sums of fewer ranks have another order
+        result.add(Verdict.WRONG_STATE, f"ranks {wrong} have ended in another state")
+    losses = [(line["iteration"], line["loss"]) for line in _events(job, "iteration")]
+    limit = _OTHER_SUMS if job.case.fewest else _CLOSE
+    others = [each for each in losses if each[1] and abs(each[1] / known[each[0]] - 1) > limit]
+    if others:
+        first, loss = min(others)
+        problem = (
+            f"{len(others)} losses, first that of {first}, which is {loss}, not {known[first]}"
+        )
+        result.add(Verdict.WRONG_STATE, problem)
 
 
 def _judge_leftovers(job: ChaosJob, result: Result, sockets: Path | None) -> None:
     """Find processes, memory and sockets that a job has left whose nodes could clean up."""
-    job.wait_gone(_GONE_S)
+    job.wait_until_gone(_GONE_S)
     for each in job.processes():
-        result.blame(Verdict.LEFTOVER, f"process {each.pid} {each.name()} {each.cmdline()[:8]}")
+        result.add(Verdict.LEFTOVER, f"process {each.pid} {each.name()} {each.status()}")
     kinds = {strike.kind for strike in job.case.strikes}
     # A node whose processes were killed is off: it cleans up when it starts again.
-    killed = kinds & {Kind.KILL_AGENT, Kind.KILL_ZYGOTE}
-    memory = [path for path in job.memory_dir.rglob("*") if path.is_file()]
-    if memory and not (killed and job.case.launcher is Launcher.NODES):
-        shown = [str(path.relative_to(job.memory_dir)) for path in sorted(memory)[:3]]
-        result.blame(Verdict.LEFTOVER, f"{len(memory)} files in memory: {shown}")
-    left = [] if sockets is None or not job.case.is_real else list(sockets.rglob("*.socket*"))
-    if left and not killed and Kind.LOSE_NODES not in kinds:
-        result.blame(Verdict.LEFTOVER, f"sockets: {[path.name for path in left]}")
+    is_off = bool(kinds & {Kind.KILL_AGENT, Kind.KILL_ZYGOTE})
+    memory = sorted(path.name for path in job.memory_dir.rglob("*") if path.is_file())
+    if memory and not (is_off and job.case.ranks_per_node):
+        result.add(Verdict.LEFTOVER, f"{len(memory)} files in memory: {memory[:3]}")
+    is_off |= Kind.LOSE_NODES in kinds or not job.case.is_real  # forks of ours leave theirs to us
+    left = [] if sockets is None or is_off else list(sockets.rglob("*.socket*"))
+    if left:
+        result.add(Verdict.LEFTOVER, f"sockets: {[path.name for path in left]}")
