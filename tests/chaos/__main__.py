@@ -1,8 +1,4 @@
-"""Chaos for some time: `make chaos MINUTES=60 SEED=1 FIRST= REPORT=runs/chaos.jsonl`.
-
-Runs the cases of one seed after another, prints a line for each, and at the end a table. A seed that failed
-keeps its folder, and runs again alone with FIRST=SEED.
-"""
+"""Chaos for some time, `make chaos`: a case for one seed after another; docs/testing_chaos.md."""
 
 import argparse
 import asyncio
@@ -51,7 +47,12 @@ def main() -> int:
                 file.write(json.dumps(line) + "\n")
             if time.monotonic() > end:
                 break
-    print(_table(results))
+    verdicts = Counter((each.case.name, each.verdict) for each in results)
+    struck = Counter(each.case.name for each in results for _ in each.struck)
+    rows = [
+        [name, n, *(verdicts[name, each] or "" for each in Verdict)] for name, n in struck.items()
+    ]
+    print(tabulate(rows, headers=["case", "strikes", *map(str, Verdict)]))
     failed = [each.case.seed for each in results if each.verdict not in GOOD]
     print(f"{len(results)} cases; seeds that failed: {failed or 'none'}")
     return int(bool(failed))
@@ -82,17 +83,6 @@ def _run(case: Case, sockets: Path) -> Result:
         print(*result.problems, *result.notes, sep="\n    ")
         print(f"    logs: {folder}; again: make chaos FIRST={case.seed}", flush=True)
     return result
-
-
-def _table(results: list[Result]) -> str:
-    counts = Counter((each.case.name, each.verdict) for each in results)
-    struck = Counter(each.case.name for each in results for _ in each.struck)
-    names = sorted({each.case.name for each in results})
-    rows = [
-        [name, struck[name], *(counts[name, verdict] or "" for verdict in Verdict)]
-        for name in names
-    ]
-    return tabulate(rows, headers=["case", "strikes", *map(str, Verdict)])
 
 
 if __name__ == "__main__":

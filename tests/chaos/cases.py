@@ -127,21 +127,13 @@ class Draw:
         when, is_late = others.pop("when", When.PHASE), self.random.random() < 0.3
         most_s = others.pop("within_s", 0.1 if is_late else 0.0)
         what = others.pop("what", self.choice(_PHASES))
-        ends = kind in OF_AGENTS or kind in OF_STORAGE
+        ends = others.pop("may_end", kind in OF_AGENTS or kind in OF_STORAGE)
         if self.has_agents:
             ends |= when is not When.PHASE or kind is Kind.TERMINATE_RANK
             ends |= kind in OF_NODES and 0 in targets
-        found = Strike(
-            kind=kind,
-            targets=targets,
-            when=when,
-            what=what,
-            iterations=self.random.randint(least, least + 3),
-            delay_s=round(self.random.uniform(0, most_s), 3),
-            may_end=ends,
-            **others,
-        )
-        self.strikes.append(found)
+        others |= dict(delay_s=round(self.random.uniform(0, most_s), 3), when=when, what=what)
+        others |= dict(iterations=self.random.randint(least, least + 3), may_end=ends)
+        self.strikes.append(Strike(kind=kind, targets=targets, **others))
 
     def kill(self, count: int = 1, **others: Any) -> None:
         """Add the death of some ranks at one moment."""
@@ -162,14 +154,11 @@ REPAIR = ("--moe-ft-repair", "auto", "--moe-ft-repair-heartbeat-s", str(HEARTBEA
 PP_EP = {"pp": 2, "ep": 2}
 LAYOUTS: tuple[Mapping[str, int], ...] = (PP_EP, {"pp": 4}, {"pp": 2, "tp": 2})
 RECOVERED = "training continues after iteration"
-SUMS_IN_ANY_ORDER = {
-    "calculate_per_token_loss": True,
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "hidden_dropout": 0.0,
-    "bf16": False,
-    "global_batch_size": 12,
-}
+# With which any number of ranks has the same losses, but for the order of sums.
+ELASTIC: dict[str, Any] = dict(
+    calculate_per_token_loss=True, hidden_dropout=0.0, bf16=False, global_batch_size=12
+)
+ELASTIC |= dict(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
 
 
 def evaluations(draw: Draw) -> dict[str, Any]:
@@ -252,25 +241,20 @@ def elastic_nodes(draw: Draw) -> dict[str, Any]:
     draw.strike(Kind.LOSE_NODES, 2, when=when, what=what, within_s=3)
     draw.strike(Kind.KILL_RANKS, 0)
     draw.strike(Kind.RETURN_NODE, 3)
-    draw.strike(Kind.KILL_RANKS, 1, least=6)
+    draw.strike(Kind.KILL_RANKS, 1, least=6, may_end=True)  # perhaps while all begin again
     draw.strike(Kind.RETURN_NODE, 2)
     flags = (*REPAIR, *DENSE, "--moe-ft-layout", "any", "--moe-ft-elastic")
-    job = {"layout": {}, "flags": flags, "changes": SUMS_IN_ANY_ORDER}
+    job = {"layout": {}, "flags": flags, "changes": ELASTIC}
     return {**job, "ranks_per_node": 1, "fewest": 2}
 
 
 def processes(draw: Draw) -> dict[str, Any]:
     """Fork servers, agents and ranks are killed, stopped and told to end under torchrun."""
-    acts = [
-        *[(Kind.KILL_ZYGOTE, 0, 0), (Kind.STOP_NODE, 0, 5), (draw.choice(OF_AGENTS), 0, 0)],
-        *[
-            (Kind.STOP_RANK, draw.random.randrange(NUM_RANKS), wait)
-            for wait in (2, HEARTBEAT_S + 4)
-        ],
-        (Kind.TERMINATE_RANK, draw.random.randrange(NUM_RANKS), 0),
-    ]
-    for kind, target, hold_s in draw.random.sample(acts, len(acts)):
-        draw.strike(kind, target, hold_s=hold_s)
+    kinds = [Kind.KILL_ZYGOTE, Kind.STOP_NODE, draw.choice(OF_AGENTS)]
+    kinds += [Kind.TERMINATE_RANK, Kind.STOP_RANK, Kind.STOP_RANK]
+    for kind in draw.random.sample(kinds, len(kinds)):
+        target = 0 if kind in OF_NODES else draw.random.randrange(NUM_RANKS)
+        draw.strike(kind, target, hold_s=draw.choice((2, HEARTBEAT_S + 4)))
     return draw.under_torchrun()
 
 
@@ -290,7 +274,7 @@ def cut_networks(draw: Draw) -> dict[str, Any]:
     draw.strike(Kind.CUT_NODE, draw.choice((1, 2)), least=4, hold_s=draw.choice((2, 8, 12)))
     draw.strike(draw.choice((Kind.LOSE_NODES, Kind.CUT_NODE)), 2, least=6, hold_s=8)
     job = {"layout": PP_EP, "flags": (*REPAIR, *DENSE), "ranks_per_node": 2}
-    return {**job, "num_spares": 1, "has_networks": True}
+    return {**job, "num_spares": 2, "has_networks": True}
 
 
 def starts(draw: Draw) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -33,15 +33,11 @@ from tests.references import Place
 SILENT_S = 180.0  # groups time out after 120 s; imports on a busy machine take a minute
 _LATE_S = 20.0  # for a node that came back when the others had ended
 _MOST_S = 900.0  # until a job that moves should have come to its end
-_POLL_S = 0.003
-MODEL = {
-    "hidden_size": 32,
-    "hidden_dropout": 0.1,
-    "global_batch_size": 4,
-    "micro_batch_size": 1,
-    "train_iters": NUM_ITERATIONS,
-    "distributed_timeout_minutes": 2,
-}
+_POLL_S = 0.001
+MODEL: dict[str, Any] = dict(
+    hidden_size=32, hidden_dropout=0.1, global_batch_size=4, micro_batch_size=1
+)
+MODEL |= dict(train_iters=NUM_ITERATIONS, distributed_timeout_minutes=2)
 
 
 class HangError(Exception):
@@ -64,8 +60,8 @@ class ChaosJob:
     def __init__(
         self, case: Case, place: Place, storage: Path, networks: Namespaces | None
     ) -> None:
-        self.case, self.memory_dir = case, place.memory_dir
-        self.storage, self.networks = storage, networks
+        self.case, self.storage, self.networks = case, storage, networks
+        self.memory_dir = place.memory_dir
         self.events_dir = place.folder / "events"
         self.logs = {name: place.folder / f"{name}.log" for name in case.names}
         layout = {"num_layers": case.layout.get("pp", 2), "sequence_parallel": "tp" in case.layout}
@@ -95,22 +91,16 @@ class ChaosJob:
     def start(self) -> None:
         """Start all nodes, for the first time or again after all have ended."""
         self._port, self.starts = free_port(), self.starts + 1
-        self._moved, self._late_since = time.monotonic(), 0.0
+        self._moved, self._late_since, self.may_end = time.monotonic(), 0.0, False
         self.nodes.clear()
         for name in self.case.names:
             self.start_node(name, is_real=self.case.is_real)
 
     def start_node(self, name: str, *, is_real: bool = False) -> None:
         """Start a node, again if it was lost."""
-        env = {
-            "MOE_FT_NODE_ID": name,
-            "MOE_FT_KEEP_TOKEN": _TOKEN,
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHELASTIC_RUN_ID": "chaos",
-            "TORCHELASTIC_RESTART_COUNT": f"{self.starts - 1}",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES="", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        env |= dict(MOE_FT_NODE_ID=name, MOE_FT_KEEP_TOKEN=_TOKEN, TORCHELASTIC_RUN_ID="chaos")
+        env |= dict(TORCHELASTIC_RESTART_COUNT=f"{self.starts - 1}", PYTHONUNBUFFERED="1")
         words, enter, path = self._words(name[1:]), list[str](), ""
         if self.case.ranks_per_node and not is_real:
             env["LOCAL_RANK"] = "1"  # the zygote comes from here
@@ -121,8 +111,7 @@ class ChaosJob:
             agent = subprocess.Popen(
                 [*enter, sys.executable, *words],
                 cwd=ROOT,
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
+                env=env,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -180,12 +169,6 @@ class ChaosJob:
         found = self.processes(*nodes)
         return [x for x in found if x.pid in ours or process_name(x.pid) == "moe_ft_zygote"]
 
-    def wait_until_gone(self, limit_s: float) -> None:
-        """Wait until no process of the job is left, or the time is over."""
-        end = time.monotonic() + limit_s
-        while self.processes() and time.monotonic() < end:
-            time.sleep(0.1)
-
     def send(self, number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
         for each in processes:
             with suppress(psutil.NoSuchProcess):
@@ -237,9 +220,8 @@ class ChaosJob:
         seen = self.progress(), [path.stat().st_size for path in logs if path.exists()]
         if seen != self._seen:
             self._seen, self._moved = seen, time.monotonic()
-        silent_s = time.monotonic() - self._moved
-        if silent_s > SILENT_S:
-            raise HangError(f"no rank has got any further for {silent_s:.0f} s")
+        if time.monotonic() > self._moved + SILENT_S:
+            raise HangError(f"no rank has got any further for {SILENT_S:.0f} s")
 
     def has_ended(self) -> bool:
         """Return whether no agent and no rank runs; end nodes that came back too late for the job."""

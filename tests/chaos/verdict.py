@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moe_ft.events import event_path
 from tests.chaos.cases import NUM_ITERATIONS, NUM_RANKS, Case, Kind
 from tests.chaos.job import ChaosJob, HangError
@@ -72,12 +74,15 @@ def run_case(case: Case, place: Place, sockets: Path | None = None) -> Result:
         try:
             place.references.digests(job.base, NUM_RANKS)
             _run(job, result)
+            if not result.struck:
+                result.add(Verdict.NOT_STRUCK, "no moment or target came")
             _judge_leftovers(job, result, sockets)
         except HangError as error:
             result.add(Verdict.HANG, str(error))
         except Exception:
             result.add(Verdict.DRIVER, traceback.format_exc())
-        _judge_state(job, place, result)
+        if result.verdict is not Verdict.DRIVER:
+            _judge_state(job, place, result)
     return result
 
 
@@ -86,27 +91,27 @@ def _run(job: ChaosJob, result: Result) -> None:
     job.start()
     striker = Striker(job)
     for strike in job.case.strikes:
-        if job.has_ended() and not _starts_again(job, result):
-            break
-        result.struck += [strike.kind] if striker.strike(strike) else []
+        is_hit = striker.strike(strike)
+        while not is_hit and job.has_ended():
+            if not _starts_again(job, result):
+                return
+            is_hit = striker.strike(strike)
+        result.struck += [strike.kind] if is_hit else []
     while job.wait(job.has_ended) and _starts_again(job, result):
         pass
     if not job.has_ended():
         raise HangError("the job moves, and does not come to an end")
-    if not result.struck:
-        result.add(Verdict.NOT_STRUCK, "no moment or target came")
 
 
 def _starts_again(job: ChaosJob, result: Result) -> bool:
     """Start a job again that has ended before its last iteration; judge how it has ended."""
     is_whole = {*_final_digests(job)} | _played(job) >= {*range(NUM_RANKS)}
     codes = {name: each.agent.poll() for name, each in job.nodes.items() if not each.is_struck}
-    is_failed, exits = any(codes.values()), "--exit-interval" in job.case.flags
     job.note(f"ended with {codes}, {'after' if is_whole else 'before'} the last iteration")
-    if not job.may_end and (is_failed or not (is_whole or exits)):
-        result.add(Verdict.WRONG_END, f"no strike may end the job, and it has: {codes}")
-    if is_failed:
+    if any(codes.values()) or not (is_whole or "--exit-interval" in job.case.flags):
         result.add(Verdict.RESTARTED)
+        if not job.may_end:
+            result.add(Verdict.WRONG_END, f"no strike may end the job, and it has: {codes}")
     if not is_whole and job.starts == _MOST_STARTS:
         result.add(Verdict.WRONG_END, f"{job.starts} starts have not brought the job to its end")
     elif not is_whole:
@@ -160,9 +165,8 @@ def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:
 
 def _judge_leftovers(job: ChaosJob, result: Result, sockets: Path | None) -> None:
     """Find processes, memory and sockets that a job has left whose nodes could clean up."""
-    job.wait_until_gone(_GONE_S)
-    for each in job.processes():
-        result.add(Verdict.LEFTOVER, f"process {each.pid} {each.name()} {each.status()}")
+    for each in psutil.wait_procs(job.processes(), timeout=_GONE_S)[1]:
+        result.add(Verdict.LEFTOVER, f"process {each}")
     kinds = {strike.kind for strike in job.case.strikes}
     # A node whose processes were killed is off: it cleans up when it starts again.
     is_off = bool(kinds & {Kind.KILL_AGENT, Kind.KILL_ZYGOTE})
