@@ -80,8 +80,8 @@ def _run(case: Case, sockets: Path) -> Result:
     if result.verdict in GOOD:
         shutil.rmtree(folder)
     else:
-        print(*result.problems, *result.notes, sep="\n    ")
-        print(f"    logs: {folder}; again: make chaos FIRST={case.seed}", flush=True)
+        again = f"logs: {folder}; again: make chaos FIRST={case.seed}"
+        print(*result.problems, *result.notes, again, sep="\n    ", flush=True)
     return result
 
 

@@ -34,10 +34,8 @@ SILENT_S = 180.0  # groups time out after 120 s; imports on a busy machine take 
 _LATE_S = 20.0  # for a node that came back when the others had ended
 _MOST_S = 900.0  # until a job that moves should have come to its end
 _POLL_S = 0.001
-MODEL: dict[str, Any] = dict(
-    hidden_size=32, hidden_dropout=0.1, global_batch_size=4, micro_batch_size=1
-)
-MODEL |= dict(train_iters=NUM_ITERATIONS, distributed_timeout_minutes=2)
+MODEL: dict[str, Any] = dict(hidden_size=32, hidden_dropout=0.1, global_batch_size=4)
+MODEL |= dict(micro_batch_size=1, train_iters=NUM_ITERATIONS, distributed_timeout_minutes=2)
 
 
 class HangError(Exception):
@@ -49,7 +47,7 @@ class Node:
     """A node as it was started last; what its agent may end with is open if it was struck."""
 
     agent: subprocess.Popen[bytes]
-    zygote: BaseProcess | None
+    zygote: BaseProcess | None = None
     is_struck: bool = False
     is_late: bool = False
 
@@ -57,13 +55,13 @@ class Node:
 class ChaosJob:
     """The job of a case; what still runs is killed at the end of its context."""
 
-    def __init__(
-        self, case: Case, place: Place, storage: Path, networks: Namespaces | None
-    ) -> None:
-        self.case, self.storage, self.networks = case, storage, networks
-        self.memory_dir = place.memory_dir
+    networks: Namespaces | None = None  # of the nodes, if each has its own
+
+    def __init__(self, case: Case, place: Place, storage: Path) -> None:
+        self.case, self.storage, self.memory_dir = case, storage, place.memory_dir
         self.events_dir = place.folder / "events"
-        self.logs = {name: place.folder / f"{name}.log" for name in case.names}
+        names = [f"n{number}" for number in range(case.num_nodes + case.num_spares)]
+        self.logs = {name: place.folder / f"{name}.log" for name in names}
         layout = {"num_layers": case.layout.get("pp", 2), "sequence_parallel": "tp" in case.layout}
         changes = {**MODEL, **layout, **case.changes}
         self.base = [*model_flags(**changes), *layout_flags(case.layout), *place.dataset_flags]
@@ -71,8 +69,7 @@ class ChaosJob:
         self.starts, self.notes, self.may_end = 0, list[str](), False
         self._marks: dict[Path, int] = {}
         self._begin = self._moved = time.monotonic()
-        self._seen: object = None
-        self._late_since = 0.0
+        self._late_since, self._seen = 0.0, object()
 
     def __enter__(self) -> Self:
         return self
@@ -90,10 +87,11 @@ class ChaosJob:
 
     def start(self) -> None:
         """Start all nodes, for the first time or again after all have ended."""
+        prepare_to_fork()
         self._port, self.starts = free_port(), self.starts + 1
         self._moved, self._late_since, self.may_end = time.monotonic(), 0.0, False
         self.nodes.clear()
-        for name in self.case.names:
+        for name in self.logs:
             self.start_node(name, is_real=self.case.is_real)
 
     def start_node(self, name: str, *, is_real: bool = False) -> None:
@@ -116,14 +114,12 @@ class ChaosJob:
                 stderr=file,
                 start_new_session=True,
             )
-        zygote = None
-        if not is_real:
-            prepare_to_fork()
-            where = (path, agent.pid, str(socket_path(agent.pid)), str(self.logs[name]))
-            zygote = _context.Process(target=_serve_in, args=where)
-            zygote.start()
         is_late = name in self.nodes
-        self.nodes[name] = Node(agent, zygote, is_struck=is_late, is_late=is_late)
+        node = self.nodes[name] = Node(agent, is_struck=is_late, is_late=is_late)
+        if not is_real:
+            where = (path, agent.pid, str(socket_path(agent.pid)), str(self.logs[name]))
+            node.zygote = _context.Process(target=_serve_in, args=where)
+            node.zygote.start()
 
     def _words(self, number: str) -> list[str]:
         """Return the command line of a node, after Python."""
@@ -185,14 +181,14 @@ class ChaosJob:
 
     def mark(self) -> None:
         """Begin to count lines from here."""
-        self._marks = {path: path.stat().st_size for path in self.logs.values() if path.exists()}
+        self._marks = {path: path.stat().st_size for path in self.logs.values()}
 
     def new_lines(self) -> str:
         """Return what was printed since the mark."""
         found = ""
-        for path in self.logs.values():
-            with suppress(FileNotFoundError), path.open(errors="replace") as file:
-                file.seek(self._marks.get(path, 0))
+        for path, start in self._marks.items():
+            with path.open(errors="replace") as file:
+                file.seek(start)
                 found += file.read()
         return found
 

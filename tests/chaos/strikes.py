@@ -1,7 +1,4 @@
-"""Faults from outside: signals, lost and cut nodes, storage that fails, files that are damaged.
-
-Each waits for its moment first. One whose moment or target does not come strikes nothing, and says so.
-"""
+"""Faults from outside: signals, lost and cut nodes, storage that fails, files that are damaged."""
 
 import os
 import random
@@ -13,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
-
-import psutil
 
 from moe_ft.faults import Phase
 from tests.chaos.cases import NUM_ITERATIONS, OF_NODES, OF_STORAGE, Kind, Strike, When
@@ -34,8 +29,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
         return
     image = folder.with_suffix(".ext4")
-    image.touch()
-    os.truncate(image, _DISK_BYTES)
+    _run("truncate", "--size", _DISK_BYTES, image)
     _run("mkfs.ext4", "-q", "-m", "0", image)
     subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
     try:
@@ -58,17 +52,19 @@ class Striker:
         self._last = 0  # iteration of the last strike
 
     def strike(self, strike: Strike) -> bool:
-        """Wait for the moment and strike; return whether anything was hit."""
+        """Wait for the moment and strike; return whether both came, the moment and a target."""
         job = self._job
         said = f"{strike.kind} {' '.join(map(str, strike.targets))} at {strike.when} {strike.what}"
-        is_now = job.wait(lambda: self._is_now(strike), _MOMENT_S)
-        if is_now:
-            time.sleep(strike.delay_s)
-            self._last = job.iteration()
-            if strike.when is not When.LINE:
-                job.mark()
-        is_hit = bool(is_now) and self._act(strike)
-        job.note(said if is_hit else f"{said}: nothing to hit" if is_now else f"{said} never came")
+        if not job.wait(lambda: self._is_now(strike), _MOMENT_S):
+            job.note(f"{said} never came")
+            return False
+        time.sleep(strike.delay_s)
+        self._last = job.iteration()
+        if strike.when is not When.LINE:
+            job.mark()
+        job.note(said)
+        is_hit = self._act(strike)
+        job.note("hit" if is_hit else "nothing was there to hit")
         job.may_end |= is_hit and strike.may_end
         return is_hit
 
@@ -101,7 +97,8 @@ class Striker:
             nodes = [(f"n{number}", job.nodes[f"n{number}"]) for number in strike.targets]
             names = [name for name, node in nodes if (node.agent.poll() is not None) is is_gone]
             return bool(names) and self._strike_nodes(strike, names)
-        ranks = job.wait(lambda: self._ranks(strike), _TARGET_S) or []
+        find = lambda: [each for rank, each in job.ranks().items() if rank in strike.targets]  # noqa: E731
+        ranks = job.wait(find, _TARGET_S) or []
         # All stand still before the first of them dies, so that none acts on the death of another.
         job.send(SIGTERM if kind is Kind.TERMINATE_RANK else SIGSTOP, ranks)
         if kind is Kind.STOP_RANK and ranks:
@@ -112,9 +109,6 @@ class Striker:
         if kind in (Kind.FLIP, Kind.KILL_RANKS):
             job.send(SIGKILL, ranks)
         return bool(ranks)
-
-    def _ranks(self, strike: Strike) -> list[psutil.Process]:
-        return [process for rank, process in self._job.ranks().items() if rank in strike.targets]
 
     def _strike_nodes(self, strike: Strike, names: list[str]) -> bool:
         """Strike nodes that run, or start those again that do not; return whether they had the target."""

@@ -1,7 +1,4 @@
-"""Runs the job of a case to its end, and judges it by an undisturbed run of the same model.
-
-The reference trains without checkpoints and without a launcher, so no mistake can be in both.
-"""
+"""Runs the job of a case to its end, and judges it by a run without checkpoints, launcher and faults."""
 
 import traceback
 from collections.abc import Iterator
@@ -58,18 +55,16 @@ class Result:
 
 
 def run_case(case: Case, place: Place, sockets: Path | None = None) -> Result:
-    """Run a case in a place of its own.
-
-    Args:
-        sockets: folder that only this job's fork servers use, if there is one.
-    """
+    """Run a case in a place of its own; `sockets` is a folder that only its fork servers use."""
     result = Result(case)
     with ExitStack() as stack:
         storage = place.folder / "storage"
         if case.has_disk:
             storage = stack.enter_context(small_disk(storage))
-        networks = stack.enter_context(Namespaces(*case.names)) if case.has_networks else None
-        job = stack.enter_context(ChaosJob(case, place, storage, networks))
+        job = ChaosJob(case, place, storage)
+        if case.has_networks:
+            job.networks = stack.enter_context(Namespaces(*job.logs))
+        stack.enter_context(job)
         result.notes = job.notes
         try:
             place.references.digests(job.base, NUM_RANKS)
@@ -87,7 +82,7 @@ def run_case(case: Case, place: Place, sockets: Path | None = None) -> Result:
 
 
 def _run(job: ChaosJob, result: Result) -> None:
-    """Start the job, strike, and start it again as often as it ends before its time, and may."""
+    """Start the job, strike, and start it again as often as it ends before its time."""
     job.start()
     striker = Striker(job)
     for strike in job.case.strikes:
@@ -137,12 +132,13 @@ def _final_digests(job: ChaosJob) -> dict[int, set[str]]:
 
 def _played(job: ChaosJob) -> set[int]:
     """Return the ranks whose roles others play at last, or that a smaller job lacks."""
-    last: dict[str, dict[str, Any]] = {"repair": {"played": {}}, "start": {"world_size": NUM_RANKS}}
-    for event in last:
-        for line in sorted(_events(job, event), key=lambda line: float(line["time"])):
-            last[event] = line
-    size = last["start"]["world_size"]
-    return {*map(int, last["repair"]["played"]), *range(size, NUM_RANKS)}
+    lines = [*_events(job, "start"), *_events(job, "repair")]
+    newest = max((line["incarnation"] for line in lines), default=0)
+    lines = [line for line in lines if line["incarnation"] == newest]
+    size = min((line.get("world_size", NUM_RANKS) for line in lines), default=NUM_RANKS)
+    return {int(rank) for line in lines for rank in line.get("played", ())} | {
+        *range(size, NUM_RANKS)
+    }
 
 
 def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:
@@ -154,12 +150,9 @@ def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:
         result.add(Verdict.WRONG_STATE, f"ranks {wrong} have ended in another state")
     losses = [(line["iteration"], line["loss"]) for line in _events(job, "iteration")]
     limit = _OTHER_SUMS if job.case.fewest else _CLOSE
-    others = [each for each in losses if each[1] and abs(each[1] / known[each[0]] - 1) > limit]
+    others = [(i, x) for i, x in losses if x is not None and not abs(x / known[i] - 1) <= limit]
     if others:
-        first, loss = min(others)
-        problem = (
-            f"{len(others)} losses, first that of {first}, which is {loss}, not {known[first]}"
-        )
+        problem = f"{len(others)} other losses; the first is {min(others)}"
         result.add(Verdict.WRONG_STATE, problem)
 
 
