@@ -69,7 +69,7 @@ def check_rules(rules: Iterable[Rule], settings: Any) -> None:
 
 
 def check_holds_no_secret(flag: str, url: str) -> None:
-    """Raise ConfigError for a URL with a password or a signature: `ps`, logs and messages show URLs to others."""
+    """Raise ConfigError for a URL with a password or a signature: `ps` and messages show URLs to others."""
     if _SECRET.search(url):
         raise ConfigError(
             f"{flag}={url.partition('://')[0]}://... must hold no password and no signature: all "
