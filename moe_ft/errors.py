@@ -9,11 +9,14 @@ MoeFtError
 +-- CorruptStateError       a checksum, size, index or manifest does not match (also an OSError)
 |   +-- FormatVersionError  the file is of another version of moe_ft: intact, and not readable here
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
+|   +-- ForeignPathError    the first of the two
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
-|   +-- StorageAwayError    not as long as storage does not answer or is full: start the job again later
+|   +-- BusyError           not now, or not on this node: start the job again, later or elsewhere
+|       +-- StorageAwayError  as long as storage does not answer or is full
 +-- RepairError             a repair in place was given up: the launcher restarts the job
 |   +-- ReplacedError       another node has this rank now: its old process must end
++-- ExchangeError           a message of a rank is not of the agreed type (also a RuntimeError)
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
@@ -54,6 +57,10 @@ class UnsafePathError(MoeFtError, OSError):
     """A file or directory that must be ours belongs to another user, or others can change it."""
 
 
+class ForeignPathError(UnsafePathError):
+    """A file or directory belongs to another user."""
+
+
 class LockLostError(MoeFtError, OSError):
     """Another job has taken over the persist directory, so this one must not write to it."""
 
@@ -62,7 +69,11 @@ class UnrecoverableError(MoeFtError):
     """No complete state was found; the message lists what was examined and why it was rejected."""
 
 
-class StorageAwayError(UnrecoverableError):
+class BusyError(UnrecoverableError):
+    """Something that a start needs is taken, and will not be later or on another node."""
+
+
+class StorageAwayError(BusyError):
     """Storage that a start needs does not answer or is full; the same start may succeed later."""
 
 
@@ -76,6 +87,10 @@ class ReplacedError(RepairError):
 
 class LinksEndedError(MoeFtError, RuntimeError):
     """The links of this rank's process groups have ended: what it has computed since does not count."""
+
+
+class ExchangeError(MoeFtError, RuntimeError):
+    """A message of another rank is not of the agreed type: it may be from another process."""
 
 
 class CallOrderError(MoeFtError, RuntimeError):

@@ -75,17 +75,11 @@ class EventLog:
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Without O_NONBLOCK, opening a pipe of that name would block.
-        flags = os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        path = event_path(self.directory, self.rank)
-        self._events_fd = os.open(path, flags | os.O_APPEND | os.O_RDWR, 0o600)
-        _check_is_file(os.fstat(self._events_fd), path)
+        self._events_fd = _open_own(event_path(self.directory, self.rank), os.O_APPEND | os.O_RDWR)
         size = os.fstat(self._events_fd).st_size
         if size and os.pread(self._events_fd, 1, size - 1) != b"\n":
             os.write(self._events_fd, b"\n")  # the last incarnation died while it wrote
-        self._progress_fd = os.open(
-            progress_path(self.directory, self.rank), flags | os.O_WRONLY, 0o600
-        )
+        self._progress_fd = _open_own(progress_path(self.directory, self.rank), os.O_WRONLY)
 
     def close(self) -> None:
         """Close the files; later events are dropped."""
@@ -180,6 +174,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
         for line in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
             if not line.isspace():
                 yield line
+            if len(line) == _MAX_LINE_BYTES:
+                file.seek(_next_data(file, file.tell()))
 
 
 def read_lines_backwards(path: Path) -> Iterator[bytes]:
@@ -189,7 +185,9 @@ def read_lines_backwards(path: Path) -> Iterator[bytes]:
         OSError: if the file cannot be read.
     """
     with _open(path) as file:
-        position = file.seek(0, os.SEEK_END)
+        position = data = 0
+        while (data := _next_data(file, position)) < file.seek(0, os.SEEK_END):
+            position = file.seek(data, os.SEEK_HOLE)  # behind the last data
         first = max(0, position - _MAX_TAIL_BYTES)
         block_bytes, rest = _FIRST_BLOCK_BYTES, b""
         while position > first:
@@ -238,19 +236,41 @@ class EventTail:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
                 self._position, self._rest, self._inode = 0, b"", status.st_ino
-            file.seek(self._position)
-            block = file.read(min(most_bytes, status.st_size - self._position))
-        self._position += len(block)
-        self.unread_bytes = status.st_size - self._position
+            self._position = file.seek(_next_data(file, self._position))
+            block = file.read(most_bytes)
+            self._position += len(block)
+            self.unread_bytes = os.fstat(file.fileno()).st_size - self._position
         *lines, self._rest = (self._rest + block).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:  # no event is that long
             self._rest = b""
         return [line for line in lines if line.strip()]
 
 
+def _open_own(path: Path, flags: int) -> int:
+    """Return a descriptor of a file to write to. The directory may be shared: a link may lead to any file."""
+    # Without O_NONBLOCK, opening a pipe of that name would block.
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        _check_is_file(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _open(path: Path) -> BinaryIO:
     _check_is_file(path.stat(), path)
     return path.open("rb")
+
+
+def _next_data(file: BinaryIO, position: int) -> int:
+    """Return where data follows, else the file's size: a hole, which may be of any size, holds no lines."""
+    size = os.fstat(file.fileno()).st_size  # first, as the file may grow
+    try:
+        return file.seek(position, os.SEEK_DATA)
+    except OSError:
+        return size
 
 
 def _check_is_file(status: os.stat_result, path: Path) -> None:

@@ -5,6 +5,7 @@ Standard library only; Linux.
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_STATE, _START_TICKS = 0, 19  # in /proc/PID/stat after the name
+_STATE, _FLAGS, _START_TICKS = 0, 6, 19  # in /proc/PID/stat after the name
+_PF_EXITING = 0x4
+_PENDING = re.compile(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", re.MULTILINE)
 
 
 def boot_id() -> str:
@@ -54,6 +57,32 @@ def has_ended(pid: int, started: int | None = None) -> bool:
         return False
     is_other = started is not None and int(status[_START_TICKS]) != started
     return is_other or status[_STATE] in ("Z", "X")
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether nothing can keep a process from ending any more, though that may still take long.
+
+    Its threads may wait for storage, where no signal ends them, and until then the kernel keeps its locks.
+    """
+    try:
+        status, more = _status(pid), Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+    killed = any(int(each, 16) >> signal.SIGKILL - 1 & 1 for each in _PENDING.findall(more))
+    is_exiting = status[_STATE] in ("Z", "X") or int(status[_FLAGS]) & _PF_EXITING != 0
+    return is_exiting or killed or "CoreDumping:\t1" in more
+
+
+def holder_of_lock(path: Path) -> int | None:
+    """Return the process that has the lock of a file; None if none has that is seen from here."""
+    with suppress(OSError):
+        status = path.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            *_, pid, place, _, _ = line.split()
+            if place == device and "->" not in line:  # of one that waits for it
+                return int(pid)
+    return None
 
 
 def is_stopped(pid: int) -> bool:

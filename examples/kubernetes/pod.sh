@@ -132,7 +132,7 @@ rm "$CODES"
 case "$code" in
     2) echo "pod: exit code 2: the flags, or the state that is there, cannot work; see above" ;;
     3) echo "pod: exit code 3: storage lacks the newest state, memory has it" ;;
-    4) echo "pod: exit code 4: storage does not answer, and may hold what the start needs" ;;
+    4) echo "pod: exit code 4: storage or memory that the start needs cannot be had now" ;;
 esac
 if [ -z "$is_ending" ]; then  # the ranks of a pod that is removed have saved; with 3 and 4 storage cannot be written
     case "${code:-$status}" in 0 | 3 | 4) ;; *) rescue ;; esac

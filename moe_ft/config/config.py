@@ -4,7 +4,6 @@ Field `event_log` becomes `--moe-ft-event-log`; config/flags.py does that. The o
 rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,13 +19,14 @@ from moe_ft.config.rules import (
     OF_SETTINGS,
     check_directories,
     check_rules,
+    default_memory_dir,
 )
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
 
 # Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
-DEFAULT_MEMORY_DIR = f"/dev/shm/moe_ft_{os.geteuid()}"
+DEFAULT_MEMORY_DIR = default_memory_dir()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

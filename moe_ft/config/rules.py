@@ -5,9 +5,12 @@ are with the fields, see fields.py. The rules for directories are a function: wh
 which must be apart.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,12 @@ from moe_ft.config.fields import flag_of
 from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
+
+# A password, which may hold any character and so ends at the last @, or a signature. NAME:8020/ is a port.
+_SECRET = re.compile(
+    r"://[^/:[]*:(?!\d+(/|$)).*@|[?&][^=&]*(sig|signature|token|key|password|secret)=",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,33 @@ def check_rules(rules: Iterable[Rule], settings: Any) -> None:
             raise ConfigError(rule.message(settings))
 
 
+def check_holds_no_secret(flag: str, url: str) -> None:
+    """Raise ConfigError for a URL with a password or a signature: `ps`, logs and messages show URLs."""
+    if _SECRET.search(url):
+        raise ConfigError(
+            f"{flag}={url.partition('://')[0]}://... must hold no password and no signature: all "
+            "users of the node see it. Give it to the library that opens such URLs, in the environment, "
+            "its configuration file or that of fsspec (~/.config/fsspec)."
+        )
+
+
+def default_memory_dir(place: Path = Path("/dev/shm")) -> str:
+    """Return the first of moe_ft_UID, moe_ft_UID_1, ... that is this user's; if none is, the first free one.
+
+    Everybody may write to that place, and so take a name that is known before. What a job has left is found
+    again by its owner, also when names before it are free again.
+    """
+    own, name = os.geteuid(), f"moe_ft_{os.geteuid()}"
+    pattern, owners = re.compile(rf"{name}(?:_([1-9]\d{{0,8}}))?"), dict[int, int]()
+    with suppress(OSError):  # one has vanished, or the place is not there
+        for path in place.iterdir():
+            if match := pattern.fullmatch(path.name):
+                owners[int(match[1] or 0)] = path.lstat().st_uid
+    ours = [number for number, owner in owners.items() if owner == own]
+    chosen = min(ours) if ours else next(each for each in count() if each not in owners)
+    return str(place / (f"{name}_{chosen}" if chosen else name))
+
+
 def check_directories(memory_dir: str, persist_dir: str | None) -> None:
     """Check what --moe-ft-memory-dir and --moe-ft-persist-dir name.
 
@@ -78,6 +114,7 @@ def check_directories(memory_dir: str, persist_dir: str | None) -> None:
         )
     if persist_dir is None:
         return
+    check_holds_no_secret("--moe-ft-persist-dir", persist_dir)
     if "memory" in re.split("://|::", persist_dir)[:-1]:
         raise ConfigError(
             f"--moe-ft-persist-dir={persist_dir} must be storage that outlives the process which writes it, "

@@ -20,15 +20,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import starmap
 from pathlib import Path
 from typing import Any, override
 
+from moe_ft.convert.verifying import Part, verify_parts
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
+from moe_ft.files.local_files import sync_file
 from moe_ft.files.patience import PATIENCE_S
-from moe_ft.files.private_files import make_private
-from moe_ft.files.storage import Storage, hide_password, sync_file
+from moe_ft.files.private_files import make_private, open_directory
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.processes import boot_id
 
@@ -149,10 +152,13 @@ class LocalDestination(Destination):
             )
 
     def _continue(self) -> None:
-        """Take over the shards of a conversion that was interrupted."""
+        """Take over the shards of a conversion that was interrupted.
+
+        Raises UnsafePathError if the folder is another user's, or others can change what is in it.
+        """
         if self.work.exists():
             content = None
-            with suppress(OSError):
+            with open_directory(self.work), suppress(OSError):
                 content = (self.work / _JOURNAL).read_bytes()
             journal = self._read_journal(content)
             self._shards = journal["shards"] if journal.get("boot") == boot_id() else {}
@@ -164,7 +170,8 @@ class LocalDestination(Destination):
         with _locked(self.work.with_name(f"{self.work.name}.lock"), self.path):
             self._check_is_free()  # again: another one may have ended since
             self._continue()
-            self.work.mkdir(exist_ok=True)
+            make_private(self.work)
+            self._shards = {key: each for key, each in self._shards.items() if self._is_sound(each)}
             self._write_journal()
             try:
                 yield
@@ -172,6 +179,15 @@ class LocalDestination(Destination):
                 shutil.rmtree(self.work, ignore_errors=True)
                 raise
             self._publish()
+
+    def _is_sound(self, noted: Mapping[str, Any]) -> bool:
+        """Return whether the file of a shard is still what was written."""
+        try:
+            (path,) = self.work.rglob(noted["file"])
+            verify_parts(path, starmap(Part, noted["parts"]))
+        except (OSError, KeyError, TypeError, ValueError):
+            return False
+        return True
 
     @override
     def _write_journal(self) -> None:
@@ -183,6 +199,8 @@ class LocalDestination(Destination):
         for path in (*self.work.rglob("*"), self.work):
             sync_file(str(path))
         (self.work / _JOURNAL).unlink()
+        os.umask(mask := os.umask(0))
+        self.work.chmod(0o777 & ~mask)  # it was private
         if self.path.exists():
             self.path.rmdir()
         self.work.rename(self.path)
@@ -240,7 +258,7 @@ class RemoteDestination(Destination):
         Args:
             shard_bytes: most bytes of a file, unless one tensor has more.
         """
-        super().__init__(hide_password(url.rstrip("/")), plan, description)
+        super().__init__(url.rstrip("/"), plan, description)
         self._place_of_journal = f"DST={self.place}"
         parent, _, self._name = url.rstrip("/").rpartition("/")
         if parent.endswith(("/", ":")) or not self._name:

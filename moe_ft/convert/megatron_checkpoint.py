@@ -6,11 +6,13 @@ group is needed.
 
 import argparse
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import Any, override
 
 import torch
@@ -37,10 +39,26 @@ _RELEASE = "release"
 _METADATA = ".metadata"
 _COMMON, _LEGACY_COMMON = "common_state/shard_0_1", "common.pt"
 _MASTERS = ("param", "fp32_param")
+_NUMBERS: Mapping[str, tuple[Any, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_layers", "num_experts", "mtp_num_layers"), (int, 10**5)),
+        **dict.fromkeys(
+            (
+                *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads"),
+                *("num_query_groups", "kv_channels", "moe_router_topk", "max_position_embeddings"),
+                *("moe_shared_expert_intermediate_size", "vocab_size", "padded_vocab_size"),
+            ),
+            (int, 1 << 31),
+        ),
+        **dict.fromkeys(("norm_epsilon", "rotary_base"), (int | float, math.inf)),
+        "moe_layer_freq": (int | str | list | tuple, 0),
+    }
+)
 _STACKED_LAYERS = re.compile(r"decoder\.layers\.(?=[a-z])")
 _STACK = ".experts.experts."
 _HASH_BYTES = 8 << 20
 _MOST_TRACKER_BYTES, _MOST_METADATA_BYTES, _MOST_COMMON_BYTES = 1 << 10, 1 << 30, 1 << 30
+_MOST_PIECES = 10**7  # and tensors: files may be holes, so that their sizes limit nothing
 _TRACKED = re.compile(r"[0-9]{1,12}|release")
 # Weights that follow from masters in another way than by rounding them.
 _FEW_BITS = ("fp8_param_gather", "fp4_param_gather", "fp8_param", "fp4_param")
@@ -202,7 +220,9 @@ def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> Megatron
         )
         files = {
             name: size_of(place_in(folder, name, str(folder / _METADATA)))
-            for name in sorted({each.relative_path for each in metadata.storage_data.values()})
+            for name in sorted(
+                {_text(each.relative_path) for each in metadata.storage_data.values()}
+            )
         }
         common = _load_common(folder, metadata)
         content = dict(common.get("content_metadata") or {})
@@ -227,13 +247,34 @@ def open_megatron_checkpoint(folder: AnyPath, iteration: int | None) -> Megatron
         place=str(folder),
         folder=folder,
         iteration=named,
-        settings={"--" + name.replace("_", "-"): value for name, value in vars(args).items()},
-        facts=common.get("moe_ft") or {"iteration": named},
+        settings=dict(_settings(args, str(folder))),
+        facts=facts if isinstance(facts := common.get("moe_ft"), dict) else {"iteration": named},
         signature=signature_of(folder / name for name in {_METADATA, *files}),
         problem=_problem_of_masters(args, str(content.get("distrib_optim_sharding_type"))),
         stored=stored,
         hashes=hashes,
     )
+
+
+def _settings(args: argparse.Namespace, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings by flag, as conversions expect them: scalars and lists of them, else names of types.
+
+    Raises:
+        ConfigError: if one of which much is computed is no number, or too large.
+    """
+    for name, value in vars(args).items():
+        flag = "--" + str(name).replace("_", "-")
+        kinds, most = _NUMBERS.get(name, (object, 0))
+        if value is not None and (
+            not isinstance(value, kinds) or (most and not 0 <= value <= most)
+        ):
+            found = value if isinstance(value, kinds) else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"{place} has {flag}={found}, which no model has. Name another checkpoint."
+            )
+        values = value if isinstance(value, list | tuple) else [value]
+        is_plain = all(isinstance(each, str | int | float | None) for each in values)
+        yield flag, value if is_plain else type(value).__name__
 
 
 def _problem_of_masters(args: argparse.Namespace, sharding: str) -> str:
@@ -304,10 +345,10 @@ def _stored(
     Args:
         files: sizes by name: no tensor can have more elements than there are bytes.
     """
-    wanted = tuple(f"optimizer.state.{each}." for each in _MASTERS)
+    wanted, num_named = tuple(f"optimizer.state.{each}." for each in _MASTERS), 0
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, info in metadata.storage_data.items():
-        places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+        places.setdefault(_text(index.fqn), {})[tuple(map(int, index.offset or ()))] = info
     for key, each in metadata.state_dict_metadata.items():
         if not isinstance(each, TensorStorageMetadata):
             continue
@@ -318,30 +359,48 @@ def _stored(
         pieces: dict[tuple[int, ...], list[_Piece]] = {}
         num_elements = 0
         for chunk in each.chunks:
-            info = places.get(key, {}).get(tuple(chunk.offsets))
-            if info is None:
-                raise CorruptStateError(
-                    f"{folder}: nothing says where {key} is from {tuple(chunk.offsets)}"
-                )
-            if getattr(info, "transform_descriptors", None):
-                raise ConfigError(
-                    f"{folder}: {key} is compressed, which is not read. Save it again."
-                )
+            offset = tuple(map(int, chunk.offsets))
+            info = _place_of(key, offset, places, folder)
             piece = _Piece(
-                tuple(map(int, chunk.offsets)),
+                offset,
                 tuple(map(int, chunk.sizes)),
-                *(info.relative_path, int(info.offset), int(info.length)),
+                *(_text(info.relative_path), int(info.offset), int(info.length)),
             )
             num_elements += _check_piece(folder, key, piece, files)
+            if (num_named := num_named + prod(piece.shape[:num_axes])) > _MOST_PIECES:
+                raise CorruptStateError(
+                    f"{folder} names more than {_MOST_PIECES} pieces of tensors"
+                )
             ends = zip(piece.offset[:num_axes], piece.shape[:num_axes], strict=True)
             for index in product(*(range(first, first + num) for first, num in ends)):
                 pieces.setdefault(index, []).append(piece)
         shape = tuple(map(int, each.size))
-        if prod(shape[:num_axes]) > num_elements:
+        if prod(shape[:num_axes]) > min(num_elements, _MOST_PIECES):
             raise CorruptStateError(
                 f"{folder}: {key} has the shape {list(shape)}, and its pieces have {num_elements} elements"
             )
         yield key, _Stored(shape, dtype_name(each.properties.dtype), num_axes, pieces)
+
+
+def _place_of(
+    key: str,
+    offset: tuple[int, ...],
+    places: Mapping[str, Mapping[tuple[int, ...], Any]],
+    folder: AnyPath,
+) -> Any:
+    """Return where a piece of a tensor is stored."""
+    info = places.get(key, {}).get(offset)
+    if info is None:
+        raise CorruptStateError(f"{folder}: nothing says where {key} is from {offset}")
+    if getattr(info, "transform_descriptors", None):
+        raise ConfigError(f"{folder}: {key} is compressed, which is not read. Save it again.")
+    return info
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CorruptStateError(f"a name in {_METADATA} is no text, but a {type(value).__name__}")
+    return value
 
 
 def _overlap(

@@ -44,7 +44,8 @@ class WrittenFile:
         sha256 = verify_parts(self.path, self.parts, with_sha256=self.with_sha256)
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
-        return {**self.facts, **({"sha256": sha256} if self.with_sha256 else {})}
+        facts = {**self.facts, "parts": self.parts}  # for a conversion that takes it over
+        return {**facts, **({"sha256": sha256} if self.with_sha256 else {})}
 
 
 def write_and_verify(

@@ -18,7 +18,7 @@ from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, huge_pages, node_directory
-from moe_ft.errors import ConfigError
+from moe_ft.errors import BusyError, ConfigError
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
 from moe_ft.recovery.site import Site
@@ -52,7 +52,7 @@ def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
     missing = [each for each in (place, *place.parents) if not each.exists()]
     try:
         return [_claim(site), *_room(site, num_ranks, needed), *_pages(site), *rows]
-    except ConfigError as error:
+    except (ConfigError, BusyError) as error:
         return [refused(_DIRECTORY, site.node, error), *rows]
     finally:
         for created in missing:
@@ -73,8 +73,8 @@ def _claim(site: Site) -> Row:
             return refused(_DIRECTORY, site.node, ConfigError(reason), Result.WARN, remedy)
         kind, total = file_system_type(node_dir), shutil.disk_usage(place).total
         return passed(_DIRECTORY, site.node, f"{place}: {kind} of {size_text(total)}")
-    except ConfigError as error:  # with the same text on all nodes
-        raise ConfigError(str(error).replace(name, site.job_id)) from error
+    except (ConfigError, BusyError) as error:  # with the same text on all nodes
+        raise type(error)(str(error).replace(name, site.job_id)) from error
     finally:
         # Under another name it is no job any more, into which `clean` elsewhere may put a lock meanwhile.
         gone = node_dir.parent.with_name(f"{name}_gone")
@@ -92,7 +92,7 @@ def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
     if needed is not None:
         try:
             check_room(site, needed)
-        except ConfigError as error:
+        except (ConfigError, BusyError) as error:
             rows.append(refused(_ROOM, node, error))
     for what, (free, remedy) in room.items():
         found = f"{what}: {size_text(free)} free"

@@ -255,7 +255,7 @@ def check_read(
         return [failed(_READ, node, found, "Look at that node, and who else writes to the store.")]
     start_s = time.perf_counter()
     try:
-        content = storage.read(written[other].path)
+        content = storage.read(written[other].path, 0, storage.size(written[other].path))
     except FileNotFoundError:
         return [failed(_READ, node, f"the file of {other} is not there", _SHARE)]
     took_s = time.perf_counter() - start_s

@@ -10,13 +10,14 @@ What a user names may be anybody's, but it must be a file: opening a named pipe 
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from moe_ft.errors import CorruptStateError, UnsafePathError
+from moe_ft.errors import CorruptStateError, ForeignPathError, UnsafePathError
 
 PRIVATE_MODE = 0o700
 _FILE_MODE = 0o600
@@ -131,13 +132,15 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def check_is_regular(path: Path | str) -> None:
-    """Raise CorruptStateError if a file is a named pipe, a device or a socket, without opening it."""
-    mode = os.stat(path).st_mode
+def check_is_regular(path: Path | str) -> int:
+    """Return the size of a file; raise CorruptStateError if it is a named pipe, a device or a socket."""
+    status = os.stat(path)  # without opening it
+    mode = status.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory, opening it says so
         raise CorruptStateError(
             f"{path} is not a regular file, but {_KINDS.get(stat.S_IFMT(mode))}"
         )
+    return status.st_size
 
 
 def create_private(path: Path) -> int:
@@ -178,6 +181,17 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file where others may write too: under a name that they do not know, so that no link counts."""
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with part.open("x", encoding="utf-8") as file:
+            file.write(text)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _open(directory: int, path: Path, flags: int) -> int:
     """Open a file in a directory that was checked, and check it too."""
     # Without waiting: a named pipe would block, and is refused below.
@@ -209,4 +223,4 @@ def _check_is_ours(status: os.stat_result, path: Path) -> None:
 
 def _check_owner(status: os.stat_result, what: str, others: tuple[int, ...] = ()) -> None:
     if status.st_uid not in (os.geteuid(), *others):
-        raise UnsafePathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        raise ForeignPathError(f"{what} belongs to user {status.st_uid}, not to {os.geteuid()}")

@@ -12,14 +12,10 @@ engine/persist/storage_lock.py. Used by the writer process and by recovery; no t
 """
 
 import copy
-import errno
-import fcntl
 import inspect
-import mmap
 import os
 import random
 import re
-import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 from fsspec.utils import get_protocol
 
-from moe_ft.errors import MoeFtError
+from moe_ft.config.rules import check_holds_no_secret
+from moe_ft.errors import CorruptStateError, MoeFtError
+from moe_ft.files.apart import Helper
+from moe_ft.files.local_files import remove_here, sync_file, write_here
 from moe_ft.files.patience import call_within, note_progress
 from moe_ft.files.private_files import check_is_regular, open_regular
 from moe_ft.format.encoding import check_path, checksum, decode
@@ -39,9 +37,9 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
-_DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
+# A manifest of 16,384 ranks with 15,600 experts has 14 MiB. A stranger's may be a hole of 1 TB.
+MOST_JSON_BYTES = 128 << 20
 _OF_VERSIONS = (
     "size",
     "mtime",
@@ -85,10 +83,12 @@ class Storage:
     """One persist directory. Paths are relative to it; all methods raise OSError when it fails.
 
     Attributes:
-        url: of the directory, for messages: without a password.
+        url: of the directory; it holds no password.
     """
 
-    def __init__(self, url: str, patience_s: float | None = None) -> None:
+    def __init__(
+        self, url: str, patience_s: float | None = None, *, is_apart: bool = False
+    ) -> None:
         """Name a directory; the back end is opened by the first operation.
 
         Args:
@@ -96,23 +96,24 @@ class Storage:
             patience_s: how long a small operation, or reading the next piece of a file, may take before it
                 raises TimeoutError; `write` takes as long as it needs. None in the writer process, which
                 somebody else watches.
+            is_apart: whether this process must be able to end while a file system of this machine hangs:
+                another one then looks, lists, and reads and writes small files.
         """
-        self.url, self._patience_s = hide_password(url), patience_s
-        self._given_url = url
+        check_holds_no_secret("URL", url)
+        self._helper = Helper() if is_apart else None
+        self.url, self._patience_s = url, patience_s
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        file_system, root = self.within_patience(
-            "open", lambda: fsspec.core.url_to_fs(self._given_url)
-        )
+        file_system, root = self.within_patience("open", lambda: fsspec.core.url_to_fs(self.url))
         return file_system, root
 
     @cached_property
     def _is_local(self) -> bool:
         """True for a directory of this machine's file systems."""
         try:
-            protocol = fsspec.get_filesystem_class(get_protocol(self._given_url)).protocol
+            protocol = fsspec.get_filesystem_class(get_protocol(self.url)).protocol
         except (ImportError, ValueError):  # opening it says why
             return False
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
@@ -134,6 +135,8 @@ class Storage:
         """Return the same directory with another patience."""
         other = copy.copy(self)
         other._patience_s = patience_s
+        if other._helper is not None:
+            other._helper = Helper()  # that of this may wait, too
         return other
 
     def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
@@ -142,6 +145,31 @@ class Storage:
             if self._patience_s is None:
                 return act()
             return call_within(act, self._patience_s, f"{self.url}: {operation}")
+
+    @property
+    def _works_apart(self) -> bool:
+        return self._helper is not None and self._is_local
+
+    def aside[Result](self, operation: str, act: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a function of a module returns, which another process may call; see `within_patience`.
+
+        Args:
+            arguments: values that msgspec encodes.
+        """
+        if self._helper is None or not self._works_apart:
+            return self.within_patience(operation, partial(act, *arguments))
+        try:
+            return self.within_patience(operation, partial(self._helper.perform, act, arguments))
+        except TimeoutError:
+            self._helper.abandon()
+            self._helper = Helper()
+            raise
+
+    def _small(self, operation: str, method: str, *arguments: Any) -> Any:
+        """Return what a method of this returns, in the same way."""
+        if self._works_apart:
+            return self.aside(operation, call_on, self.url, method, *arguments)
+        return self.within_patience(operation, partial(getattr(self, method), *arguments))
 
     @contextmanager
     def _translating(self, operation: str) -> Iterator[None]:
@@ -164,7 +192,7 @@ class Storage:
 
     def make_root(self) -> None:
         """Create the persist directory."""
-        self.within_patience("create the directory", self._make_root)
+        self._small("create the directory", "_make_root")
 
     def _make_root(self) -> None:
         is_new = self._is_local and not os.path.isdir(self._root)
@@ -178,40 +206,22 @@ class Storage:
         with self._translating(f"write {path}"):
             self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
             if self._is_local:
-                self._write_here(full, pieces)
+                write_here(self._root, full, pieces)
             else:
                 with self._file_system.open(full, "wb") as file:
                     for content in pieces:
                         for start in range(0, len(content), _CHUNK_BYTES):
                             file.write(content[start : start + _CHUNK_BYTES])
 
-    def _write_here(self, full: str, pieces: Iterable[memoryview]) -> None:
-        # A name of its own: two nodes that rescue a job write the same files at the same time.
-        part = f"{full}.{secrets.token_hex(4)}.part"
-        try:
-            with self._file_system.open(part, "wb") as file:
-                write_past_cache(file, pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, full)
-        except (Exception, KeyboardInterrupt):
-            with suppress(OSError):  # on a full disk every try would leave one
-                os.unlink(part)
-            raise
-        for directory in Path(full).parents:  # its name, and those of what was made for it
-            sync_file(str(directory))
-            if directory == Path(self._root):
-                return
-
     def write_atomically(self, path: str, content: bytes) -> None:
         """Write a small file so that readers see all of it or nothing."""
-        self.within_patience(f"write {path}", lambda: self._write_atomically(path, content))
+        self._small(f"write {path}", "_write_atomically", path, content)
 
     def _write_atomically(self, path: str, content: bytes) -> None:
         full = self._full(path)
         self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
         if self._is_local:
-            self._write_here(full, [memoryview(content)])
+            write_here(self._root, full, [memoryview(content)])
         else:  # object stores show an object only when it is complete
             self._file_system.pipe_file(full, content)
 
@@ -238,18 +248,26 @@ class Storage:
             raise FileExistsError(full) from error
 
     def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
-        """Return a file, or a range of it.
+        """Return a small file, or a range of one.
 
         Where many read at once each of them may be slow: only one that gets no further is given up.
+
+        Raises:
+            CorruptStateError: if a whole file is longer than any that holds JSON of moe_ft.
+            OSError: if it cannot be read.
         """
         full = self._full(path)
         end = None if num_bytes < 0 else offset + num_bytes
         if num_bytes == 0:  # S3 has no empty ranges, and returns the whole object
             return b""
+        if end is None and self._works_apart:
+            return bytes(self._small(f"read {path}", "_read", full, offset, end))
         if self._patience_s is None:
             with self._translating(f"read {path}"):
                 return self._read(full, offset, end)
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
+        if end is None:
+            _check_length(full, expected_end)
         starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
         pieces = []  # one of them is passed on without a copy
         for start, stop in zip(starts, (*starts[1:], end), strict=True):
@@ -260,7 +278,9 @@ class Storage:
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
         if self._is_local:
-            check_is_regular(full)
+            num_bytes = check_is_regular(full)
+            if end is None:
+                _check_length(full, num_bytes)
         if start == 0 and end is None:  # of an empty object S3 has no range
             return bytes(self._file_system.cat_file(full))
         return bytes(self._file_system.cat_file(full, start=start, end=end))
@@ -288,11 +308,12 @@ class Storage:
         return True
 
     def _info(self, full: str) -> dict[str, Any]:
-        def look() -> dict[str, Any]:
-            self._file_system.invalidate_cache()  # of listings: other nodes write here too
-            return dict(self._file_system.info(full))
+        found: dict[str, Any] = self._small(f"look at {full}", "_look", full)
+        return found
 
-        return self.within_patience(f"look at {full}", look)
+    def _look(self, full: str) -> dict[str, Any]:
+        self._file_system.invalidate_cache()  # of listings: other nodes write here too
+        return dict(self._file_system.info(full))
 
     def version(self, path: str) -> str:
         """Return what changes when a file is written again, as far as storage tells it."""
@@ -305,15 +326,25 @@ class Storage:
 
     def iterations(self) -> list[int]:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
-        matches = map(_ITERATION.fullmatch, self.names())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        names = [name for name in self.names() if _ITERATION.fullmatch(name)]
+        if self._is_local:
+            links = (
+                self._small("look", "_links", names) if self._works_apart else self._links(names)
+            )
+            names = [name for name in names if name not in links]
+        return sorted((int(name.removeprefix("iter_")) for name in names), reverse=True)
+
+    def _links(self, names: list[str]) -> list[str]:
+        """Return those that are links: they may lead to where nothing of this directory is to be changed."""
+        return [name for name in names if os.path.islink(self._full(name))]
 
     def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
-        def look() -> list[Any]:
-            self._file_system.invalidate_cache()
-            return list(self._file_system.ls(full, detail=has_sizes))
+        found: list[Any] = self._small(f"list {full}", "_listed", full, has_sizes)
+        return found
 
-        return self.within_patience(f"list {full}", look)
+    def _listed(self, full: str, has_sizes: bool) -> list[Any]:
+        self._file_system.invalidate_cache()
+        return list(self._file_system.ls(full, detail=has_sizes))
 
     def names_in(self, directory: str) -> list[str]:
         """Return the names of what is in a directory, none if it is not there."""
@@ -355,25 +386,29 @@ class Storage:
         """Remove a file if it is there."""
         with suppress(FileNotFoundError):
             full = self._full(path)
-            self.within_patience(f"remove {path}", lambda: self._file_system.rm_file(full))
+            self._small(f"remove {path}", "_remove", full)
+
+    def _remove(self, full: str) -> None:
+        if not self._is_local:
+            self._file_system.rm_file(full)
+            return
+        remove_here(self._root, full)
+
+
+def call_on(url: str, method: str, *arguments: Any) -> Any:
+    """Return what a method of a persist directory returns."""
+    return getattr(Storage(url), method)(*arguments)
+
+
+def _check_length(path: str, num_bytes: int) -> None:
+    if num_bytes > MOST_JSON_BYTES:
+        raise CorruptStateError(
+            f"{path} has {num_bytes} bytes, and no file of its kind has more than {MOST_JSON_BYTES}"
+        )
 
 
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def hide_password(url: str) -> str:
-    """Return a URL that may be shown to people."""
-    return _PASSWORD.sub(r"\1:***@", url)
-
-
-def sync_file(path: str) -> None:
-    """Wait until a file or directory of this machine is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _has_conditional_put(file_system: Any) -> bool:
@@ -390,59 +425,3 @@ def give_own_random() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _PACKAGES and getattr(module, "random", None) is random:
             module.random = _own_random  # type: ignore[attr-defined]
-
-
-def write_past_cache(file: Any, pieces: Iterable[memoryview]) -> None:
-    """Write pieces one after the other at the end of an open local file; the caller syncs it."""
-    for block in page_blocks(pieces):
-        _write_block(file, block)
-
-
-def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes in blocks that start at a page of memory and, but for the last, are whole pages.
-
-    Only what is not so already is copied. A block is valid until the next one is asked for.
-    """
-    room, filled = memoryview(mmap.mmap(-1, _CHUNK_BYTES)), 0
-    for content in pieces:
-        address = np.frombuffer(content, np.uint8).ctypes.data if content else 0
-        start = 0
-        while start < len(content):
-            rest = len(content) - start
-            if not filled and rest >= _DIRECT_BYTES and (address + start) % mmap.PAGESIZE == 0:
-                taken = min(rest - rest % mmap.PAGESIZE, _CHUNK_BYTES)
-                yield content[start : start + taken]
-            else:
-                taken = min(rest, _CHUNK_BYTES - filled)
-                room[filled : filled + taken] = content[start : start + taken]
-                filled = (filled + taken) % _CHUNK_BYTES
-                if not filled:
-                    yield room
-            start += taken
-    yield room[:filled]
-
-
-def _write_block(file: Any, block: memoryview) -> None:
-    """Write past the page cache where the file system can: it is faster and takes less of the processor."""
-    is_direct = len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0
-    start = file.tell()
-    if is_direct and _set_direct(file, True):
-        try:
-            file.write(block)
-            return
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # such as of an alignment beyond that of pages
-                raise
-            file.seek(start)
-    _set_direct(file, False)
-    file.write(block)
-
-
-def _set_direct(file: Any, is_direct: bool) -> bool:
-    """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
-    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
-    except OSError:  # such as of FUSE
-        return False
-    return True

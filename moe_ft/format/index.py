@@ -6,7 +6,7 @@ bytes of a data file are checked against their checksums here, without any I/O.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, override
+from typing import override
 
 import msgspec
 import xxhash
@@ -23,7 +23,9 @@ from moe_ft.format.entries import (
     UnitEntry,
     tensor_bytes,
 )
-from moe_ft.format.records import Count, ExpertProgress, IterationRecord
+from moe_ft.format.records import Count, ExpertProgress, IterationRecord, Length
+
+_MOST_HEADER_BYTES = 100_000_000  # as the package safetensors has it
 
 
 @decodable
@@ -65,8 +67,8 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
     origins: dict[str, Checksum] = {}
     progress: ExpertProgress | None = None
     older: tuple[FileEntry, ...] = ()
-    window: Annotated[int, msgspec.Meta(ge=1)] = 1
-    num_snapshots: Annotated[int, msgspec.Meta(ge=1)] = 1
+    window: Length = 1
+    num_snapshots: Length = 1
     compute: tuple[dict[str, UnitEntry], ...] = ()
     complete_iteration: Count | None = None
     model: ModelPlaces | msgspec.UnsetType = msgspec.UNSET
@@ -108,7 +110,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
             entry.check_paths(where)
         if not self.records or self.records[-1].iteration != self.iteration:
             raise CorruptStateError(f"{where} holds no record of its iteration {self.iteration}")
-        if self.header_bytes > self.file_bytes:
+        if self.header_bytes > min(self.file_bytes, _MOST_HEADER_BYTES):
             raise CorruptStateError(f"{where}: the header reaches beyond the end of its file")
         self._check_window(where)
         self._check_places(where)
@@ -121,7 +123,7 @@ class Index(Body, frozen=True, forbid_unknown_fields=True):
             return
         first = self.iteration - self.num_snapshots + 1
         iterations = [record.iteration for record in self.records]
-        is_consecutive = iterations == list(range(first, self.iteration + 1))
+        is_consecutive = iterations == [*range(first, first + len(iterations))]
         are_inside = all(first <= unit.iteration <= self.iteration for _, unit in self.entries())
         if not is_consecutive or not are_inside or len(self.compute) != len(iterations):
             raise CorruptStateError(
@@ -150,8 +152,8 @@ class IndexHead(Body, frozen=True):
     file: str
     file_bytes: Count
     header_checksum: Checksum
-    window: int = 1
-    num_snapshots: int = 1
+    window: Length = 1
+    num_snapshots: Length = 1
     complete_iteration: Count | None = None
 
     @property

@@ -1,13 +1,13 @@
 """The manifest of a checkpoint on storage: the file that makes the files of an iteration a checkpoint."""
 
-from typing import Annotated, override
+from typing import override
 
 import msgspec
 
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import Body, decodable
 from moe_ft.format.entries import FileEntry, LevelName
-from moe_ft.format.records import Count
+from moe_ft.format.records import Count, Length
 
 MANIFEST_NAME = "manifest.json"
 
@@ -41,7 +41,7 @@ class Manifest(Body, frozen=True, forbid_unknown_fields=True):
     files: tuple[FileEntry, ...]
     units: dict[str, UnitSource]
     older: tuple[FileEntry, ...] = ()
-    window: Annotated[int, msgspec.Meta(ge=1)] = 1
+    window: Length = 1
 
     @override
     def check(self, where: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]  # of a window: much is built of it
 RandomStates = dict[str, Any]
 Gaps = tuple[tuple[Count, Count], ...]  # disjoint ranges of token numbers, ascending
 # JSON has no number for these; a clipped gradient norm may be one of them.

@@ -1,7 +1,6 @@
 """Words between the nodes of a job and their coordinator (nodes.py), and who has which ranks."""
 
 import math
-import os
 import secrets
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any
 
 from moe_ft.config.fields import size_text
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.files.private_files import replace_file
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import Rounds, Stages
 
@@ -337,10 +337,8 @@ class Slots:
         code = "-" if over is None else str(over)
         names = dict(enumerate(self._before)) | self.names
         lines = [code, *(name for _, name in sorted(names.items()))]
-        part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
         try:
-            part.write_text("\n".join(lines) + "\n")
-            part.rename(self._status)
+            replace_file(self._status, "\n".join(lines) + "\n")
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
 

@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from msgspec.json import Decoder
 
+from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
@@ -44,6 +46,7 @@ _ANSWER_S = 2.0
 _MIN_POLL_S = 0.02
 _NO_ANSWER = (RuntimeError, OSError)  # the store's host may be what died
 # A device leaves a collective that is aborted, and its step, without an exception.
+_PROCESS = Decoder(tuple[str, int, str])  # namespace, process id, token
 _UNCERTAIN = "it is not known whether the device had received all gradients when it made the step"
 
 
@@ -81,8 +84,7 @@ def find_job_rank() -> JobRank | None:
 def meet_processes() -> JobProcesses:
     """Meet the other ranks. Called by all ranks."""
     own = (process_namespace(), os.getpid(), secrets.token_hex(16))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = exchange.meet(own, _PROCESS)
     pids = {
         rank: pid
         for rank, (namespace, pid, _) in enumerate(everyone)

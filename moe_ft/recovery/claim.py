@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -31,6 +33,8 @@ from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
+
+_TROUBLE = Decoder(Trouble | None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +76,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
         return directory
 
     directory = together(open_persist_directory)
-    troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
+    troubles = filter(None, met.ranks.everyone.gather(directory.trouble, _TROUBLE))
     together(lambda: check_memory(site, met.peers))
     memory = memory_of(site, met.peers, site.topology)
     if mappings is not None:  # now, before any rank needs the room of what is not used again

@@ -3,6 +3,7 @@
 recovery/inventory.py finds the state in it, recovery/inspect/cleaning.py removes it. No torch.
 """
 
+import errno
 import os
 import shutil
 import time
@@ -25,10 +26,11 @@ from moe_ft.engine.memory.job_directory import (
     read_marker,
     remove_node,
 )
-from moe_ft.errors import ConfigError
+from moe_ft.errors import BusyError, ConfigError, ForeignPathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory
+from moe_ft.processes import holder_of_lock, is_ending
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
@@ -37,6 +39,7 @@ _LOCK_SUFFIXES = (ALIVE_SUFFIX, ".lock")
 _MAX_DESCRIBED = 5
 _CLAIM_POLL_S = 0.05
 _OLD_START_S = 20.0  # an older start's ranks may take a moment to die
+_ENDING_S = 60.0  # longer if they cannot, as where they give much memory back or wait for storage
 
 
 def alive_lock(node_dir: Path, rank: int) -> filelock.FileLock:
@@ -155,19 +158,26 @@ def take_place(site: Site) -> filelock.BaseFileLock:
 
     Raises:
         ConfigError: if the directory cannot be used, or another process is this rank of this job.
+        BusyError: if that process is about to end, or the directory is another user's, or full.
     """
     memory = site.config.memory
     try:
         make_root(Path(memory.memory_dir))
         return _enter(site)
     except filelock.Timeout as error:
+        if not _is_of_live_rank(error):
+            raise BusyError(
+                f"--moe-ft-job-id={site.job_id}: memory of this job on node {site.node} is held by a process "
+                f"that is ending, or not seen from here ({error}). Start again later, or without this node."
+            ) from error
         raise ConfigError(
             f"--moe-ft-job-id={site.job_id}: rank {site.rank} of a job of this name is "
             f"running on node {site.node} already ({error}). Give this job another name, or end the "
             "other one."
         ) from error
     except OSError as error:
-        raise ConfigError(
+        is_busy = isinstance(error, ForeignPathError) or error.errno == errno.ENOSPC
+        raise (BusyError if is_busy else ConfigError)(
             f"--moe-ft-memory-dir={memory.memory_dir} with --moe-ft-job-id={site.job_id} cannot be used on "
             f"node {site.node}: {error}. It must be a directory on a tmpfs in which no other user can "
             "replace what is yours. Name a new one, for example below /dev/shm."
@@ -185,6 +195,13 @@ def why_slow(site: Site) -> str:
     )
 
 
+def _is_of_live_rank(error: filelock.Timeout) -> bool:
+    """Return whether a lock is that of a rank's place, and its holder will not give it up by itself."""
+    holder = holder_of_lock(Path(error.lock_file))
+    is_of_rank = error.lock_file.endswith(ALIVE_SUFFIX)
+    return is_of_rank and holder is not None and not is_ending(holder)
+
+
 def _enter(site: Site) -> filelock.BaseFileLock:
     """Make the directories of this rank, and return its lock, taken.
 
@@ -192,7 +209,7 @@ def _enter(site: Site) -> filelock.BaseFileLock:
         filelock.Timeout: if another process keeps it.
         OSError: if the directories cannot be made, or are not ours.
     """
-    deadline_s = time.monotonic() + _OLD_START_S
+    begin_s = time.monotonic()
     lock = alive_lock(site.node_dir, site.rank)
     while True:
         try:
@@ -201,8 +218,9 @@ def _enter(site: Site) -> filelock.BaseFileLock:
                 make_private(site.node_dir)
                 lock.acquire(blocking=False)
                 return lock
-        except (filelock.Timeout, FileNotFoundError):  # an older start's, or just removed
-            if time.monotonic() > deadline_s:
+        except (filelock.Timeout, FileNotFoundError) as error:  # an older start's, or just removed
+            is_ours = isinstance(error, filelock.Timeout) and not _is_of_live_rank(error)
+            if time.monotonic() > begin_s + (_ENDING_S if is_ours else _OLD_START_S):
                 raise
         time.sleep(_CLAIM_POLL_S)
 
@@ -235,14 +253,17 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
 
 def room_bytes(node_dir: Path) -> int:
     """Return the bytes that are free for the memory of a node, or that it has already."""
-    there = next(each for each in (node_dir, *node_dir.parents) if each.exists())
-    return shutil.disk_usage(there).free + measure(node_dir)[0]
+    return shutil.disk_usage(_there(node_dir)).free + measure(node_dir)[0]
+
+
+def _there(node_dir: Path) -> Path:
+    return next(each for each in (node_dir, *node_dir.parents) if each.exists())
 
 
 def check_room(site: Site, needed: int) -> None:
     """Compare the bytes that the job will take on this node with the limit and the file system.
 
-    Raises ConfigError if it is too much for either.
+    Raises ConfigError if it is too much for either, BusyError if it fits once others have left.
     """
     limit = site.config.memory.host_memory_limit_bytes
     memory, parts = site.config.memory, ["snapshots", "replicas"]
@@ -264,7 +285,8 @@ def check_room(site: Site, needed: int) -> None:
         )
     free = room_bytes(site.node_dir)
     if site.is_lowest_on_node and needed > free:
-        raise ConfigError(
+        total = shutil.disk_usage(_there(site.node_dir)).total
+        raise (ConfigError if needed > total else BusyError)(
             f"--moe-ft-memory-dir={memory.memory_dir}: {what}, and its file system has "
             f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )

@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.fields import size_text
+from moe_ft.engine import exchange
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.memory.job_directory import file_system_type, rank_and_holder
@@ -20,7 +23,7 @@ from moe_ft.engine.memory.rank_memory import holds
 from moe_ft.engine.memory.restored import FetchedWindow, Handover
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import WriterSettings
-from moe_ft.errors import ConfigError, PinError, SnapshotError
+from moe_ft.errors import BusyError, ConfigError, PinError, SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
@@ -36,6 +39,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo, Topology
 
 _MOST_POOLS = 16  # of other layouts in one directory
+_POOLS = Decoder(set[int])
 
 
 def protect(
@@ -53,13 +57,14 @@ def protect(
         trouble: why the persist directory cannot be used yet; empty if it can be.
 
     Raises:
-        ConfigError: if there is no room for the regions of a rank, or CUDA cannot pin them.
+        BusyError: if there is no room for the regions of a rank.
+        ConfigError: if CUDA cannot pin them.
     """
     if restored is not None and restored.plan.is_other_layout:
         if not met.strategy.saves_all:
             met, claimed = clear_of_pools(met, claimed)
         make_room(met.site, met.peers, _needed(restored))
-        missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes)
+        missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes, exchange.INT)
         met.ranks.check_together(partial(check_room, met.site, missing))
     site, peers = met.site, _peers_of(met)
     engine = _build(met, claimed, identity, lock, origins, trouble)
@@ -73,7 +78,7 @@ def protect(
         except PinError as error:
             raise _pin_refusal(site, error) from error
         except (OSError, SnapshotError) as error:
-            raise ConfigError(
+            raise BusyError(  # a file system that is too small was refused before
                 f"--moe-ft-memory-dir={site.config.memory.memory_dir} cannot hold the regions of rank "
                 f"{site.rank} on node {site.node}: {error}. Enlarge its file system (mount -o "
                 "remount,size=...): what other ranks have left there is needed until a new "
@@ -336,10 +341,11 @@ def check_room(site: Site, missing: Sequence[int]) -> None:
 
     Raises:
         ConfigError: if that is too much.
+        BusyError: if it is as long as others use the file system.
     """
     memory = site.config.memory
     added = sum(missing[info.rank] for info in site.topology.on_node(site.node))
-    kept, free = measure(site.node_dir)[0], shutil.disk_usage(site.node_dir).free
+    kept, usage = measure(site.node_dir)[0], shutil.disk_usage(site.node_dir)
     what = (
         f"node {site.node} keeps the state of another layout ({size_text(kept)}) until all ranks have a "
         f"snapshot, and needs {size_text(added)} next to it"
@@ -354,10 +360,10 @@ def check_room(site: Site, missing: Sequence[int]) -> None:
             f"--moe-ft-layout=any with --moe-ft-host-memory-limit={memory.host_memory_limit}: {what}, more "
             f"than the limit. Raise it if the node has the memory. {remedy}"
         )
-    if added > free:
-        raise ConfigError(
+    if added > usage.free:
+        raise (ConfigError if kept + added > usage.total else BusyError)(
             f"--moe-ft-layout=any with --moe-ft-memory-dir={memory.memory_dir}: {what}; its file system has "
-            f"{size_text(free)} left. Enlarge it (mount -o remount,size=...). {remedy}"
+            f"{size_text(usage.free)} left. Enlarge it (mount -o remount,size=...). {remedy}"
         )
 
 
@@ -373,7 +379,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
         pools = [memory.pool, *(each.pool for each in memory.replicas.values())]
         if any(pool is not None and pool.data_path.exists() for pool in pools):
             taken.add(more)
-    everywhere = set[int]().union(*met.ranks.everyone.gather(taken))
+    everywhere = set[int]().union(*met.ranks.everyone.gather(taken, _POOLS))
     more = min({*range(_MOST_POOLS + 1)} - everywhere)
     site = replace(met.site, topology=_with_slots(met.site.topology, more))
     claimed.memory.close()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import RandomStates
 from moe_ft.state.packed_values import copied, from_json, on_cpu, to_json
@@ -82,7 +83,17 @@ def seeded_states(seed: int) -> RandomStates:
 
 
 def rng_values(rng: RandomStates) -> dict[str, Any]:
-    """Return the random number states under the names that Megatron's checkpoints give them."""
+    """Return the random number states under the names that Megatron's checkpoints give them.
+
+    Raises CorruptStateError if they are none.
+    """
+    try:
+        return _rng_values(rng)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CorruptStateError(f"random states cannot be read: {error!r}") from error
+
+
+def _rng_values(rng: RandomStates) -> dict[str, Any]:
     python, numpy_state = rng["python"], rng["numpy"]
     gauss = python["gauss"]
     words = tuple(from_json(python["words"]).tolist())

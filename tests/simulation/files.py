@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 from greenlet import GreenletExit
 
+from moe_ft.files.storage import Storage
 from tests.simulation import file_calls, file_objects
 from tests.simulation.active import Patches
 from tests.simulation.durability import STORAGE, Durability
@@ -261,5 +262,7 @@ def install(patches: Patches) -> None:
         patches.divert(os, name, act)
     for owner in (io, builtins):
         patches.divert(owner, "open", file_objects.open_file)
+    # Simulated threads that hang hold nothing up: no other process is needed.
+    patches.set(Storage, "_works_apart", False)
     patches.divert(fcntl, "flock", file_calls.flock)
     patches.divert(shutil, "disk_usage", file_calls.disk_usage)

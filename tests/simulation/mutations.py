@@ -26,7 +26,7 @@ from moe_ft.engine.persist.manifests import manifests
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.storage_lock import SeenLock
 from moe_ft.engine.persist.writer import PersistWorker
-from moe_ft.files import storage
+from moe_ft.files import local_files, storage
 from moe_ft.files.storage import Storage
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.leaving import BreakpointWriter
@@ -109,7 +109,7 @@ def oldest_start_preferred(patches: Patches) -> None:
 @mutation
 def no_fsync(patches: Patches) -> None:
     """Files on storage are not brought to the disk."""
-    patches.set(storage, "os", _WithoutFsync())
+    patches.set(local_files, "os", _WithoutFsync())
 
 
 class _WithoutFsync:
@@ -125,7 +125,8 @@ class _WithoutFsync:
 @mutation
 def no_fsync_of_directories(patches: Patches) -> None:
     """The names of files on storage are not brought to the disk."""
-    patches.set(storage, "sync_file", lambda path: None)
+    for module in (local_files, storage):
+        patches.set(module, "sync_file", lambda path: None)
 
 
 @mutation

@@ -137,8 +137,8 @@ def test_job_on_a_full_tmpfs_is_refused_and_runs_when_the_memory_of_a_dead_job_i
     job.memory_dir = mount_small("64m")
     ballast = job.memory_dir / "of_others"
     ballast.write_bytes(bytes(50 * 2**20))
-    job.submit()
-    assert job.wait_for_end() == "FAILED 2:0"
+    job.submit(MAX_RESTARTS="1", MAX_REQUEUES="0", PAUSE_SECONDS="1")
+    assert job.wait_for_end() == "FAILED 4:0"
     assert job.said("cannot hold the regions")
     ballast.unlink()
     job.submit()

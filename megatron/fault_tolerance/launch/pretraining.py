@@ -59,8 +59,8 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
     """Train as `megatron.training.pretrain` does, under the --moe-ft-* flags that Megatron's arguments hold.
 
     Without any it calls Megatron's function and does nothing else. The process ends with EXIT_REFUSED if the
-    flags cannot work, with EXIT_STORAGE_AWAY if storage must be read first and does not answer, and with
-    EXIT_NOT_SAVED if the last state should be on storage and is not.
+    flags cannot work, with EXIT_BUSY if storage must be read first and is away, or memory of a node is
+    taken, and with EXIT_NOT_SAVED if the last state should be on storage and is not.
     """
     call = partial(stock_pretrain, *args, **kwargs)
     with refusing():

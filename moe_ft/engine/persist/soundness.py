@@ -3,7 +3,7 @@
 Bytes of units against their checksums are format/index.py; here they are read for that. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,6 +19,7 @@ from moe_ft.format.manifest import Manifest
 from moe_ft.format.packings import DTYPES
 
 _BLOCK_BYTES = 1 << 20  # stays in a processor's cache
+_PIECE_BYTES = 16 << 20
 
 
 class Listings:
@@ -43,12 +44,13 @@ def check_manifest(manifest: Manifest, path: str, where: str) -> None:
     directory = str(PurePosixPath(path).parent)
     if directory != iteration_directory(manifest.iteration):
         raise CorruptStateError(f"{where} claims iteration {manifest.iteration}, in {directory}")
-    ranks = [file.rank for file in manifest.files]
-    if ranks != list(range(manifest.identity.world_size)):
-        missing = sorted(set(range(manifest.identity.world_size)) - set(ranks))
+    ranks, num_ranks = [file.rank for file in manifest.files], manifest.identity.world_size
+    # The number may be anything: nothing is built of that size.
+    if len(ranks) != num_ranks or ranks != list(range(num_ranks)):
+        missing = [rank for rank in range(min(num_ranks, len(ranks) + 8)) if rank not in {*ranks}]
         raise CorruptStateError(
-            f"{where} names files of ranks {ranks[:8]} in this order, not one of each of "
-            f"{manifest.identity.world_size} ranks; the state of ranks {missing[:8]} is missing"
+            f"{where} names files of ranks {ranks[:8]} in this order, not one of each of {num_ranks} ranks; "
+            f"the state of ranks {missing[:8]} is missing"
         )
     used = {position for source in manifest.units.values() for position in source.files}
     if not used:
@@ -112,15 +114,22 @@ def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -
 def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -> None:
     """Read a rank's data and raise CorruptStateError unless it has the checksums of its index.
 
-    Holds one unit at a time. What this machine has cached of the rank's own file is read again.
+    Holds a piece at a time. What this machine has cached of the rank's own file is read again.
     """
     storage.forget_cached(path)
     check_header(index, storage.read(path, 0, index.header_bytes), f"{storage.url}/{path}")
     for name, unit in index.entries():
         if with_older or not unit.file:
-            file = unit.file or path
-            content = storage.read(file, unit.offset, unit.num_bytes)
-            check_unit(name, unit, (content,), f"{storage.url}/{file}")
+            check_unit(
+                name, unit, _pieces(storage, unit, path), f"{storage.url}/{unit.file or path}"
+            )
+
+
+def _pieces(storage: Storage, unit: UnitEntry, path: str) -> Iterator[bytes]:
+    """Yield the bytes of a unit in pieces: its file may be a hole of any size."""
+    end = unit.offset + unit.num_bytes
+    for start in range(unit.offset, end, _PIECE_BYTES):
+        yield storage.read(unit.file or path, start, min(_PIECE_BYTES, end - start))
 
 
 def check_sizes(listings: Listings, manifest: Manifest) -> None:

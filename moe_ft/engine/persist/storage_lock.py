@@ -138,7 +138,7 @@ class StorageLock:
                 content = self._storage.read(LOCK_NAME)
             except FileNotFoundError:
                 raise LockLostError(self._missing()) from None
-        self._advance(content)
+        _advanced(content, self.owner, self._storage.url)
         self.is_taken = True
 
     def _missing(self) -> str:
@@ -153,19 +153,7 @@ class StorageLock:
     def renew(self) -> None:
         """Show those who watch that this start is alive; raises as `check` does."""
         self.check()
-        self._file.renew(self._advance)
-
-    def _advance(self, content: bytes) -> bytes:
-        """Return the next content of this start's lock, which is as long."""
-        seen = SeenLock(content=content, lock=_decode(content))
-        lock = seen.lock
-        if lock is None or lock.owner != self.owner:
-            raise LockLostError(
-                f"{LOCK_NAME} in {self._storage.url} belongs to {seen.holder} now: this job writes no more "
-                "checkpoints there. End one of the two, or give it another --moe-ft-persist-dir."
-            )
-        following = msgspec.structs.replace(lock, heartbeat=lock.heartbeat + 1)
-        return msgspec.json.encode(following).ljust(len(content))
+        self._file.renew(self.owner)
 
     def start(self, report: Callable[[str], None]) -> None:
         """Renew the lock until `close`, on a thread that reports what goes wrong."""
@@ -233,68 +221,71 @@ class _LocalLock:
 
     def create(self, content: bytes) -> None:
         """Write it; raise FileExistsError if there is one. Nobody ever sees a part of it."""
-
-        def act() -> None:
-            temporary = self._temporary()
-            try:
-                with temporary.open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())  # or a loss of power leaves a lock of nobody
-                self._give_name(temporary)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-        self._storage.within_patience(f"create {LOCK_NAME}", act)
+        self._storage.aside(f"create {LOCK_NAME}", _create, str(self._path), content)
 
     def replace(self, before: bytes, content: bytes) -> None:
         """Put another in the place of exactly what was seen, which only one of several can."""
         if self.remove(before):
             self.create(content)
 
-    def renew(self, advance: Callable[[bytes], bytes]) -> None:
+    def renew(self, owner: str) -> None:
         """Write what follows from what is there."""
-
-        def act() -> None:
-            # Into the file that was read: if another start puts its own in place now, that is not harmed.
-            with self._path.open("r+b") as file:
-                content = advance(file.read())
-                file.seek(0)
-                file.write(content)
-
-        self._storage.within_patience(f"renew {LOCK_NAME}", act)
+        act, url = f"renew {LOCK_NAME}", self._storage.url
+        self._storage.aside(act, _renew, str(self._path), owner, url)
 
     def remove(self, before: bytes) -> bool:
         """Remove exactly what was seen; return whether it was there."""
+        return self._storage.aside(f"remove {LOCK_NAME}", _remove, str(self._path), before)
 
-        def act() -> bool:
-            taken = self._temporary()
-            try:
-                self._path.rename(taken)
-            except FileNotFoundError:
-                return False
-            try:
-                if taken.read_bytes() == before:
-                    return True
-                with suppress(FileExistsError):  # whose it was notices that another has it
-                    self._give_name(taken)
-                return False
-            finally:
-                taken.unlink()
 
-        return self._storage.within_patience(f"remove {LOCK_NAME}", act)
+def _create(path: str, content: bytes) -> None:
+    temporary = _temporary(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or a loss of power leaves a lock of nobody
+        _give_name(temporary, Path(path))
+    finally:
+        temporary.unlink(missing_ok=True)
 
-    def _give_name(self, file: Path) -> None:
-        try:
-            os.link(file, self._path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            with self._path.open("xb") as target:
-                target.write(file.read_bytes())
 
-    def _temporary(self) -> Path:
-        return self._path.with_name(f".{LOCK_NAME}.{secrets.token_hex(8)}")
+def _renew(path: str, owner: str, url: str) -> None:
+    # Into the file that was read: if another start puts its own in place now, that is not harmed.
+    with Path(path).open("r+b") as file:
+        content = _advanced(file.read(), owner, url)
+        file.seek(0)
+        file.write(content)
+
+
+def _remove(path: str, before: bytes) -> bool:
+    taken = _temporary(path)
+    try:
+        Path(path).rename(taken)
+    except FileNotFoundError:
+        return False
+    try:
+        if taken.read_bytes() == before:
+            return True
+        with suppress(FileExistsError):  # whose it was notices that another has it
+            _give_name(taken, Path(path))
+        return False
+    finally:
+        taken.unlink()
+
+
+def _give_name(file: Path, path: Path) -> None:
+    try:
+        os.link(file, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        with path.open("xb") as target:
+            target.write(file.read_bytes())
+
+
+def _temporary(path: str) -> Path:
+    return Path(path).with_name(f".{LOCK_NAME}.{secrets.token_hex(8)}")
 
 
 class _StoredLock:
@@ -311,8 +302,9 @@ class _StoredLock:
         self._storage.write_atomically(LOCK_NAME, content)
         time.sleep(_SETTLE_S)
 
-    def renew(self, advance: Callable[[bytes], bytes]) -> None:
-        self._storage.write_atomically(LOCK_NAME, advance(self._storage.read(LOCK_NAME)))
+    def renew(self, owner: str) -> None:
+        content = _advanced(self._storage.read(LOCK_NAME), owner, self._storage.url)
+        self._storage.write_atomically(LOCK_NAME, content)
 
     def remove(self, before: bytes) -> bool:
         self._storage.remove(LOCK_NAME)
@@ -324,3 +316,16 @@ def _decode(content: bytes) -> Lock | None:
         return _LOCK.decode(content)
     except (ValueError, RecursionError):
         return None
+
+
+def _advanced(content: bytes, owner: str, url: str) -> bytes:
+    """Return the next content of a start's lock, which is as long; raise LockLostError if it is another's."""
+    seen = SeenLock(content=content, lock=_decode(content))
+    lock = seen.lock
+    if lock is None or lock.owner != owner:
+        raise LockLostError(
+            f"{LOCK_NAME} in {url} belongs to {seen.holder} now: this job writes no more checkpoints there. "
+            "End one of the two, or give it another --moe-ft-persist-dir."
+        )
+    following = msgspec.structs.replace(lock, heartbeat=lock.heartbeat + 1)
+    return msgspec.json.encode(following).ljust(len(content))

@@ -7,14 +7,14 @@ the next operation works again.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from moe_ft.files.patience import call_within
@@ -60,17 +60,24 @@ class Injector:
 INJECTOR = Injector()
 
 
-class _FaultyFile(LocalFileOpener):
-    """A file of which half is written if a write fails."""
-
-    def write(self, data: Any) -> Any:
-        """Count, then write."""
+def _write(file: Any, pieces: Iterable[memoryview]) -> None:
+    """Count, then write; if that fails, half of a piece."""
+    for piece in pieces:
         try:
-            INJECTOR.step("write", self.path)
+            INJECTOR.step("write", os.readlink(f"/proc/self/fd/{file.fileno()}"))
         except (OSError, KilledError):
-            super().write(memoryview(data)[: len(data) // 2])
+            file.write(piece[: len(piece) // 2])
             raise
-        return super().write(data)
+        file.write(piece)
+
+
+def _open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    if flags & os.O_CREAT and str(path).endswith(".part"):
+        INJECTOR.step("open", str(path))
+    return _real_open(path, flags, *args, **kwargs)
+
+
+_real_open = os.open
 
 
 class FaultyLocalFileSystem(LocalFileSystem):
@@ -81,7 +88,7 @@ class FaultyLocalFileSystem(LocalFileSystem):
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
         INJECTOR.step("open", path)
-        return _FaultyFile(self._strip_protocol(path), mode, fs=self, **kwargs)
+        return super()._open(path, mode, block_size, **kwargs)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Count, then create."""
@@ -92,11 +99,6 @@ class FaultyLocalFileSystem(LocalFileSystem):
         """Count, then look."""
         INJECTOR.step("info", os.fspath(path))
         return super().info(path, **kwargs)
-
-    def rm_file(self, path: str) -> None:
-        """Count, then remove."""
-        INJECTOR.step("rm_file", path)
-        super().rm_file(path)
 
     def rmdir(self, path: str) -> None:
         """Count, then remove."""
@@ -152,9 +154,12 @@ class FaultyObjectStore(MemoryFileSystem):
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(first: Any, *args: Any) -> Any:
-        INJECTOR.step(name, str(first))
-        return function(first, *args)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        directory = (
+            f"{os.readlink(f'/proc/self/fd/{each}')}/" if (each := kwargs.get("dir_fd")) else ""
+        )
+        INJECTOR.step(name, f"{directory}{first}")
+        return function(first, *args, **kwargs)
 
     return call
 
@@ -170,10 +175,13 @@ def install() -> Iterator[Injector]:
     with pytest.MonkeyPatch.context() as patch:
         functions: dict[str, Callable[..., Any]] = {
             "replace": os.replace,
+            "unlink": os.unlink,
             "fsync": lambda descriptor: None,  # no power fails here
         }
         for name, function in functions.items():
-            patch.setattr(f"moe_ft.files.storage.os.{name}", _counted(name, function))
+            patch.setattr(f"moe_ft.files.local_files.os.{name}", _counted(name, function))
+        patch.setattr("moe_ft.files.local_files.os.open", _open)
+        patch.setattr("moe_ft.files.local_files.write_past_cache", _write)
         yield INJECTOR
     INJECTOR.forget()
 

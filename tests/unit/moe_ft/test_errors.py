@@ -13,6 +13,7 @@ BUILTINS = {
     errors.CorruptStateError: OSError,
     errors.FormatVersionError: OSError,
     errors.UnsafePathError: OSError,
+    errors.ForeignPathError: OSError,
     errors.LockLostError: OSError,
     errors.LinksEndedError: RuntimeError,
     errors.CallOrderError: RuntimeError,

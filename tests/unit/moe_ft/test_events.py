@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_ft import events
 from moe_ft.events import (
     EventLog,
+    EventTail,
     Progress,
     event_path,
     last_incarnation,
@@ -132,8 +133,24 @@ def test_no_more_than_the_end_of_an_endless_log_is_read(
 ) -> None:
     monkeypatch.setattr(events, "_MAX_TAIL_BYTES", 1 << 20)
     started(tmp_path, incarnation=7).write("iteration", 1)
-    os.truncate(event_path(tmp_path, 0), 1 << 36)  # 64 GiB of zeros that take no room
+    with event_path(tmp_path, 0).open("ab") as file:
+        file.write(bytes(2 << 20))
     assert last_incarnation(tmp_path, 0) == -1
+
+
+def test_holes_of_any_size_in_a_log_are_passed_over(tmp_path: Path) -> None:
+    path, line = tmp_path / "log", b'{"event": "x"}'
+    path.write_bytes(line + b"\n")
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + line + b"\n")
+        file.truncate(1 << 41)
+    tail, found = EventTail(path), list[bytes]()
+    while not found or tail.unread_bytes:
+        found += tail.read(1 << 20)
+    assert [sum(line in each for each in lines) for lines in (found, read_lines(path))] == [2, 2]
+    assert line in list(read_lines_backwards(path))
 
 
 @given(st.lists(st.one_of(st.just(b""), st.binary(max_size=40), st.just(b"event")), max_size=30))
@@ -169,7 +186,14 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, make_pipe], ids=["directory", "pipe"])
+def make_link(path: Path) -> None:
+    path.with_name("mine").touch()
+    path.symlink_to(path.with_name("mine"))
+
+
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, make_pipe, make_link], ids=["directory", "pipe", "link"]
+)
 @pytest.mark.parametrize("path_of", [event_path, progress_path])
 def test_log_that_is_no_file_is_given_up_with_a_line(
     make: Callable[[Path], None],
@@ -179,8 +203,11 @@ def test_log_that_is_no_file_is_given_up_with_a_line(
 ) -> None:
     make(path_of(tmp_path, 0))
     assert last_incarnation(tmp_path, 0) == -1
-    started(tmp_path).write("iteration", 1)
+    log = started(tmp_path)
+    log.write("iteration", 1)
+    log.progress(1, Phase.FORWARD)
     assert capsys.readouterr().err.count("rank 0 writes no more events") == 1
+    assert not (tmp_path / "mine").exists() or not (tmp_path / "mine").read_bytes()
 
 
 def test_progress_is_the_last_phase_entered(tmp_path: Path) -> None:

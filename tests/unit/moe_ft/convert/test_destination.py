@@ -12,14 +12,15 @@ import pytest
 from moe_ft.convert import destination as destinations
 from moe_ft.convert.destination import LocalDestination
 from moe_ft.convert.foreign_files import signature_of
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, UnsafePathError
+from moe_ft.format.encoding import checksum
 
 
 def make(folder: Path, plan: str = "plan") -> LocalDestination:
     return LocalDestination(str(folder / "dst"), plan, f"conversion {plan}")
 
 
-FACTS = {"file": "shard"}
+FACTS = {"file": "shard", "parts": [["all", 7, checksum(b"content")]]}
 
 
 def write_one(destination: LocalDestination) -> None:
@@ -56,6 +57,31 @@ def test_interrupted_conversion_continues(tmp_path: Path) -> None:
     with again.writing():
         pass
     assert (again.path / "shard").read_text() == "content"
+
+
+def test_shard_that_was_changed_since_is_written_again(tmp_path: Path) -> None:
+    interrupt(make(tmp_path))
+    (tmp_path / "dst.incomplete/shard").write_text("forgery")
+    with (again := make(tmp_path)).writing():
+        assert again.written("0") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("spoil", ["owner", "mode", "link"])
+def test_beginning_that_others_can_have_made_is_refused(spoil: str, tmp_path: Path) -> None:
+    interrupt(make(tmp_path))
+    work = tmp_path / "dst.incomplete"
+    if spoil == "owner":
+        os.chown(work, 65534, 65534)
+    elif spoil == "mode":
+        work.chmod(0o777)
+    else:
+        work.rename(tmp_path / "theirs")
+        work.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UnsafePathError, match=f"{work} (belongs to|can be written|is a symbolic)"):
+        make(tmp_path).check(1)
+    with pytest.raises(UnsafePathError), make(tmp_path).writing():
+        pass
 
 
 def test_shards_of_before_a_restart_of_the_machine_are_written_again(

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -108,11 +109,11 @@ def test_call_that_does_not_return_is_named_with_its_deadline(never: threading.E
 
 OPERATIONS: dict[str, tuple[str, Callable[[Storage], object]]] = {
     "makedirs": ("create the directory", lambda storage: storage.make_root()),
-    "open": ("write a", lambda storage: storage.write_atomically("a", b"x")),
+    "replace": ("write a", lambda storage: storage.write_atomically("a", b"x")),
     "cat_file": ("read b", lambda storage: storage.read("b")),
     "info": ("look at", lambda storage: storage.exists("b")),
     "ls": ("list", lambda storage: storage.iterations()),
-    "rm_file": ("remove b", lambda storage: storage.remove("b")),
+    "unlink": ("remove b", lambda storage: storage.remove("b")),
 }
 
 
@@ -124,7 +125,8 @@ def test_storage_that_does_not_answer_is_named_with_the_operation(
     operation, act = OPERATIONS[name]
     give_up_soon(monkeypatch, operation)
     storage = Storage(str(tmp_path), patience_s=30)
-    monkeypatch.setattr(storage._file_system, name, lambda *args, **more: never.wait())
+    owner = os if name in ("replace", "unlink") else storage._file_system
+    monkeypatch.setattr(owner, name, lambda *args, **more: never.wait())
     with pytest.raises(TimeoutError, match=f"{tmp_path}: {operation}.* within 0 s"):
         act(storage)
 

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.errors import CorruptStateError
+from moe_ft.errors import ConfigError, CorruptStateError, UnsafePathError
 from moe_ft.files import storage
+from moe_ft.files.local_files import page_blocks
 from moe_ft.files.storage import (
     Storage,
     file_tag,
     give_own_random,
-    hide_password,
-    page_blocks,
     rank_path,
 )
 from moe_ft.format.encoding import encode
@@ -101,6 +101,36 @@ def test_iterations_are_newest_first_and_other_names_ignored(storage: Storage) -
     for name in ("iter_0000002", "iter_0000010", "iter_12345678", "iter_x", "iter_5", "notes"):
         storage.write_atomically(f"{name}/file", b"x")
     assert storage.iterations() == [12345678, 10, 2]
+
+
+CHANGES: dict[str, Callable[[Storage, str], object]] = {
+    "write": lambda files, path: files.write(path, [memoryview(b"new")]),
+    "write_atomically": lambda files, path: files.write_atomically(path, b"new"),
+    "remove": lambda files, path: files.remove(path),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_link_in_the_place_of_a_directory_leads_nowhere(tmp_path: Path, change: str) -> None:
+    mine, shared = Storage(str(tmp_path / "mine")), Storage(str(tmp_path / "shared"))
+    for files in (mine, shared):
+        files.write_atomically("iter_0000010/manifest.json", b"before")
+    (tmp_path / "shared" / "iter_0000020").symlink_to(tmp_path / "mine" / "iter_0000010")
+    with pytest.raises(UnsafePathError, match="shared/iter_0000020 is a symbolic link"):
+        CHANGES[change](shared, "iter_0000020/manifest.json")
+    assert mine.names_in("iter_0000010") == ["manifest.json"]
+    assert mine.read("iter_0000010/manifest.json") == b"before"
+    assert shared.iterations() == [10], "retention and prune look at nothing else"
+
+
+@pytest.mark.parametrize("patience_s", [None, 60.0])
+def test_file_that_is_longer_than_any_json_is_not_read(
+    tmp_path: Path, patience_s: float | None
+) -> None:
+    (tmp_path / "manifest.json").touch()
+    os.truncate(tmp_path / "manifest.json", 1 << 40)  # no block on the disk
+    with pytest.raises(CorruptStateError, match=f"manifest.json has {1 << 40} bytes"):
+        Storage(str(tmp_path), patience_s).read("manifest.json")
 
 
 @BACK_ENDS
@@ -216,17 +246,40 @@ def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Sto
         write_manifest(storage, 5, file_tag(make_identity()), 1)
 
 
+SECRETS = [
+    "ftp://bob:{}@host/a",
+    "simplecache::ftp://bob:{}@host/a",
+    "s3://AKIA:{}@bucket/a",
+    "http://host/a?X-Amz-Signature={}",
+    "https://host/c/a?sv=1&sig={}",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    "secret", ["s3cret", "se/cret", "se@cret", "se:cret", "se?cret", "se%2Fcret"]
+)
+def test_url_with_a_secret_is_refused_without_showing_it(url: str, secret: str) -> None:
+    given = url.format(secret)
+    config = MoeFtConfig(storage=StorageConfig(persist_dir=given))
+    for refuse in (lambda: Storage(given), lambda: config.validate(1)):
+        with pytest.raises(ConfigError, match=r"must hold no password.*environment") as refused:
+            refuse()
+        assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
     [
-        ("s3://key:se%2Fcret@bucket/a", "s3://key:***@bucket/a"),
-        ("abfs://container@account.dfs.core.windows.net/a", None),
-        ("s3://bucket/a:b@c", None),
-        ("/a/b", None),
+        "sftp://bob@host:22/a@b",
+        "hdfs://host:8020/a@b",
+        "abfs://container@account.dfs.core.windows.net/a",
+        "s3://bucket/a:b@c",
+        "/a/b?c=d",
     ],
 )
-def test_url_that_is_shown_has_no_password(url: str, shown: str | None) -> None:
-    assert hide_password(url) == (shown or url)
+def test_url_without_a_secret_is_taken_as_it_is(url: str) -> None:
+    assert Storage(url).url == url
 
 
 @pytest.mark.parametrize(
@@ -314,13 +367,13 @@ def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(
 ) -> None:
     """As two nodes do that rescue a job: the other writes all of it before the first names its own."""
 
-    def replace_after_the_other(source: str, target: str) -> None:
+    def replace_after_the_other(source: str, target: str, **directories: int) -> None:
         monkeypatch.undo()
         Storage(str(tmp_path)).write_atomically("file", b"the other's")
         assert (tmp_path / "file").read_bytes() == b"the other's"
-        os.replace(source, target)
+        os.replace(source, target, **directories)
 
-    monkeypatch.setattr("moe_ft.files.storage.os.replace", replace_after_the_other)
+    monkeypatch.setattr("moe_ft.files.local_files.os.replace", replace_after_the_other)
     Storage(str(tmp_path)).write_atomically("file", b"own")
     assert (tmp_path / "file").read_bytes() == b"own"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
@@ -343,7 +396,7 @@ def test_file_that_could_not_be_written_leaves_the_one_before_and_nothing_else(
 def test_file_is_written_where_the_file_system_refuses_to_pass_by_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.files.storage.page_blocks", iter)
+    monkeypatch.setattr("moe_ft.files.local_files.page_blocks", iter)
     pieces = [_some_bytes(2 << 20, address=1), _some_bytes(2 << 20, address=1), _some_bytes(3)]
     Storage(str(tmp_path)).write("file", pieces)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)

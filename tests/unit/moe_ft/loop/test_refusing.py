@@ -1,10 +1,16 @@
-"""A refusal is one line a node and exit code 2."""
+"""A refusal is one line a node and exit code 2, or 4 for what passes by itself."""
 
 import sys
 
 import pytest
 
-from moe_ft.errors import ConfigError, SnapshotError, UnrecoverableError
+from moe_ft.errors import (
+    BusyError,
+    ConfigError,
+    SnapshotError,
+    StorageAwayError,
+    UnrecoverableError,
+)
 from moe_ft.loop import refusing
 
 
@@ -15,13 +21,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
-@pytest.mark.parametrize("kind", [ConfigError, UnrecoverableError])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(ConfigError, 2), (UnrecoverableError, 2), (BusyError, 4), (StorageAwayError, 4)],
+)
 def test_refusal_is_one_line_with_the_name_of_the_script(
-    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+    kind: type[Exception], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end, refusing.refusing():
         raise kind("--lr=1 is too much. Lower it.")
-    assert end.value.code == refusing.EXIT_REFUSED
+    assert end.value.code == code
     assert capsys.readouterr().err == "pretrain_mine.py: error: --lr=1 is too much. Lower it.\n"
 
 

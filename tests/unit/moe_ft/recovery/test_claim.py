@@ -1,7 +1,10 @@
 """A rank's memory on a node is claimed: made, marked and locked, or refused with the reason."""
 
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import pytest
 
 from moe_ft.engine.memory.job_directory import job_lock, own_directory, read_marker
 from moe_ft.engine.memory.regions import BoundarySlot, Region, breakpoint_region
-from moe_ft.errors import ConfigError
+from moe_ft.errors import BusyError, ConfigError
 from moe_ft.format.encoding import encode
+from moe_ft.processes import is_ending
 from moe_ft.recovery import job_memory
 from moe_ft.recovery.job_memory import (
     alive_lock,
@@ -24,6 +28,7 @@ from moe_ft.recovery.protect import make_room
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.builders import make_window
 from tests.unit.moe_ft.recovery.jobs import REGION_BYTES, leave_job, site_of
+from tests.waiting import wait_for
 
 STRANGER = 65534
 
@@ -77,7 +82,7 @@ def test_directory_that_others_can_write_is_refused_with_flag_and_remedy(tmp_pat
 def test_directory_that_another_user_made_first_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / path).mkdir(parents=True)
     os.chown(tmp_path / path, STRANGER, STRANGER)
-    with pytest.raises(ConfigError, match=f"{path} belongs to user {STRANGER}"):
+    with pytest.raises(BusyError, match=f"{path} belongs to user {STRANGER}"):
         claim_memory(site_of(tmp_path / "memory"))
 
 
@@ -116,12 +121,55 @@ def test_rank_whose_place_is_taken_is_refused(
 def test_job_that_is_being_removed_all_the_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_memory, "_OLD_START_S", 0.0)
+    for name in ("_OLD_START_S", "_ENDING_S"):
+        monkeypatch.setattr(job_memory, name, 0.0)
     with (
         job_lock(leave_job(tmp_path, "job")).acquire(),
-        pytest.raises(ConfigError, match="--moe-ft-job-id=job"),
+        pytest.raises(BusyError, match="--moe-ft-job-id=job"),
     ):
         claim_memory(site_of(tmp_path))
+
+
+_ENDS_BUT_FOR_A_THREAD = """
+import ctypes, sys, threading
+from pathlib import Path
+from moe_ft.recovery.job_memory import alive_lock
+lock = alive_lock(Path(sys.argv[1]), 0)
+lock.acquire()
+threading.Thread(target=sys.stdin.read).start()
+print("taken", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # exit of the thread, not of the process
+"""
+
+
+def test_place_of_a_rank_that_cannot_end_yet_is_waited_for_and_refuses_no_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_memory(site_of(tmp_path)).release()
+    command = [sys.executable, "-c", _ENDS_BUT_FOR_A_THREAD, str(tmp_path / "job" / "node")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dying:
+        assert dying.stdin is not None and dying.stdout is not None
+        assert dying.stdout.readline() == b"taken\n"
+        wait_for(lambda: is_ending(dying.pid), "the end of the first thread")
+        monkeypatch.setattr(job_memory, "_OLD_START_S", 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(job_memory, "_ENDING_S", 0.0)
+            with pytest.raises(BusyError, match="on node node is held by a process that is ending"):
+                claim_memory(site_of(tmp_path))
+        dying.stdin.close()
+        claim_memory(site_of(tmp_path)).release()
+
+
+def test_room_that_others_take_refuses_no_flag_but_too_small_a_file_system_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = site_of(tmp_path / "memory")
+    claim_memory(site).release()
+    for total, kind in ((1 << 20, BusyError), (4096, ConfigError)):
+        usage = shutil.disk_usage(tmp_path)._replace(total=total, free=0)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        with pytest.raises(kind, match="its file system has 0 B"):
+            check_memory(site, [()])
 
 
 def test_room_is_not_made_by_removing_what_a_link_leads_to(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_checkpoint_is_unmade_before_its_files_are_removed(
     save(storage, 1, TWO_RANKS, 1)
     injector.forget()
     save(storage, 2, TWO_RANKS, 1)
-    removed = [path for name, path in injector.operations if name == "rm_file"]
+    removed = [path for name, path in injector.operations if name == "unlink"]
     assert removed[0].endswith(manifest_path(1))
     assert len(removed) == 5
 

@@ -54,9 +54,18 @@ def with_a_file_elsewhere(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, files=(file, manifest.files[1]))
 
 
+def with_more_ranks_than_a_machine_can_count(manifest: Manifest) -> Manifest:
+    identity = msgspec.structs.replace(manifest.identity, world_size=1 << 62)
+    return msgspec.structs.replace(manifest, identity=identity)
+
+
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
+        (
+            with_more_ranks_than_a_machine_can_count,
+            r"not one of each of \d+ ranks.* \[2, 3, 4, 5, 6",
+        ),
         (of_another_iteration, "claims iteration 6"),
         (without_a_rank, r"ranks \[1\] is missing"),
         (without_units, "lists no units"),

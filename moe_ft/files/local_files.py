@@ -1,0 +1,140 @@
+"""Files below a directory of this machine: written whole or not at all, and where no link leads out of it.
+
+Others may write there too, and put a link to any directory of this user in the place of one. Files are
+written past the page cache where the file system can (O_DIRECT). Directories that nobody else may enter are
+files/private_files.py.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ft.errors import UnsafePathError
+
+_CHUNK_BYTES = 16 << 20
+_DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
+
+
+@contextmanager
+def _directory_of(root: str, full: str) -> Iterator[tuple[int, str]]:
+    """Yield a descriptor of a file's directory, and the file's name.
+
+    Raises:
+        UnsafePathError: if a directory below the root is a link.
+    """
+    *names, name = full.removeprefix(root).strip("/").split("/")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with ExitStack() as opened:
+        directory, path = os.open(root, flags), Path(root)
+        opened.callback(os.close, directory)
+        for each in names:
+            path /= each
+            try:
+                directory = os.open(each, flags | os.O_NOFOLLOW, dir_fd=directory)
+            except OSError as error:
+                if path.is_symlink():
+                    raise UnsafePathError(f"{path} is a symbolic link") from error
+                raise
+            opened.callback(os.close, directory)
+        yield directory, name
+
+
+def remove_here(root: str, full: str) -> None:
+    """Remove a file, or the link in its place."""
+    with _directory_of(root, full) as (directory, name):
+        os.unlink(name, dir_fd=directory)
+
+
+def write_here(root: str, full: str, pieces: Iterable[memoryview]) -> None:
+    """Write a file, whose directory is there; it is on the disk when this returns."""
+    with _directory_of(root, full) as (directory, name):
+        # A name of its own: two nodes that rescue a job write the same files at the same time.
+        part = f"{name}.{secrets.token_hex(4)}.part"
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(part, flags, 0o666, dir_fd=directory), "wb") as file:
+                write_past_cache(file, pieces)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except (Exception, KeyboardInterrupt):
+            with suppress(OSError):  # on a full disk every try would leave one
+                os.unlink(part, dir_fd=directory)
+            raise
+    for directory in Path(full).parents:  # its name, and those of what was made for it
+        sync_file(str(directory))
+        if directory == Path(root):
+            return
+
+
+def sync_file(path: str) -> None:
+    """Wait until a file or directory of this machine is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_past_cache(file: Any, pieces: Iterable[memoryview]) -> None:
+    """Write pieces one after the other at the end of an open local file; the caller syncs it."""
+    for block in page_blocks(pieces):
+        _write_block(file, block)
+
+
+def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in blocks that start at a page of memory and, but for the last, are whole pages.
+
+    Only what is not so already is copied. A block is valid until the next one is asked for.
+    """
+    room, filled = memoryview(mmap.mmap(-1, _CHUNK_BYTES)), 0
+    for content in pieces:
+        address = np.frombuffer(content, np.uint8).ctypes.data if content else 0
+        start = 0
+        while start < len(content):
+            rest = len(content) - start
+            if not filled and rest >= _DIRECT_BYTES and (address + start) % mmap.PAGESIZE == 0:
+                taken = min(rest - rest % mmap.PAGESIZE, _CHUNK_BYTES)
+                yield content[start : start + taken]
+            else:
+                taken = min(rest, _CHUNK_BYTES - filled)
+                room[filled : filled + taken] = content[start : start + taken]
+                filled = (filled + taken) % _CHUNK_BYTES
+                if not filled:
+                    yield room
+            start += taken
+    yield room[:filled]
+
+
+def _write_block(file: Any, block: memoryview) -> None:
+    """Write past the page cache where the file system can: it is faster and takes less of the processor."""
+    is_direct = len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0
+    start = file.tell()
+    if is_direct and _set_direct(file, True):
+        try:
+            file.write(block)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # such as of an alignment beyond that of pages
+                raise
+            file.seek(start)
+    _set_direct(file, False)
+    file.write(block)
+
+
+def _set_direct(file: Any, is_direct: bool) -> bool:
+    """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
+    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+    except OSError:  # such as of FUSE
+        return False
+    return True
