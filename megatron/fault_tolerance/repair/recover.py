@@ -110,9 +110,10 @@ def recover(
         listeners.after_setup(built, args.iteration)
     except (ConfigError, UnrecoverableError) as error:
         # This is no refusal of the job: another start may do better.
-        is_lost = isinstance(error, UnrecoverableError)
-        what = "found no state to continue from" if is_lost else "cannot take up the state"
-        raise RepairError(f"a repair {what}: {error}") from error
+        what = "a repair cannot take up the state"
+        if isinstance(error, UnrecoverableError):
+            what = "a repair found no state to continue from"
+        raise RepairError(f"{what}: {error}") from error
     batches.renew(parts.data_iterator)
     listeners.begin_training(parts)
     return int(args.iteration)
