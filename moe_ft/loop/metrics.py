@@ -173,9 +173,9 @@ class Metrics(LoopListener):
             self._serve(course, address)
         except OSError as error:
             say(
-                f"warning: no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} cannot "
-                f"be opened on {address} ({error.strerror}): local rank 0 of each node serves metrics there. "
-                "Name a port that is free on all nodes, or leave the flag out."
+                f"warning: no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} "
+                f"cannot be opened on {address} ({error.strerror}): local rank 0 of each node serves metrics "
+                "there. Name a port that is free on all nodes, or leave the flag out."
             )
         except ConfigError as error:
             if last_incarnation(directory, self._rank) < 0:
