@@ -399,13 +399,10 @@ def _read_files(work: Sequence[_Work], num_bytes: int) -> Iterator[_Done]:
     context = get_context("spawn")  # nothing is inherited from threads that run here
     done_bytes = context.Value("q", 0)
     num_processes = min(len(work), len(os.sched_getaffinity(0)))
+    console = Console(file=getattr(sys.stderr, "raw", None), stderr=True)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
-        Progress(
-            *columns,
-            console=Console(file=getattr(sys.stderr, "raw", None), stderr=True),
-            transient=True,
-        ) as bar,
+        Progress(*columns, console=console, transient=True) as bar,
         ProcessPoolExecutor(num_processes, context, _share_progress, (done_bytes,)) as pool,
     ):
         task = bar.add_task("reading", total=num_bytes)

@@ -58,14 +58,11 @@ _ANY = _Rule(
 )
 _SHARE = _Rule(words="from 0 to 1", fits=lambda value: _number(value) and 0 <= value <= 1)
 _ABOVE = _Rule(words="a number above 0", fits=lambda value: _number(value) and 0 < value < math.inf)
-_MANY = 1_000_000
 _COUNT = _Rule(
-    words="a whole number from 0 to a million",
-    fits=lambda value: _integer(value) and 0 <= value <= _MANY,
+    words="a whole number, 0 to 10^6", fits=lambda value: _integer(value) and 0 <= value <= 10**6
 )
 _ONE_OR_MORE = _Rule(
-    words="a whole number from 1 to a million",
-    fits=lambda value: _integer(value) and 1 <= value <= _MANY,
+    words="a whole number, 1 to 10^6", fits=lambda value: _integer(value) and 1 <= value <= 10**6
 )
 _TABLES: Mapping[str, Mapping[str, _Rule]] = {
     "job": {"flags": _TEXT, **dict.fromkeys(OPTIONS, _ANY)},

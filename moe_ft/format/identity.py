@@ -161,10 +161,9 @@ def changed_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list
         ours: digests of values.
         theirs: digests, or the values themselves, as earlier versions kept them.
     """
-    return sorted(
+    equal = {
         name
-        for name in ours.keys() | theirs.keys()
-        if name not in ours
-        or name not in theirs
-        or ours[name] not in (theirs[name], digest_setting(name, theirs[name]))
-    )
+        for name in ours.keys() & theirs.keys()
+        if ours[name] in (theirs[name], digest_setting(name, theirs[name]))
+    }
+    return sorted((ours.keys() | theirs.keys()) - equal)

@@ -9,8 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, override
@@ -33,7 +32,7 @@ _POLL_S = 0.2
 _MOST_CONNECTIONS = (
     16  # at a time: any user of the node may open some, and each is a thread of a rank
 )
-_CONNECTION_S = 5.0
+_SILENT_S = 5.0  # of a connection, until it is closed
 _GAUGE, _COUNTER = "gauge", "counter"
 # By name: the kind, the meaning, and the label besides `rank`.
 METRICS: Mapping[str, tuple[str, str, str]] = {
@@ -116,8 +115,10 @@ class _Collector:
         yield from families.values()
 
 
-class _Quiet(WSGIRequestHandler):
-    """Answers without a line for each request."""
+class _Handler(WSGIRequestHandler):
+    """Answers a request, which comes soon; says nothing of it."""
+
+    timeout = _SILENT_S
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
@@ -125,41 +126,28 @@ class _Quiet(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Server with few connections, each for a few seconds. Its own thread takes them and ends them."""
+    """Server with few connections at a time, each in a thread of its own; further ones are closed at once."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, application: Callable[..., Any]) -> None:
+    def __init__(self, host: str, port: int) -> None:
         """Listen; raises OSError if that is not possible."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._since_s: dict[socket.socket, float] = {}
-        super().__init__((host, port), _Quiet)
-        self.set_app(application)
+        self._places = threading.Semaphore(_MOST_CONNECTIONS)
+        super().__init__((host, port), _Handler)
 
     @override
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self._since_s) < _MOST_CONNECTIONS
+        return self._places.acquire(blocking=False)
 
     @override
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._since_s[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    @override
-    def service_actions(self) -> None:
-        late_s = time.monotonic() - _CONNECTION_S
-        for request in [each for each, since_s in list(self._since_s.items()) if since_s < late_s]:
-            with suppress(OSError):  # its thread has closed it meanwhile
-                request.shutdown(socket.SHUT_RDWR)
-
-    @override
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        self._since_s.pop(request, None)
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        super().process_request_thread(request, client_address)
+        self._places.release()
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # somebody who leaves early, or no thread is left for him
+        pass  # somebody has left early
 
 
 class Metrics(LoopListener):
@@ -184,7 +172,11 @@ class Metrics(LoopListener):
                 address = address_of(flag_of("metrics_interface"), interface)
             self._serve(course, address)
         except OSError as error:
-            say(f"warning: no metrics are served: {self._problem(address, error)}")
+            say(
+                f"warning: no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} "
+                f"cannot be opened on {address} ({error.strerror}): local rank 0 of each node serves metrics "
+                "there. Name a port that is free on all nodes, or leave the flag out."
+            )
         except ConfigError as error:
             if last_incarnation(directory, self._rank) < 0:
                 raise
@@ -203,26 +195,18 @@ class Metrics(LoopListener):
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(course))
-        deadline, application = time.monotonic() + _PATIENCE_S, make_wsgi_app(registry)
+        deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                self._server = _Server(address, self._config.metrics_port, application)
+                self._server = _Server(address, self._config.metrics_port)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_S)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="moe_ft-metrics", daemon=True
-        )
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-
-    def _problem(self, address: str, error: OSError) -> str:
-        return (
-            f"{flag_of('metrics_port')}={self._config.metrics_port} cannot be opened on {address} "
-            f"({error.strerror}): local rank 0 of each node serves metrics there. Name a port that is free "
-            "on all nodes, or leave the flag out."
-        )
 
     @override
     def close(self) -> None:

@@ -102,7 +102,7 @@ def read_trace(name: str, lines: Iterable[str], seed: int = 0) -> list[Change]:
         except ValueError:
             raise ConfigError(
                 f"{name}, line {number}: {line.strip()!r} must be MILLISECONDS,add|remove,MACHINE or "
-                "DATE, TIME, NUMBER, with at most a million machines. Correct the line, or leave it out."
+                "DATE, TIME, NUMBER, of at most 10^6 machines. Correct the line, or leave it out."
             ) from None
     if bool(changes) == bool(counts):
         raise ConfigError(

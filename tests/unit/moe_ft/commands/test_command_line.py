@@ -54,7 +54,8 @@ def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be at least 1"),
+        ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be from 1 to 999,999,999"),
+        ("torchrun --nnodes " + "9" * 4400, "999 --nproc-per-node=1 must be from 1 to 999,999,999"),
         ("python -m moe_ft keep --nodes 2", "keep --nodes=2 --ranks-per-node= "),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),

@@ -246,14 +246,14 @@ def test_run_without_checkpoints_losses_and_loads_has_a_page_that_says_so(tmp_pa
     [
         ("missing/x.html", "must be in a folder that exists. Make it"),
         ("folder", "must be a file, and it is something else. Name a file"),
-        ("full", "cannot be written: No space left on device. Name another file"),
+        ("device", "must be a file, and it is something else. Name a file"),
     ],
 )
 def test_file_that_cannot_be_written_is_refused(
     file: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "full").symlink_to("/dev/full")
+    (tmp_path / "device").symlink_to("/dev/null")
     assert main(["report", f"{REAL}", "--html", f"{tmp_path / file}"]) == 2
     error = capsys.readouterr().err
     assert f"--html={tmp_path / file}" in error and message in error

@@ -171,10 +171,10 @@ def test_port_that_is_taken_is_a_warning_and_ends_no_run(
     assert "Name a port that is free on all nodes" in said
 
 
-def test_strangers_that_ask_nothing_take_few_places_and_lose_them(
+def test_strangers_that_ask_nothing_take_few_places(
     served: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_CONNECTION_S", 1e9)
+    monkeypatch.setattr(metrics._Handler, "timeout", None)
     address = ("127.0.0.1", served.metrics_port)
     with ExitStack() as stack:
         strangers = [
@@ -185,11 +185,18 @@ def test_strangers_that_ask_nothing_take_few_places_and_lose_them(
         for each in strangers[metrics._MOST_CONNECTIONS :]:
             assert each.recv(1) == b""
         assert not select.select(strangers[: metrics._MOST_CONNECTIONS], [], [], 0)[0]
-        monkeypatch.setattr(metrics, "_CONNECTION_S", 0.0)
-        for each in strangers:
-            assert each.recv(1) == b""
-        monkeypatch.setattr(metrics, "_CONNECTION_S", 60.0)
+        assert not can_scrape(served.metrics_port)
+        strangers[0].close()
         wait_for(lambda: can_scrape(served.metrics_port), "a place that is free again")
+
+
+def test_stranger_that_asks_nothing_is_sent_away(
+    served: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metrics._Handler.timeout
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.01)
+    with socket.create_connection(("127.0.0.1", served.metrics_port), timeout=60) as stranger:
+        assert stranger.recv(1) == b""
 
 
 def can_scrape(port: int) -> bool:
