@@ -189,7 +189,7 @@ class Roster:
             limit_s = min(limit_s, _SUSPECTED_S)
         lost = []
         for node in self.nodes:
-            said = self._store.get(of_node(node.id, "beats")) or (0, None, 0, {})
+            said: Any = self._store.get(of_node(node.id, "beats")) or (0, None, 0, {})
             beats, code, of_start, facts = said
             if beats > node.beats:
                 for name, value in facts.items():
