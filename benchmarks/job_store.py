@@ -46,8 +46,13 @@ def _serve(kind: str, listener: socket.socket, num_ranks: int) -> None:
     }
     if kind == "the job's store":
         job_store.serve(listener, environment, TOKEN)
-    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.fileno()}
-    _kept = dist.TCPStore("127.0.0.1", port, **options)
+    _kept = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )
     signal.pause()
 
 

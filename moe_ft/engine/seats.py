@@ -110,7 +110,7 @@ class _Seated:
     """Exchanges of a reduction on a seat, whatever it adds up."""
 
     _seat: Seat
-    _processes: Agreement | StageSum
+    _processes: Any  # an Agreement, or a StageSum
 
     def _bring_up(self, content: bytes) -> list[bytes] | None:
         parts = self._seat.exchange(

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from moe_ft.config.config import MemoryConfig
@@ -55,7 +56,7 @@ class OwnNode:
         self._num_beats = self._next = 0
         names = ("memory_dir", "job_id", "node_id")
         given = {name: flag_value(words, flag_of(name)) for name in names}
-        memory = MemoryConfig(**{name: value for name, value in given.items() if value})
+        memory = replace(MemoryConfig(), **{name: each for name, each in given.items() if each})
         self._memory = None
         with suppress(ConfigError):
             job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
@@ -78,7 +79,7 @@ class OwnNode:
 
     def facts(self, *, has_ranks: bool) -> dict[str, Any]:
         """Return attributes of `HeardNode`, with each beat; send to others, and hear them."""
-        found = {"address": self._address, "unreached": self._look()}
+        found: dict[str, Any] = {"address": self._address, "unreached": self._look()}
         with suppress(OSError):  # the memory is being made, or removed
             if self._memory is not None and has_ranks:
                 found["used_bytes"] = measure(self._memory)[0]

@@ -189,8 +189,8 @@ class Roster:
             limit_s = min(limit_s, _SUSPECTED_S)
         lost = []
         for node in self.nodes:
-            said: Any = self._store.get(of_node(node.id, "beats")) or (0, None, 0, {})
-            beats, code, of_start, facts = said
+            said = self._store.get(of_node(node.id, "beats"))
+            beats, code, of_start, facts = said or (0, None, 0, {})
             if beats > node.beats:
                 for name, value in facts.items():
                     setattr(node, name, value)

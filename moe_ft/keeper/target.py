@@ -190,7 +190,7 @@ def _check_is_there(name: str, folder: str) -> None:
     """Refuse a module that cannot be found; whether it can be imported is seen in the zygote."""
     sys.path.insert(0, folder)
     try:
-        is_there = all(map(str.isidentifier, name.split("."))) and is_found(name)
+        is_there = is_found(name)
     finally:
         sys.path.remove(folder)
     if not is_there:
@@ -202,6 +202,8 @@ def _check_is_there(name: str, folder: str) -> None:
 
 def is_found(name: str) -> bool:
     """Return whether a module is there, without importing its packages."""
+    if not all(map(str.isidentifier, name.split("."))):
+        return False
     package, _, rest = name.partition(".")
     spec = importlib.util.find_spec(package)
     while spec is not None and rest:

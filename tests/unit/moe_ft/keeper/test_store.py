@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,7 +183,8 @@ def test_server_that_does_not_know_the_token_is_refused() -> None:
 
 def test_operations_do_what_those_of_torch_do(store: JobStore) -> None:
     theirs = dist.HashStore()
-    for each in (store, theirs):
+    stores: list[Any] = [store, theirs]
+    for each in stores:
         each.set("text", "a")
         each.append("text", "b")
     asked: list[Callable[[dist.Store], object]] = [
