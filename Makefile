@@ -18,7 +18,7 @@ help:
 	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
 	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
-	@echo "make chaos        kill processes of a small job at random, 150 times, and compare the final state"
+	@echo "make chaos        strike small real jobs from outside for MINUTES=60, from SEED=1 on; FIRST=... runs one alone"
 	@echo "make bench        run the benchmarks and print their tables"
 	@echo "make gpu-day DAY=first  show on a GPU what no CPU can; other days are nccl, te and large"
 	@echo "make gpu-day-prepare  fetch and build what those days need on a machine without a network"
@@ -74,8 +74,11 @@ soak: .venv/installed
 	    --keep runs/soak $(if $(REPAIRS),--repairs) $(if $(SPARES),--spares) $(if $(ELASTIC),--elastic) \
 	    $(if $(FIRST),--first $(FIRST),--random)
 
+# VERSION=0.18.2 tests a Megatron that `make test-versions` has installed.
 chaos: .venv/installed
-	$(PYTEST) tests/distributed/test_chaos.py -m chaos
+	PYTHONPATH=$(if $(VERSION),.venv/megatron/$(VERSION):)$(CURDIR) $(BIN)/python -W ignore -m tests.chaos \
+	    --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1) $(if $(FIRST),--first $(FIRST)) \
+	    --report $(or $(REPORT),runs/chaos.jsonl)
 
 coverage: PYTEST = $(BIN)/coverage run -m pytest
 coverage: clean-coverage test
@@ -103,7 +106,7 @@ docs-serve: .venv/installed
 # their runs in a folder to be named.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout kernel_code streams touch paper_tables gradient_replicas replica_sources simulator_vs_measured \
+    other_layout kernel_code streams touch job_store paper_tables gradient_replicas replica_sources simulator_vs_measured \
     report_speed spare_nodes elastic_nodes played_roles
 
 bench: .venv/installed

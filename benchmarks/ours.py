@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from msgspec.msgpack import Decoder
 
 from benchmarks.candidate import Candidate, Site, State
 from benchmarks.peers import prepare_for_megatron
 from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.exchange import TEXT
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory, own_directory, replica_directory
@@ -58,6 +60,7 @@ from moe_ft.units import Level
 
 _AGREEMENT_TIMEOUT_S = 600.0
 _RETRY_S = 0.002
+_INFO, _UNITS = Decoder(RankInfo), Decoder(RankUnits)
 _KEEP = 2  # checkpoints on storage, the default of --moe-ft-keep
 
 
@@ -107,7 +110,11 @@ class MoeFtMemory(Candidate):
         layouts = UnitLayouts(self._catalog, dp_rank=0)
         strategy = self._strategy(agreement)
         settings = EngineSettings(
-            interval=1, overhead_limit=0.05, persist_interval=int(self.persists), raises=True
+            interval=1,
+            overhead_limit=0.05,
+            persist_interval=int(self.persists),
+            raises=True,
+            persists=self.persists,
         )
         self._engine = build_engine(
             settings,
@@ -139,8 +146,8 @@ class MoeFtMemory(Candidate):
             slot_bytes=sizes.slot_bytes,
             num_slots=sizes.num_slots,
         )
-        self._topology = Topology(ranks=tuple(agreement.gather(info)))
-        self._token = agreement.gather(secrets.token_hex(16))[0]
+        self._topology = Topology(ranks=tuple(agreement.gather(info, _INFO)))
+        self._token = agreement.gather(secrets.token_hex(16), TEXT)[0]
         server.admit(self._token)
         peers = place_replicas(self._topology, self.replication_factor)
         identity = self._stand_ins.identity(self.site.num_ranks)
@@ -305,7 +312,7 @@ class MoeFtSparse(MoeFtStorage):
             )
             for unit in self._catalog.units
         }
-        ranks = agreement.gather(RankUnits(ep_rank=0, sizes=sizes))
+        ranks = agreement.gather(RankUnits(ep_rank=0, sizes=sizes), _UNITS)
         layers = [self._stand_ins.LAYER]
         return SparseStrategy(self.site.rank, ranks, layers, SparseConfig(window=str(self.window)))
 

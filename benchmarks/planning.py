@@ -138,7 +138,9 @@ class EngineRank:
             writer=None,
             phase_hook=stand_ins.no_fault,
         )
-        settings = EngineSettings(interval=1, overhead_limit=0.05, persist_interval=0, raises=True)
+        settings = EngineSettings(
+            interval=1, overhead_limit=0.05, persist_interval=0, raises=True, persists=False
+        )
         return build_engine(
             settings,
             context,

@@ -9,12 +9,13 @@ Agreement of many ranks is in agreement.py.
 """
 
 import argparse
-import pickle
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
@@ -148,7 +149,7 @@ class _Recovery:
         (members,) = plan_levels(range(len(shares)))[-1]
         leaders = {rank * _RANKS_PER_NODE: table for rank, table in enumerate(self.tables)}
         parts = [*divide(leaders, members), *divide(dict(enumerate(shares)), members)]
-        return max(len(pickle.dumps(each)) for each in (common, *parts))
+        return max(len(msgspec.msgpack.encode(each)) for each in (common, *parts))
 
 
 def _recover(num_ranks: int, num_times: int) -> list[object]:
@@ -300,7 +301,7 @@ def _overview(num_ranks: int) -> list[object]:
     needed = _experts(0, 0, _OTHER_STAGES, _OTHER_EP)
     tensors = (_tensor_of(*each, name) for each in needed for name in ("linear_fc1", "linear_fc2"))
     opened = len(found.places_of(map(number_of, tensors)))
-    message = len(pickle.dumps(found)) / 2**20
+    message = len(msgspec.msgpack.encode(found)) / 2**20
     return [f"{num_ranks:,}", f"{seconds:.3f}", f"{message:.2f}", len(indexes), f"{opened:,}"]
 
 

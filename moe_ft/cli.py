@@ -8,6 +8,7 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
@@ -21,6 +22,7 @@ from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
 from moe_ft.errors import MoeFtError
 from moe_ft.keeper import worker
+from moe_ft.saying import Escaping
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -37,17 +39,19 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths may be no text
-    try:
-        own, of_training = split_command_line(words)
-        options = _parser().parse_args(own)
-        options.of_training = of_training
-        return int(options.run(options))
-    except MoeFtError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `... | head`
-        sys.stderr.close()
-        return 0
+    streams = Escaping(sys.stdout), Escaping(sys.stderr)
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        try:
+            own, of_training = split_command_line(words)
+            options = _parser().parse_args(own)
+            options.of_training = of_training
+            return int(options.run(options))
+        except MoeFtError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except BrokenPipeError:  # `... | head`
+            sys.stderr.close()
+            return 0
 
 
 def _parser() -> argparse.ArgumentParser:

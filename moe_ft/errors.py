@@ -16,6 +16,7 @@ MoeFtError
 |       +-- StorageAwayError  as long as storage does not answer or is full
 +-- RepairError             a repair in place was given up: the launcher restarts the job
 |   +-- ReplacedError       another node has this rank now: its old process must end
++-- ExchangeError           a message of a rank is not of the agreed type (also a RuntimeError)
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
@@ -86,6 +87,10 @@ class ReplacedError(RepairError):
 
 class LinksEndedError(MoeFtError, RuntimeError):
     """The links of this rank's process groups have ended: what it has computed since does not count."""
+
+
+class ExchangeError(MoeFtError, RuntimeError):
+    """A message of another rank is not of the agreed type: it may be from another process."""
 
 
 class CallOrderError(MoeFtError, RuntimeError):

@@ -12,13 +12,16 @@ import msgspec
 from moe_ft.events import MAX_COUNT
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
-Tokens = dict[str, list[int]]  # by MoE layer, [expert]
+Int = Annotated[
+    int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)
+]  # greater ones have no place in a float
+Tokens = dict[str, list[Int]]  # by MoE layer, [expert]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Fields of every event."""
 
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, le=2**37)]  # that has a date
     incarnation: Count
     iteration: Count
 
@@ -32,10 +35,10 @@ class Other(Line, frozen=True, kw_only=True, gc=False):
 class Start(Line, frozen=True, kw_only=True, tag_field="event", tag="start"):
     """Beginning of an incarnation."""
 
-    pid: int = 0
+    pid: Count = 0
     host: str = ""
-    world_size: int = 0
-    train_iterations: int | None = None
+    world_size: Count = 0
+    train_iterations: Int | None = None
 
 
 class Iteration(Line, frozen=True, kw_only=True, gc=False, tag_field="event", tag="iteration"):
@@ -46,8 +49,8 @@ class Iteration(Line, frozen=True, kw_only=True, gc=False, tag_field="event", ta
     idle_s: float | None = None
     stall_s: float = 0.0
     loss: float | Literal["nan", "inf", "-inf"] | None = None
-    resident_bytes: int | None = None
-    device_bytes: int | None = None
+    resident_bytes: Int | None = None
+    device_bytes: Int | None = None
 
 
 class RouterLoad(Line, frozen=True, kw_only=True, tag_field="event", tag="router_load"):
@@ -59,7 +62,7 @@ class RouterLoad(Line, frozen=True, kw_only=True, tag_field="event", tag="router
 class Moved(Line, frozen=True, kw_only=True, gc=False):
     """Bytes that a part of checkpointing has moved, and how long that took until `time`."""
 
-    bytes: int
+    bytes: Int
     seconds: float
 
     @property
@@ -77,9 +80,9 @@ class Snapshot(Moved, frozen=True, kw_only=True, tag_field="event", tag="snapsho
 class Replicate(Moved, frozen=True, kw_only=True, tag_field="event", tag="replicate"):
     """Snapshot that peers have."""
 
-    peers: tuple[int, ...] = ()
-    state_bytes: int | None = None
-    gradient_bytes: int = 0
+    peers: tuple[Int, ...] = ()
+    state_bytes: Int | None = None
+    gradient_bytes: Int = 0
 
     @property
     @override
@@ -92,7 +95,7 @@ class Replicate(Moved, frozen=True, kw_only=True, tag_field="event", tag="replic
 class AtRisk(Line, frozen=True, kw_only=True, tag_field="event", tag="at_risk"):
     """Tokens that a failure would lose now, by where copies are: memory, peers, storage."""
 
-    tokens: dict[str, int]
+    tokens: dict[str, Int]
 
 
 class Persist(Moved, frozen=True, kw_only=True, tag_field="event", tag="persist"):
@@ -102,26 +105,26 @@ class Persist(Moved, frozen=True, kw_only=True, tag_field="event", tag="persist"
 class Recovery(Line, frozen=True, kw_only=True, tag_field="event", tag="recovery"):
     """Recovery, which ends at `time`."""
 
-    target_iteration: int
-    replayed_iterations: int
-    sources: dict[str, int]
-    lost_tokens: int
+    target_iteration: Int
+    replayed_iterations: Int
+    sources: dict[str, Int]
+    lost_tokens: Int
     plt: float
-    total_lost_tokens: int | None = None
+    total_lost_tokens: Int | None = None
     total_plt: float = 0.0
     mtl: float = 0.0
     lossy: dict[str, str] = {}
     phases_s: dict[str, float] = {}
-    read_bytes: dict[str, int] = {}
+    read_bytes: dict[str, Int] = {}
     lost_per_expert: Tokens = {}
 
 
 class Elastic(Line, frozen=True, kw_only=True, tag_field="event", tag="elastic"):
     """Start with another number of ranks than the one before, or with ranks that wait."""
 
-    from_: int = msgspec.field(name="from")
-    to: int
-    waiting: tuple[int, ...] = ()
+    from_: Int = msgspec.field(name="from")
+    to: Int
+    waiting: tuple[Int, ...] = ()
 
 
 class SlotChange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -142,13 +145,13 @@ class SlotTables(Line, frozen=True, kw_only=True, tag_field="event", tag="slot_t
 class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     """Repair in place, which ends at `time`."""
 
-    dead_ranks: tuple[int, ...]
+    dead_ranks: tuple[Int, ...]
     hung_s: dict[str, float]
-    broken_iteration: int
+    broken_iteration: Int
     seconds: float
     is_replacement: bool = False
     taken_over: dict[str, str] = {}
-    played: dict[str, int] = {}
+    played: dict[str, Int] = {}
 
 
 class Fault(Line, frozen=True, kw_only=True, tag_field="event", tag="fault_injected"):
@@ -161,7 +164,7 @@ class Stopped(Line, frozen=True, kw_only=True, tag_field="event", tag="stopped")
     """Failure of which the rank could still tell."""
 
     reason: str
-    silent_ranks: tuple[int, ...] | None = None
+    silent_ranks: tuple[Int, ...] | None = None
 
 
 class Hang(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
@@ -187,7 +190,7 @@ class End(Line, frozen=True, kw_only=True, tag_field="event", tag="end"):
     """End of training."""
 
     reason: str
-    peak_device_memory_bytes: int | None = None
+    peak_device_memory_bytes: Int | None = None
 
 
 _Known = (
@@ -212,6 +215,7 @@ _Known = (
 _KNOWN = msgspec.json.Decoder(_Known)
 _OTHER = msgspec.json.Decoder(Other)
 _SURROGATE = re.compile(rb"\\u(d[89a-f]..)", re.IGNORECASE)
+_NO_EVENT = (msgspec.DecodeError, RecursionError)
 _NAMES = {type_.__struct_config__.tag for type_ in _Known.__args__}
 
 
@@ -220,15 +224,15 @@ def decode(line: bytes) -> Line | None:
     try:
         known: Line = _KNOWN.decode(line)
         return known
-    except msgspec.DecodeError:
+    except _NO_EVENT:
         pass
     try:
         other = _OTHER.decode(line)
         return None if other.event in _NAMES else other
-    except msgspec.DecodeError:
+    except _NO_EVENT:
         pass
     try:  # a text that is no Unicode, as the name of a file may be
         found: Line = _KNOWN.decode(_SURROGATE.sub(rb"\\\\u\1", line))
         return found
-    except (msgspec.DecodeError, RecursionError):
+    except _NO_EVENT:
         return None

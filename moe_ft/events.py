@@ -174,6 +174,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
         for line in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
             if not line.isspace():
                 yield line
+            if len(line) == _MAX_LINE_BYTES:
+                file.seek(_next_data(file, file.tell()))
 
 
 def read_lines_backwards(path: Path) -> Iterator[bytes]:
@@ -183,7 +185,9 @@ def read_lines_backwards(path: Path) -> Iterator[bytes]:
         OSError: if the file cannot be read.
     """
     with _open(path) as file:
-        position = file.seek(0, os.SEEK_END)
+        position = data = 0
+        while (data := _next_data(file, position)) < file.seek(0, os.SEEK_END):
+            position = file.seek(data, os.SEEK_HOLE)  # behind the last data
         first = max(0, position - _MAX_TAIL_BYTES)
         block_bytes, rest = _FIRST_BLOCK_BYTES, b""
         while position > first:
@@ -232,10 +236,10 @@ class EventTail:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
                 self._position, self._rest, self._inode = 0, b"", status.st_ino
-            file.seek(self._position)
-            block = file.read(min(most_bytes, status.st_size - self._position))
-        self._position += len(block)
-        self.unread_bytes = status.st_size - self._position
+            self._position = file.seek(_next_data(file, self._position))
+            block = file.read(most_bytes)
+            self._position += len(block)
+            self.unread_bytes = os.fstat(file.fileno()).st_size - self._position
         *lines, self._rest = (self._rest + block).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:  # no event is that long
             self._rest = b""
@@ -258,6 +262,15 @@ def _open_own(path: Path, flags: int) -> int:
 def _open(path: Path) -> BinaryIO:
     _check_is_file(path.stat(), path)
     return path.open("rb")
+
+
+def _next_data(file: BinaryIO, position: int) -> int:
+    """Return where data follows, else the file's size: a hole, which may be of any size, holds no lines."""
+    size = os.fstat(file.fileno()).st_size  # first, as the file may grow
+    try:
+        return file.seek(position, os.SEEK_DATA)
+    except OSError:
+        return size
 
 
 def _check_is_file(status: os.stat_result, path: Path) -> None:

@@ -57,13 +57,13 @@ def memory_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def mount_small(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a size such as "6m" and returns its folder."""
+def mount_small(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Return a function that mounts a file system of a size such as "6m", and returns its folder."""
     mounted: list[Path] = []
 
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"small_{len(mounted)}"
-        folder.mkdir()
+    def mount(size: str, folder: Path | None = None) -> Path:
+        folder = folder or tmp_path / f"small_{len(mounted)}"
+        folder.mkdir(mode=0o700, parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
         if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
             pytest.skip("mounting a small file system needs root")

@@ -68,6 +68,12 @@ class Namespaces:
         """Cut a node off: it lives, what it sends is lost, and nobody tells it."""
         _ip("-n", self._name("hub"), "link", "set", "dev", node, "down")
 
+    def part(self, one: str, other: str) -> None:
+        """Lose what two nodes send each other, and tell them nothing: it goes to a card that nobody has."""
+        for here, there in ((one, other), (other, one)):
+            nowhere = ("lladdr", "02:00:00:00:00:01", "dev", INTERFACE, "nud", "permanent")
+            _ip("-n", self._name(here), "neighbor", "replace", self.address(there), *nowhere)
+
     def restore(self, node: str) -> None:
         """Connect a node again."""
         _ip("-n", self._name("hub"), "link", "set", "dev", node, "up")

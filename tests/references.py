@@ -10,7 +10,7 @@ from pathlib import Path
 import filelock
 
 from tests.demo_model import event_flags
-from tests.harness import DEADLINE_S, Train, digests, run_training
+from tests.harness import DEADLINE_S, Train, digests, events, run_training
 
 Digests = list[tuple[str, str]]
 _PACKAGES = ("torch", "megatron-core", "numpy")  # which decide what a run computes
@@ -36,9 +36,7 @@ class References:
             flags: of the job, without an event log.
             train: see `run_training`; a function of a module.
         """
-        versions = [version(name) for name in _PACKAGES]
-        what = json.dumps([world_size, train and train.__qualname__, versions, *flags])
-        folder = self._folder / sha256(what.encode()).hexdigest()[:16]
+        folder = self._folder_of(flags, world_size, train)
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / "digests.json"
         with filelock.FileLock(folder / "lock"):
@@ -49,6 +47,18 @@ class References:
                 ).check()
                 known.write_text(json.dumps(digests(folder / "events", world_size)))
         return [(own, whole) for own, whole in json.loads(known.read_text())]
+
+    def losses(self, flags: Sequence[str], world_size: int) -> dict[int, float]:
+        """Return by iteration the losses of a run; train only if nobody has yet."""
+        self.digests(flags, world_size)
+        folder = self._folder_of(flags, world_size, None) / "events"
+        lines = (line for rank in range(world_size) for line in events(folder, rank, "iteration"))
+        return {line["iteration"]: line["loss"] for line in lines if line["loss"] is not None}
+
+    def _folder_of(self, flags: Sequence[str], world_size: int, train: Train | None) -> Path:
+        versions = [version(name) for name in _PACKAGES]
+        what = json.dumps([world_size, train and train.__qualname__, versions, *flags])
+        return self._folder / sha256(what.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,10 @@ fi
 python=$(find_python)
 echo "using $("$python" --version) ($python)"
 "$python" -m venv --clear .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+# Also for what builds packages, which pip installs in places of their own.
+export PIP_CONSTRAINT=$PWD/constraints.txt PIP_BUILD_CONSTRAINT=$PWD/constraints.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
 # Another version of Megatron, which a test puts in front on PYTHONPATH.
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
     --target .venv/megatron/0.18.2 megatron-core==0.18.2

@@ -159,8 +159,8 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
     num_nodes = num_nodes.rpartition(":")[2]  # the most, of MIN:MAX
     restarts = given.get("--max-restarts", "0") != "0"
     backend = "c10d" if "--standalone" in given else given.get("--rdzv-backend", "")
-    if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node)):
-        reason = f"--nnodes={num_nodes} --nproc-per-node={per_node} must be at least 1"
+    if not all(map(_is_number, (num_nodes, per_node))):
+        reason = f"--nnodes={num_nodes} --nproc-per-node={per_node} must be from 1 to 999,999,999"
         return Launch(reason=reason, restarts=restarts, backend=backend)
     return Launch(
         world_size=int(num_nodes) * int(per_node),
@@ -173,7 +173,7 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
 def _read_keep(given: dict[str, str]) -> Launch:
     num_nodes, per_node = given["--nodes"].rpartition(":")[2], given.get("--ranks-per-node", "")
     grace = given.get("--grace", str(GRACE_S))
-    if not all(each.isdecimal() and int(each) for each in (num_nodes, per_node, grace)):
+    if not all(map(_is_number, (num_nodes, per_node, grace))):
         reason = f"keep --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be at least 1"
         return Launch(reason=reason)
     return Launch(
@@ -186,14 +186,18 @@ def _read_keep(given: dict[str, str]) -> Launch:
 def _read_srun(given: dict[str, str]) -> Launch:
     num_nodes, per_node = given.get("--nodes", ""), given.get("--ntasks-per-node", "")
     tasks = given.get("--ntasks", "")
-    if tasks.isdecimal():
-        each = -(-int(tasks) // int(num_nodes)) if num_nodes.isdecimal() else None
+    if _is_number(tasks):
+        each = -(-int(tasks) // int(num_nodes)) if _is_number(num_nodes) else None
         return Launch(
-            world_size=int(tasks), ranks_per_node=int(per_node) if per_node.isdecimal() else each
+            world_size=int(tasks), ranks_per_node=int(per_node) if _is_number(per_node) else each
         )
-    if num_nodes.isdecimal() and per_node.isdecimal():
+    if _is_number(num_nodes) and _is_number(per_node):
         return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
     return Launch(reason="srun has neither --ntasks nor --nodes with --ntasks-per-node")
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10 and int(text) > 0
 
 
 _SHORT = {"-N": "--nodes", "-n": "--ntasks"}

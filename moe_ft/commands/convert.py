@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from moe_ft.commands.directory import reading
+from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import ConfigError
 
 _GIB = 1 << 30
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"DST='{options.destination}' is empty: an unset variable? Name a new folder or fsspec URL."
         )
+    check_holds_no_secret("DST", options.destination)
     if options.of_training and not options.densify:
         raise ConfigError(
             f"-- {options.of_training[0]}: convert takes a command line only with --densify. Add it, or "

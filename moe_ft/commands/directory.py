@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
+from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import ConfigError, MoeFtError
-from moe_ft.files.storage import hide_password
 from moe_ft.recovery.inspect.boundary_logs import render_logs
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from moe_ft.recovery.inspect.rescue import rescue
@@ -137,6 +137,7 @@ def reading(directory: str, name: str = "DIR", *, changes: bool = False) -> Iter
             f"{name}='{directory}' is empty: an unset variable? Name a directory or fsspec URL; the current "
             "directory is a dot."
         )
+    check_holds_no_secret(name, directory)
     # Packages that implement a protocol raise errors of their own, such as botocore's.
     kinds = (Exception,) if "://" in directory else (OSError, ValueError, ImportError)
     try:
@@ -145,7 +146,7 @@ def reading(directory: str, name: str = "DIR", *, changes: bool = False) -> Iter
         raise
     except kinds as error:
         raise ConfigError(
-            f"{name}={hide_password(directory)} cannot be {'changed' if changes else 'read'}: "
+            f"{name}={directory} cannot be {'changed' if changes else 'read'}: "
             f"{type(error).__name__}: {error}. Name a directory that you may "
             f"{'change' if changes else 'read'}, or an fsspec URL whose package is installed."
         ) from error

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from moe_ft.errors import ConfigError
+from moe_ft.files.private_files import replace_file
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.report import describe_layout, describe_model, table
 from moe_ft.planning.time_shares import MEANINGS, Spent, TimeShares
@@ -104,8 +105,8 @@ def check_page(path: Path | None) -> None:
     """Raise ConfigError if a page that is asked for cannot be written; one that exists is replaced."""
     if path is None:
         return
-    if path.is_dir():
-        raise ConfigError(f"--html={path} must be a file, and it is a directory. Name a file.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--html={path} must be a file, and it is something else. Name a file.")
     if not path.parent.is_dir():
         raise ConfigError(
             f"--html={path} must be in a folder that exists. Make it, or name another file."
@@ -117,7 +118,7 @@ def write_page(path: Path | None, text: str) -> None:
     if path is None:
         return
     try:
-        path.write_text(text, "utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise ConfigError(
             f"--html={path} cannot be written: {error.strerror}. Name another file."

@@ -17,11 +17,13 @@ from typing import Any
 
 from moe_ft.errors import ConfigError
 from moe_ft.events import Event, event_path, ranks_with_events, read_events
+from moe_ft.files.private_files import open_regular
 
 _FOLDER = Path(__file__).parent / "presets"
 # Of a rank, with one connection and with several: medians of docs/benchmarks/streams.md, on a loopback.
 _ONE_CONNECTION, _CONNECTIONS = 1.4e9, 1.6e9
 _NO_GPU = "none"
+_MOST_BYTES = 64 << 20  # of a file that a user names
 _MOST_RANKS_READ = 64  # of a measured run: the first ones
 _DEFAULTS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
@@ -164,6 +166,12 @@ def _published_model(path: Path) -> Model:
     return Model(flags=(*flags_of(settings), *_DEFAULTS), source=f"{path}")
 
 
+def read_text(path: Path) -> str:
+    """Return a text that a user names. Raises OSError for a pipe or a device, ValueError if it is no text."""
+    with open_regular(path) as file:
+        return file.read(_MOST_BYTES).decode()
+
+
 def read_cluster(name: str) -> Cluster:
     """Return a cluster by its name, or by the path of a TOML file with the same fields.
 
@@ -173,8 +181,8 @@ def read_cluster(name: str) -> Cluster:
     known = _presets("clusters")
     if name.endswith(".toml"):
         try:
-            values = tomllib.loads(Path(name).read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            values = tomllib.loads(read_text(Path(name)))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"--cluster={name} cannot be read: {error}. Give a TOML file as docs/plan.md has it."
             ) from error
@@ -183,7 +191,7 @@ def read_cluster(name: str) -> Cluster:
     else:
         raise _unknown("--cluster", name, cluster_names(), "the path of a .toml file")
     like = values.pop("like", None)
-    if like is not None and like not in known:
+    if like is not None and str(like) not in known:
         raise _unknown(f"--cluster={name} like", str(like), cluster_names(), "left out")
     own = frozenset(values) if name.endswith(".toml") else frozenset[str]()
     values = {**(known[like] if like else {}), **values, "name": name}

@@ -6,6 +6,7 @@ kept does not depend on the length of the log: ranks are added up by node where 
 
 import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -400,7 +401,11 @@ def _read_files(work: Sequence[_Work], num_bytes: int) -> Iterator[_Done]:
     num_processes = min(len(work), len(os.sched_getaffinity(0)))
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
-        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        Progress(
+            *columns,
+            console=Console(file=getattr(sys.stderr, "raw", None), stderr=True),
+            transient=True,
+        ) as bar,
         ProcessPoolExecutor(num_processes, context, _share_progress, (done_bytes,)) as pool,
     ):
         task = bar.add_task("reading", total=num_bytes)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.keeper.target import OF_NODES
+from moe_ft.keeper.target import OF_NODES, is_found
 from moe_ft.keeper.target import USAGE as USAGE_OF_KEEP
 from moe_ft.loop.refusing import refuse
 
@@ -67,6 +67,8 @@ def run_script(words: Sequence[str]) -> None:
         _check_script(name)
     sys.argv = [name, *arguments]
     _set_path(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
+    if is_module and not is_found(name):
+        refuse(f"-m {name}: there is no such module. Give one that Python finds: {USAGE}", PROGRAM)
     importlib.import_module(LAUNCHER).run(name, is_module=is_module)
 
 

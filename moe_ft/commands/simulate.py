@@ -19,6 +19,7 @@ from tqdm import tqdm
 from moe_ft.commands.pages import check_page, write_page
 from moe_ft.commands.plan import OPTIONS, compare
 from moe_ft.commands.plan_advice import Alternative
+from moe_ft.commands.plan_inputs import read_text
 from moe_ft.commands.simulate_words import Outcome, Simulation, word
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import RecoveryKind
@@ -57,11 +58,14 @@ _ANY = _Rule(
 )
 _SHARE = _Rule(words="from 0 to 1", fits=lambda value: _number(value) and 0 <= value <= 1)
 _ABOVE = _Rule(words="a number above 0", fits=lambda value: _number(value) and 0 < value < math.inf)
+_MANY = 1_000_000
 _COUNT = _Rule(
-    words="a whole number, at least 0", fits=lambda value: _integer(value) and value >= 0
+    words="a whole number from 0 to a million",
+    fits=lambda value: _integer(value) and 0 <= value <= _MANY,
 )
 _ONE_OR_MORE = _Rule(
-    words="a whole number, at least 1", fits=lambda value: _integer(value) and value >= 1
+    words="a whole number from 1 to a million",
+    fits=lambda value: _integer(value) and 1 <= value <= _MANY,
 )
 _TABLES: Mapping[str, Mapping[str, _Rule]] = {
     "job": {"flags": _TEXT, **dict.fromkeys(OPTIONS, _ANY)},
@@ -126,11 +130,15 @@ def simulate_file(path: Path) -> Simulation:
     if trace is not None and "hours" not in config["run"]:
         horizon_s = trace[-1].time_s or horizon_s
     job = dict(config["job"])
+    given = job.pop("flags", "")
     if trace is not None:
         mean_s = mean_time_between(trace, horizon_s)
         if "mtbf_s" not in job and math.isfinite(mean_s):
             job["mtbf_s"] = mean_s
-    flags = shlex.split(job.pop("flags", ""))
+    try:
+        flags = shlex.split(given)
+    except ValueError as error:  # a quote that stays open
+        raise ConfigError(f"{path}: job.flags={given!r}: {error}. Correct it.") from error
     words = [f"--{name.replace('_', '-')}={value}" for name, value in job.items()]
     told = compare([*words, "--", *flags])
     setting = _setting(config, told.job.num_nodes, horizon_s, trace, told.job.measured.mtbf_s)
@@ -223,8 +231,8 @@ def _setting(
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the tables of a file, each of which may be left out but that of the job."""
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        tables = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}. Give a TOML file as docs/simulate.md has it."
         ) from error
@@ -270,7 +278,7 @@ def _read_trace(path: Path, config: Mapping[str, Mapping[str, Any]]) -> list[Cha
             "Leave one of them out."
         )
     try:
-        lines = (path.parent / name).read_text("utf-8").splitlines()
+        lines = read_text(path.parent / name).splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: failures.trace={name} cannot be read: {error}. Give the path from the file on."

@@ -26,6 +26,7 @@ from moe_ft.events import ranks_with_events, read_progress
 from moe_ft.loop.course import FollowedRun, RankCourse, Tier
 from moe_ft.planning.time_shares import Spent, TimeShares
 from moe_ft.processes import has_ended
+from moe_ft.saying import escape
 
 _MOST_BYTES = 16 << 20  # of each file at a time: a long log is shown while it is read
 _SILENT_S = 30.0  # without an event, at least, before a rank is called silent
@@ -56,9 +57,10 @@ def _run(options: argparse.Namespace) -> int:
             f"--interval={options.interval} must be more than 0. Give a number of seconds."
         )
     watch = Watch(Path(options.run_dir))
-    console = Console()
+    raw = getattr(sys.stdout, "raw", sys.stdout)  # what is shown is escaped already
+    console = Console(file=raw)
     if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH, no_color=True)
+        console = Console(file=raw, width=_PLAIN_WIDTH, no_color=True)
     try:
         if options.once:
             while watch.look():
@@ -182,20 +184,20 @@ class Watch:
 
     def _lines(self, ranks: Sequence[RankCourse]) -> Iterator[tuple[str, Text]]:
         """Yield name and value of what is said of the whole run."""
-        yield "run", Text(str(self._directory))
+        yield "run", Text(escape(str(self._directory)))
         yield "state", self._state(ranks)
         yield "iteration", Text(_speed(ranks))
         incarnation = max(each.incarnation for each in ranks)
         num_repairs = max(each.num_repairs for each in ranks)
         yield "starts", Text(f"{incarnation + 1}, {num_repairs} of them repairs in place")
-        yield "last recovery", Text(_recovery(ranks))
+        yield "last recovery", Text(escape(_recovery(ranks)))
         yield "last repair", Text(_repair(ranks))
         yield "lost tokens", Text(f"{max(each.lost_tokens for each in ranks):,}")
         seconds = {use: sum(each.spent.seconds[use] for each in ranks) for use in Spent}
         shares = TimeShares.of(seconds)
         yield "time", Text(", ".join(f"{use} {shares[use]:.1%}" for use in Spent))
         if troubles := [*self._troubles(ranks)]:
-            yield "trouble", Text("\n".join(troubles), style="yellow")
+            yield "trouble", Text(escape("\n".join(troubles)), style="yellow")
         if self._course.unread_bytes:
             yield "log", Text(f"{self._course.unread_bytes / 2**20:,.0f} MiB are still to be read")
 
@@ -206,7 +208,7 @@ class Watch:
         )
         if self.has_ended:
             endings = sorted({each.ending or "killed" for each in ranks})
-            return Text(f"the run has ended: {'; '.join(endings)}", style="bold")
+            return Text(escape(f"the run has ended: {'; '.join(endings)}"), style="bold")
         if all(each.ending or _is_gone(each) for each in ranks):
             return Text("all ranks have stopped; a restart may follow", style="yellow")
         quiet_s = time.time() - max(each.time_s for each in ranks)
@@ -242,7 +244,7 @@ class Watch:
 
     def _row(self, each: RankCourse) -> Iterator[RenderableType]:
         yield str(each.rank)
-        yield each.start.host if each.start else "-"
+        yield Text(escape(each.start.host) if each.start else "-")
         yield str(each.incarnation)
         yield str(each.iteration)
         yield _number(each.iteration_s, 1.0, ".3f")
@@ -250,7 +252,7 @@ class Watch:
         yield _number(each.recent_idle_s, 1e3, ".0f")
         for traffic in each.tiers.values():
             yield str(traffic.iteration) if traffic.num else "-"
-        yield Text(self._rank_state(each), style="red" if _is_trouble(each) else "")
+        yield Text(escape(self._rank_state(each)), style="red" if _is_trouble(each) else "")
 
     def _rank_state(self, each: RankCourse) -> str:
         if each.ending:

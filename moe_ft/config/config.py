@@ -159,10 +159,10 @@ class StorageConfig(Part):
     persist_dir: str | None = setting(None, "folder or fsspec URL for checkpoints", metavar="URL")
     persist_interval: int = setting(
         10,
-        "every how many complete snapshots one is written to storage; 0 = never",
+        "every how many complete snapshots one is written to storage; 0 = only the last state",
         metavar="N",
         bounds=Bounds(at_least=0),
-        remedy="Give a number of snapshots, or 0 to write none to storage",
+        remedy="Give a number of snapshots, or 0 to write none before the end",
     )
     persist_dense_interval: int = setting(
         0,
@@ -184,7 +184,7 @@ class StorageConfig(Part):
     @property
     def persists(self) -> bool:
         """True if anything goes to storage."""
-        return self.persist_dir is not None and (self.persist_interval > 0 or self.persists_dense)
+        return self.persist_dir is not None  # at least the last state
 
     @property
     def persists_dense(self) -> bool:

@@ -22,6 +22,12 @@ from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
+# A password, which may hold any character and so ends at the last @, or a signature. NAME:8020/ is a port.
+_SECRET = re.compile(
+    r"://[^/:[]*:(?!\d+(/|$)).*@|[?&][^=&]*(sig|signature|token|key|password|secret)=",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -65,6 +71,16 @@ def check_rules(rules: Iterable[Rule], settings: Any) -> None:
             raise ConfigError(rule.message(settings))
 
 
+def check_holds_no_secret(flag: str, url: str) -> None:
+    """Raise ConfigError for a URL with a password or a signature: `ps`, logs and messages show URLs."""
+    if _SECRET.search(url):
+        raise ConfigError(
+            f"{flag}={url.partition('://')[0]}://... must hold no password and no signature: all "
+            "users of the node see it. Give it to the library that opens such URLs, in the environment, "
+            "its configuration file or that of fsspec (~/.config/fsspec)."
+        )
+
+
 def default_memory_dir(place: Path = Path("/dev/shm")) -> str:
     """Return the first of moe_ft_UID, moe_ft_UID_1, ... that is this user's; if none is, the first free one.
 
@@ -98,6 +114,7 @@ def check_directories(memory_dir: str, persist_dir: str | None) -> None:
         )
     if persist_dir is None:
         return
+    check_holds_no_secret("--moe-ft-persist-dir", persist_dir)
     if "memory" in re.split("://|::", persist_dir)[:-1]:
         raise ConfigError(
             f"--moe-ft-persist-dir={persist_dir} must be storage that outlives the process which writes it, "

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from moe_ft.convert.source import check_is_quiet
 from moe_ft.errors import ConfigError
-from moe_ft.files.storage import hide_password
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
 
 _FLAG = "--moe-ft-persist-dir"
@@ -37,7 +36,7 @@ def densify(directory: str, iteration: int | None, command: Sequence[str]) -> in
         return 0
     _check_command(command, directory)
     assert newest.storage is not None
-    check_is_quiet(hide_password(directory), newest.storage)
+    check_is_quiet(directory, newest.storage)
     print(f"{newest.place} is a window of {newest.window}: starting the job", file=sys.stderr)
     try:
         code = subprocess.run([*command, *_END], check=False).returncode
@@ -61,9 +60,9 @@ def _newest(directory: str) -> Holding:
     """Return the newest checkpoint in a persist directory."""
     found = find_holdings(directory)
     stored = [each for each in found if each.manifest is not None and not each.problem]
-    if not stored or stored[0].place == hide_password(directory.rstrip("/")):
+    if not stored or stored[0].place == directory.rstrip("/"):
         raise ConfigError(
-            f"SRC={hide_password(directory)} must be a persist directory with --densify: the job adds a "
+            f"SRC={directory} must be a persist directory with --densify: the job adds a "
             "checkpoint to it. Name the job's own."
         )
     return newest_holding(stored)
@@ -82,9 +81,9 @@ def _check_command(command: Sequence[str], url: str) -> None:
         if word == _FLAG or word.startswith(f"{_FLAG}=")
     ]
     if not named or _resolved(named[-1]) != _resolved(url):
-        found = f"names {hide_password(named[-1])}" if named else "names no directory"
+        found = f"names {named[-1]}" if named else "names no directory"
         raise ConfigError(
-            f"--densify: the job must write to SRC={hide_password(url)}, and its command line {found}. Give "
+            f"--densify: the job must write to SRC={url}, and its command line {found}. Give "
             f"{_FLAG} SRC there."
         )
 

@@ -31,7 +31,7 @@ from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtEr
 from moe_ft.files.local_files import sync_file
 from moe_ft.files.patience import PATIENCE_S
 from moe_ft.files.private_files import make_private, open_directory
-from moe_ft.files.storage import Storage, hide_password
+from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.processes import boot_id
 
@@ -258,7 +258,7 @@ class RemoteDestination(Destination):
         Args:
             shard_bytes: most bytes of a file, unless one tensor has more.
         """
-        super().__init__(hide_password(url.rstrip("/")), plan, description)
+        super().__init__(url.rstrip("/"), plan, description)
         self._place_of_journal = f"DST={self.place}"
         parent, _, self._name = url.rstrip("/").rpartition("/")
         if parent.endswith(("/", ":")) or not self._name:

@@ -23,7 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from msgspec.msgpack import Decoder
 
+from moe_ft.engine import exchange
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.errors import SnapshotError
 from moe_ft.planning.levels import divide, plan_levels
@@ -46,11 +48,6 @@ class _Level:
     group: Any
     members: tuple[int, ...]
     is_top: bool
-
-    @property
-    def leader(self) -> int:
-        """The first rank of the group."""
-        return self.members[0]
 
 
 class _Parts:
@@ -180,25 +177,29 @@ class _Reduction:
         values, self._values, self._work = self._values, None, None
         return values
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather[Value](self, value: Value, decoder: Decoder[Value]) -> list[Value]:
         """Return the values of all ranks, ascending. Setup and recovery only; called by all of them."""
-        assert not self._has_left
-        if not self._levels:
-            return [value]
-        gathered = {dist.get_rank(): value}
-        for level in self._levels:
-            parts: list[Any] = [None] * dist.get_world_size(level.group)
-            dist.all_gather_object(parts, gathered, group=level.group)
-            gathered = {rank: each for part in parts for rank, each in part.items()}
-        everyone = self._from_top(gathered)
-        return [everyone[rank] for rank in sorted(everyone)]
+        contents = self._send_down(exchange.encode(self._bring_up(exchange.encode(value))))
+        return [
+            exchange.decode(each, decoder) for each in exchange.decode(contents, exchange.CONTENTS)
+        ]
 
-    def _from_top(self, value: Any) -> Any:
-        """Return the value that ranks of the top group have. Called by all ranks."""
+    def _bring_up(self, content: bytes) -> list[bytes] | None:
+        """Return the contents of all ranks on the first one, ascending, and None on others."""
+        assert not self._has_left
+        contents = [content]
+        for level in self._levels:
+            parts = exchange.gather(level.group, exchange.encode(contents))
+            if parts is None:
+                return None
+            contents = [each for part in parts for each in exchange.decode(part, exchange.CONTENTS)]
+        return contents
+
+    def _send_down(self, content: bytes) -> bytes:
+        """Return the first rank's content. Called by all ranks."""
         for level in reversed(self._levels):
-            if not level.is_top:
-                value = _broadcast(level, value)
-        return value
+            content = exchange.scatter(level.group, [content] * len(level.members))
+        return content
 
     def close(self) -> None:
         """Close the connections at the end of a start. Not collective.
@@ -254,29 +255,20 @@ class Agreement(_Reduction):
         """Return the least values over all ranks; raises RuntimeError if a rank does not answer in time."""
         return list(self._result().tolist())
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast[Value](self, value: Value, decoder: Decoder[Value]) -> Value:
         """Return rank 0's value. Setup and recovery only; called by all ranks."""
-        for level in reversed(self._levels):
-            value = _broadcast(level, value)
-        return value
+        return exchange.decode(self._send_down(exchange.encode(value)), decoder)
 
-    def collect(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, ascending, and None on others; see `broadcast`.
+    def collect[Value](self, value: Value, decoder: Decoder[Value]) -> list[Value] | None:
+        """Return the values of all ranks on rank 0, ascending, and None on others; see `broadcast`."""
+        contents = self._bring_up(exchange.encode(value))
+        if contents is None:
+            return None
+        return [exchange.decode(each, decoder) for each in contents]
 
-        At many ranks values should be bytes, since each leader passes on what its group has.
-        """
-        assert not self._has_left
-        own = dist.get_rank() if self._levels else 0
-        collected = {own: value}
-        for level in self._levels:
-            parts: list[Any] | None = [None] * len(level.members) if level.leader == own else None
-            dist.gather_object(collected, parts, dst=level.leader, group=level.group)
-            if parts is None:
-                return None
-            collected = {rank: each for part in parts for rank, each in part.items()}
-        return [collected[rank] for rank in sorted(collected)]
-
-    def fold[Value](self, value: Value, merge: Callable[[Sequence[Value]], Value]) -> Value:
+    def fold[Value](
+        self, value: Value, merge: Callable[[Sequence[Value]], Value], decoder: Decoder[Value]
+    ) -> Value:
         """Return what the values of all ranks make together; leaders merge those of their groups.
 
         Setup and recovery only; called by all ranks.
@@ -285,27 +277,22 @@ class Agreement(_Reduction):
             merge: takes values in the order of their ranks, and must not fail.
         """
         assert not self._has_left
-        own = dist.get_rank() if self._levels else 0
         for level in self._levels:
-            parts: list[Any] | None = [None] * len(level.members) if level.leader == own else None
-            dist.gather_object(value, parts, dst=level.leader, group=level.group)
+            parts = exchange.gather(level.group, exchange.encode(value))
             if parts is None:
                 break
-            value = merge(parts)
-        folded: Value = self.broadcast(value)
-        return folded
+            value = merge([exchange.decode(each, decoder) for each in parts])
+        return self.broadcast(value, decoder)
 
-    def hand_out(self, values: Sequence[Any] | None) -> Any:
-        """Return this rank's value of those that rank 0 gives, ``[rank]``; see `collect`."""
+    def hand_out[Value](self, contents: Sequence[bytes], decoder: Decoder[Value]) -> Value:
+        """Return this rank's value of those that rank 0 gives, ``[rank]``, encoded; see `collect`."""
         assert not self._has_left
-        own = dist.get_rank() if self._levels else 0
-        parts = dict(enumerate(values or ()))
+        parts = dict(enumerate(contents))
         for level in reversed(self._levels):
-            received: list[Any] = [None]
-            given = divide(parts, level.members) if level.leader == own else None
-            dist.scatter_object_list(received, given, src=level.leader, group=level.group)
-            (parts,) = received
-        return parts[own]
+            given = map(exchange.encode, divide(parts, level.members))
+            parts = exchange.decode(exchange.scatter(level.group, [*given]), exchange.BY_RANK)
+        (content,) = parts.values()
+        return exchange.decode(content, decoder)
 
     def once(self, act: Callable[[], None]) -> None:
         """Do something once in this process, when all ranks that it speaks for have come here."""
@@ -317,13 +304,6 @@ class Agreement(_Reduction):
         below = [level for level in self._levels if not level.is_top]
         for level in (*self._levels, *reversed(below)):
             dist.monitored_barrier(group=level.group, timeout=self._timeout)
-
-
-def _broadcast(level: _Level, value: Any) -> Any:
-    """Return the leader's value. Called by all ranks of a group."""
-    values = [value]
-    dist.broadcast_object_list(values, src=level.leader, group=level.group)
-    return values[0]
 
 
 class StageSum(_Reduction):

@@ -22,7 +22,7 @@ def allow_descriptors(world_size: int, stage_size: int) -> None:
     num_open = len(os.listdir(_OPEN_FILES))
     num_others = most_connections(world_size) + most_connections(stage_size)
     needed = num_open + num_others + _NUM_OWN
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             f"the limit of open files (ulimit -Hn) is {hard}, and a rank of this job needs {needed}: "
@@ -30,8 +30,15 @@ def allow_descriptors(world_size: int, stage_size: int) -> None:
             f"Raise it where the job is started: ulimit -n {needed}, which may need LimitNOFILE= of systemd, "
             f"/etc/security/limits.conf or docker run --ulimit nofile={needed}."
         )
-    wanted = needed + _NUM_SPARE
+    raise_descriptors(needed + _NUM_SPARE)
+
+
+def raise_descriptors(wanted: int) -> int:
+    """Raise the soft limit of this process as far as the hard limit allows; return what it may have then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft

@@ -59,7 +59,8 @@ class EngineSettings:
 
     Attributes:
         interval: iterations between snapshots, None for automatic.
-        persist_interval: complete snapshots between those that go to storage, 0 for never.
+        persist_interval: complete snapshots between those that go to storage, 0 for none before the end.
+        persists: whether there is storage, to which at least the last state goes.
         dense_interval: iterations between whole states that go to storage, 0 for none before the end.
         staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
         num_streams: connections to each peer.
@@ -71,16 +72,12 @@ class EngineSettings:
     overhead_limit: float
     persist_interval: int
     raises: bool
+    persists: bool
     staging_bytes: int = 0
     dense_interval: int = 0
     num_streams: int = 1
     keeps_gradients: bool = False
     needs_pins: bool = True
-
-    @property
-    def persists(self) -> bool:
-        """True if anything goes to storage."""
-        return self.persist_interval > 0 or self.dense_interval > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +182,8 @@ class CheckpointEngine:
             self._restored_replica = replica_to_send(kept, restored)
             if restored.peers_without and self._restored_replica is None:
                 self._reports.skipped(BackgroundPart.REPLICATE, iteration, _DOES_NOT_FIT)
-        self._storage.start(restored.persisted_index if restored else "", iteration)
+        if self._settings.persists:
+            self._storage.start(restored.persisted_index if restored else "", iteration)
         if context.storage_trouble:
             self._reports.degraded(BackgroundPart.PERSIST, iteration, context.storage_trouble)
         if self._supervisor is not None:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
+from msgspec.msgpack import Decoder
+
+from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 
 # Returns a new group of gloo of some ranks; None for who is not in it. Called by all live ranks.
@@ -103,13 +106,38 @@ class Seat:
         return self.seats.exchange(self.rank, value, act)
 
 
-def _flat(parts: Sequence[Mapping[int, Any]]) -> list[Any]:
-    """Return the values of all ranks, ascending."""
-    everyone = {rank: value for part in parts for rank, value in part.items()}
-    return [everyone[rank] for rank in sorted(everyone)]
+class _Seated:
+    """Exchanges of a reduction on a seat, whatever it adds up."""
+
+    _seat: Seat
+    _processes: Any  # an Agreement, or a StageSum
+
+    def _bring_up(self, content: bytes) -> list[bytes] | None:
+        parts = self._seat.exchange(
+            content, lambda given: self._processes._bring_up(exchange.encode(given))
+        )
+        if parts is None or self._seat.rank != self._seat.seats.ranks[0]:
+            return None
+        found = [exchange.decode(part, exchange.BY_RANK) for part in parts]
+        everyone = {rank: each for part in found for rank, each in part.items()}
+        return [everyone[rank] for rank in sorted(everyone)]
+
+    def _send_down(self, content: bytes) -> bytes:
+        first = self._seat.seats.ranks[0]
+        found: bytes = self._seat.exchange(
+            content, lambda given: self._processes._send_down(given[first])
+        )
+        return found
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def leave(self) -> None:
+        self._seat.seats.leave()
+        self._processes.leave()
 
 
-class SeatedAgreement(Agreement):
+class SeatedAgreement(_Seated, Agreement):
     """Agreement of all ranks of a job, dead ones included. On the own rank's seat it communicates."""
 
     def __init__(self, timeout_s: float, seat: Seat) -> None:
@@ -144,26 +172,16 @@ class SeatedAgreement(Agreement):
         return found
 
     @override
-    def gather(self, value: Any) -> list[Any]:
-        return list(self._seat.exchange(value, lambda given: _flat(self._processes.gather(given))))
+    def fold[Value](
+        self, value: Value, merge: Callable[[Sequence[Value]], Value], decoder: Decoder[Value]
+    ) -> Value:
+        return merge(self.gather(value, decoder))
 
     @override
-    def broadcast(self, value: Any) -> Any:
-        return self._seat.exchange(value, lambda given: self._processes.broadcast(given.get(0)))
-
-    @override
-    def collect(self, value: Any) -> list[Any] | None:
-        found: list[Any] | None = self._seat.exchange(value, self._processes.collect)
-        return None if found is None or self._seat.rank else _flat(found)
-
-    @override
-    def fold[Value](self, value: Value, merge: Callable[[Sequence[Value]], Value]) -> Value:
-        return merge(self.gather(value))
-
-    @override
-    def hand_out(self, values: Sequence[Any] | None) -> Any:
+    def hand_out[Value](self, contents: Sequence[bytes], decoder: Decoder[Value]) -> Value:
         """Return this rank's value; unlike in a healthy job, all processes get all values."""
-        return self.broadcast(values)[self._seat.rank]
+        everyone = self.broadcast([*contents], exchange.CONTENTS)
+        return exchange.decode(everyone[self._seat.rank], decoder)
 
     @override
     def barrier(self) -> None:
@@ -173,17 +191,8 @@ class SeatedAgreement(Agreement):
     def once(self, act: Callable[[], None]) -> None:
         self._seat.exchange(None, lambda _: act())
 
-    @override
-    def close(self) -> None:
-        self._processes.close()
 
-    @override
-    def leave(self) -> None:
-        self._seat.seats.leave()
-        self._processes.leave()
-
-
-class SeatedStageSum(StageSum):
+class SeatedStageSum(_Seated, StageSum):
     """Ranks of a stage, dead ones included: their deputies are of the same stage.
 
     Nothing is counted: only strategies that save everything work without ranks.
@@ -203,16 +212,3 @@ class SeatedStageSum(StageSum):
                 self._processes._join(live, seats.own, seats.make_group)
 
         self._seat.exchange(None, join)
-
-    @override
-    def gather(self, value: Any) -> list[Any]:
-        return list(self._seat.exchange(value, lambda given: _flat(self._processes.gather(given))))
-
-    @override
-    def close(self) -> None:
-        self._processes.close()
-
-    @override
-    def leave(self) -> None:
-        self._seat.seats.leave()
-        self._processes.leave()

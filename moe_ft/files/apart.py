@@ -145,6 +145,7 @@ def _answer(request: _Request) -> _Answer:
         act = getattr(importlib.import_module(request.module), request.function)
         return _Answer(value=act(*request.arguments))
     except Exception as error:  # the one who asks raises it
-        number = error.errno if isinstance(error, OSError) else None
-        text = str(error) if number is None else f"{os.strerror(number)}: {error.filename!r}"
+        number, text = None, str(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            number, text = error.errno, f"{os.strerror(error.errno)}: {error.filename!r}"
         return _Answer(kind=type(error).__name__, number=number, text=text)

@@ -69,9 +69,9 @@ def write_here(root: str, full: str, pieces: Iterable[memoryview]) -> None:
             with suppress(OSError):  # on a full disk every try would leave one
                 os.unlink(part, dir_fd=directory)
             raise
-    for directory in Path(full).parents:  # its name, and those of what was made for it
-        sync_file(str(directory))
-        if directory == Path(root):
+    for folder in Path(full).parents:  # its name, and those of what was made for it
+        sync_file(str(folder))
+        if folder == Path(root):
             return
 
 

@@ -10,6 +10,7 @@ What a user names may be anybody's, but it must be a file: opening a named pipe 
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -178,6 +179,17 @@ def write_atomically(path: Path, content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file where others may write too: under a name that they do not know, so that no link counts."""
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with part.open("x", encoding="utf-8") as file:
+            file.write(text)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _open(directory: int, path: Path, flags: int) -> int:

@@ -26,6 +26,7 @@ from typing import Any
 import fsspec
 from fsspec.utils import get_protocol
 
+from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import CorruptStateError, MoeFtError
 from moe_ft.files.apart import Helper
 from moe_ft.files.local_files import remove_here, sync_file, write_here
@@ -36,7 +37,6 @@ from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^/@]*@")
 _CHUNK_BYTES = 16 << 20
 # A manifest of 16,384 ranks with 15,600 experts has 14 MiB. A stranger's may be a hole of 1 TB.
 MOST_JSON_BYTES = 128 << 20
@@ -83,7 +83,7 @@ class Storage:
     """One persist directory. Paths are relative to it; all methods raise OSError when it fails.
 
     Attributes:
-        url: of the directory, for messages: without a password.
+        url: of the directory; it holds no password.
     """
 
     def __init__(
@@ -99,23 +99,21 @@ class Storage:
             is_apart: whether this process must be able to end while a file system of this machine hangs:
                 another one then looks, lists, and reads and writes small files.
         """
+        check_holds_no_secret("URL", url)
         self._helper = Helper() if is_apart else None
-        self.url, self._patience_s = hide_password(url), patience_s
-        self._given_url = url
+        self.url, self._patience_s = url, patience_s
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        file_system, root = self.within_patience(
-            "open", lambda: fsspec.core.url_to_fs(self._given_url)
-        )
+        file_system, root = self.within_patience("open", lambda: fsspec.core.url_to_fs(self.url))
         return file_system, root
 
     @cached_property
     def _is_local(self) -> bool:
         """True for a directory of this machine's file systems."""
         try:
-            protocol = fsspec.get_filesystem_class(get_protocol(self._given_url)).protocol
+            protocol = fsspec.get_filesystem_class(get_protocol(self.url)).protocol
         except (ImportError, ValueError):  # opening it says why
             return False
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
@@ -170,7 +168,7 @@ class Storage:
     def _small(self, operation: str, method: str, *arguments: Any) -> Any:
         """Return what a method of this returns, in the same way."""
         if self._works_apart:
-            return self.aside(operation, call_on, self._given_url, method, *arguments)
+            return self.aside(operation, call_on, self.url, method, *arguments)
         return self.within_patience(operation, partial(getattr(self, method), *arguments))
 
     @contextmanager
@@ -411,11 +409,6 @@ def _check_length(path: str, num_bytes: int) -> None:
 
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def hide_password(url: str) -> str:
-    """Return a URL that may be shown to people."""
-    return _PASSWORD.sub(r"\1:***@", url)
 
 
 def _has_conditional_put(file_system: Any) -> bool:

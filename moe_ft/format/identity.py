@@ -1,5 +1,6 @@
 """The run that wrote a file: its starts, and the settings that its state depends on."""
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -79,7 +80,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Versions of runs that divide differently do not fit together.
         replay_settings: the further settings, by flag, that the result of an iteration depends on: those of
             a repeated iteration must be the same. Conversions say them to others.
-        script_settings: the settings, by flag, that only the training script reads; unset if none.
+        script_settings: digests of the settings, by flag, that only the training script reads, or clear
+            values of earlier versions; unset if none.
         superseded: names of the starts that the last start found something of and does not continue.
         began_with: the flags that begin the run from the weights of another run; empty without them.
     """
@@ -146,14 +148,23 @@ def _compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> set[str]:
     return ours.keys() & theirs.keys() | {_SLOTS} & (ours.keys() | theirs.keys())
 
 
-def changed_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that are given here and there with different values, or only once."""
-    return [
-        f"{name}: {_given(theirs, name)} there, {_given(ours, name)} now"
-        for name in sorted(ours.keys() | theirs.keys())
-        if name not in ours or name not in theirs or ours[name] != theirs[name]
-    ]
+def digest_setting(name: str, value: str) -> str:
+    """Return a digest of a value that is only compared: it may be a secret, and files are handed on."""
+    text = f"{name}={value}".encode(errors="surrogatepass")
+    return f"sha256:{hashlib.sha256(text).hexdigest()[:16]}"
 
 
-def _given(settings: Mapping[str, Any], name: str) -> str:
-    return str(settings[name]) if name in settings else "not given"
+def changed_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Return the names of the settings that are given with different values, or only on one side.
+
+    Args:
+        ours: digests of values.
+        theirs: digests, or the values themselves, as earlier versions kept them.
+    """
+    return sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours
+        or name not in theirs
+        or ours[name] not in (theirs[name], digest_setting(name, theirs[name]))
+    )

@@ -1,22 +1,23 @@
 """The job's store where repairs are possible: in a process of its own, so that it outlives every rank.
 
 The zygote of the node of rank 0 listens where rank 0 would listen otherwise, and forks that process. Each
-start has a port and a store of its own. What ranks say to each other there about repairs is rounds.py.
+start has a port and a store of its own. What ranks say to each other there about repairs is rounds.py; who is
+let in, and how bytes travel, is store_server.py and store_client.py.
 """
 
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch.distributed import PrefixStore, TCPStore
-
+from moe_ft.engine.descriptors import raise_descriptors
 from moe_ft.engine.links import addresses
 from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import START, Link, token_of
+from moe_ft.keeper.store_client import JobStore, ask_for_token
+from moe_ft.keeper.store_server import MAX_STRANGERS, StoreServer
 from moe_ft.saying import say
 
 _PREFIX = "moe_ft"
@@ -24,7 +25,10 @@ _BACKLOG = 4096
 _ANSWER_S = 30.0  # of a store that can be reached
 _PATIENCE_S = 10.0  # before a line says what is waited for
 _POLL_S = 0.05
-_SHOWN = 100  # characters of the name of another job
+# Connections: of its two threads, of its zygote for a replacement, and of the next process meanwhile.
+_NUM_PER_RANK = 4
+_NUM_OWN = 128
+_MANY = 1 << 16  # open files, where that is allowed: an elastic job grows
 
 
 def is_shared(environment: Mapping[str, str]) -> bool:
@@ -46,7 +50,7 @@ def listen(environment: Mapping[str, str]) -> socket.socket:
 
 
 def listen_at(address: tuple[str, int], *, is_alone: bool = False) -> socket.socket:
-    """Return a socket that listens at an address for a store of torch, which would do so on all interfaces.
+    """Return a socket that listens at an address for a store, which torch would do on all interfaces.
 
     Raises OSError if somebody else listens there.
     """
@@ -69,31 +73,33 @@ def serve(
         coordinate: decides about nodes, in this process; it is given what opens the store of the start with
             a number, 0 for the one of the caller.
     """
-    tcp = TCPStore(
-        *_address(environment),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.fileno(),
-    )
+    num_ranks = int(environment["WORLD_SIZE"])
+    needed = _NUM_PER_RANK * num_ranks + MAX_STRANGERS + _NUM_OWN
+    allowed = raise_descriptors(max(needed, _MANY))
+    if allowed < needed:
+        say(
+            f"warning: the job's store needs {needed} open files for {num_ranks} ranks, and may have "
+            f"{allowed} (ulimit -Hn): ranks may not get in. Raise the limit where the job is started"
+        )
+    # Ranks of torchrun cannot know the token in another way.
+    num_seats = 0 if token_of(environment) else num_ranks
+    server = StoreServer(token, _run(environment), num_seats=num_seats)
+    server.start(listener)
+    address = listener.getsockname()[:2]
 
     def open_start(number: int) -> SignedStore:
         of_start = {**environment, START: str(number)} if number else environment
-        own_token = token_of(of_start) if number else token
-        store = PrefixStore(_prefix(of_start), tcp)
-        signed = SignedStore(store, lambda: own_token)
-        signed.set("owner", _run(environment))
-        store.set("run", _run(environment))
-        return signed
+        store = JobStore(address, _run(environment), token, _prefix(of_start))
+        return SignedStore(store, lambda: token)
 
     if coordinate is not None:
         coordinate(open_start)
-    open_start(0)
     while True:
         signal.pause()
 
 
-def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> Any:
-    """Return a connection of its own to the store of this start.
+def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> JobStore:
+    """Return a connection of its own to the store of this start; the link learns the token if it has none.
 
     Args:
         deadline_s: for the node of rank 0 to import what ranks need, and to listen.
@@ -101,34 +107,25 @@ def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> An
     Raises:
         RepairError: if nobody listens in time, or if it is the store of another job.
     """
-    (host, port), where = _address(environment), _where(environment)
+    address, where, run = _address(environment), _where(environment), _run(environment)
     if environment.get("RANK") == "0" and not link.token:
         raise RepairError(
             f"the process that forks ranks could not listen at {where}, where the ranks are to meet"
         )
     waiting = f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {where}"
     try:
-        wait_for_listener((host, port), deadline_s, lambda: say(f"{waiting}: it may still import"))
+        wait_for_listener(address, deadline_s, lambda: say(f"{waiting}: it may still import"))
     except OSError as error:
         raise RepairError(
             f"nothing has listened at {where} within {deadline_s:.0f} s, where the node of rank "
             f"0 keeps the job's store ({error.strerror or error})"
         ) from error
     try:
-        tcp = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ANSWER_S))
-        store = PrefixStore(_prefix(environment), tcp)
-        run = store.get("run")
-    except RuntimeError as error:
+        if not link.token:
+            link.token = ask_for_token(address, run, int(environment["RANK"]))
+        return JobStore(address, run, link.token, _prefix(environment))
+    except OSError as error:
         raise RepairError(f"the store of this job does not answer at {where}: {error}") from error
-    if run != _run(environment).encode():
-        theirs = run[:_SHOWN].decode(errors="replace")
-        raise RepairError(
-            f"the store at {where} is of the job {theirs!r}, and this one is {_run(environment)!r} "
-            "(torchrun --rdzv-id): it had taken the port before"
-        )
-    if link.token:
-        check_owner(store, environment, link.token)
-    return store
 
 
 def take_seat(store: Any, environment: Mapping[str, str]) -> None:
@@ -138,14 +135,6 @@ def take_seat(store: Any, environment: Mapping[str, str]) -> None:
         raise RepairError(
             f"the store at {_where(environment)} has a rank {rank} already: it is of another job or another "
             "start"
-        )
-
-
-def check_owner(store: Any, environment: Mapping[str, str], token: str) -> None:
-    """Raise RepairError unless the store is that of the start with this token."""
-    if SignedStore(store, lambda: token).get("owner") != _run(environment):
-        raise RepairError(
-            f"the store at {_where(environment)} is not the one of this start: another job has taken the port"
         )
 
 

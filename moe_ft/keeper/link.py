@@ -234,18 +234,16 @@ def exit_signal(words: Sequence[str]) -> signal.Signals | None:
 
 
 def token_of(environment: Mapping[str, str]) -> str:
-    """Return the token of a start, where all nodes know a secret of the job; empty where they do not."""
+    """Return the token of a start, where all nodes know a secret of the job; empty where they do not.
+
+    It does not depend on how a node spells the address of the store, nor on the number of the start since
+    `keep` began: a connection proves it to one process that keeps a store, and for no other.
+    """
     secret = environment.get("MOE_FT_KEEP_TOKEN", "")
     if (
         not secret or "MOE_FT_KEEP_SOCKET" not in environment
     ):  # ranks of torchrun have a store of their own
         return ""
-    # Another start has another token, so nobody listens to what an earlier one says.
-    names = (
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        START,
-    )
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     start = " ".join(environment.get(name, "") for name in names)
     return hmac.digest(secret.encode(), start.encode(), "sha256").hex()[:_TOKEN_BYTES]

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe_ft.engine.links.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError
@@ -30,6 +30,7 @@ from moe_ft.keeper import job_store
 from moe_ft.keeper.forked_rank import follow_parent
 from moe_ft.keeper.link import START, Link, exit_signal, flag_value, token_of, wants_repair
 from moe_ft.keeper.nodes import Coordinator
+from moe_ft.keeper.own_node import OwnNode
 from moe_ft.keeper.protocol import (
     FORWARDED,
     Answer,
@@ -166,12 +167,13 @@ class Node:
         self._environment, self._words = dict(environment), tuple(words)
         self._reach, self._store = reach, reach(_MEET_S)
         self._name, self._number = environment["MOE_FT_NODE_ID"], int(environment["GROUP_RANK"])
-        num_nodes = int(environment["GROUP_WORLD_SIZE"])
-        self._period_s = poll_s(8 * num_nodes, PERIOD_S)
+        self._period_s = poll_s(8 * int(environment["GROUP_WORLD_SIZE"]), PERIOD_S)
         self._store_name = f"the job's store on {environment['MASTER_ADDR']}"
         self._lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
         self._ranks: list[_Rank] = []
         self._start = 0  # of these
+        self._own = OwnNode(environment, words, self._period_s, self._lost_after_s)
+        self._own.open()
         self._selector = selectors.DefaultSelector()
         self._end = PlannedEnd(words, float(environment["MOE_FT_KEEP_GRACE_S"]))
         self._seat = self._ask(self._come)
@@ -197,6 +199,8 @@ class Node:
             over = _FAILED, f"the process that forks ranks has ended: {error}"
         if over[1]:
             say(f"node {self._name} ends: {over[1]}")
+        if over == (0, "") and not self._ranks:  # else these have removed it, if nobody needs it
+            self._own.remove_memory()
         self._end_ranks(signal.SIGTERM)
         if _keeps_store(self._environment):
             time.sleep(_LINGER_S)
@@ -209,17 +213,18 @@ class Node:
         code = max(codes) if have_ended else None
         if self._end.is_new():
             say(f"node {self._name} is told to end: {self._end.describe()}")
-        said = self._ask(partial(_report, self._seat, code, self._start, leaves=self._end.is_told))
-        if said.over is not None:
-            return said.over
-        if said.is_lost:
+        facts = self._own.facts(has_ranks=bool(self._ranks))
+        over, is_lost, is_to_save = self._ask(partial(self._report, code, facts))
+        if over is not None:
+            return over
+        if is_lost:
             if self._end.is_told:
                 why = "another node has its ranks" if self._ranks else "it was a spare"
                 self._end_ranks(signal.SIGKILL)
                 return 0, f"{why}, and it is told to end"
-            self._give_up("was silent and is replaced")
+            self._give_up("is replaced: it was silent, or did not reach another node")
             self._seat = self._ask(self._come)
-        if (number := self._end.due_signal(said.is_to_save)) is not None:
+        if (number := self._end.due_signal(is_to_save)) is not None:
             if number is signal.SIGTERM:
                 say(f"node {self._name}: {self._end.describe_sigterm()}")
             self.pass_on(number)
@@ -227,6 +232,17 @@ class Node:
             self._take(order)
         self._hear(self._period_s)
         return None
+
+    def _report(
+        self, code: int | None, facts: Mapping[str, Any]
+    ) -> tuple[tuple[int, str] | None, bool, bool]:
+        """Show that this node lives; return how the job has ended, and the others as in `NodeSeat`."""
+        self._seat.beat(code, self._start, **facts)
+        if self._end.is_told:
+            self._seat.leave()
+        if self._own.is_due():
+            self._own.learn(self._seat.id, self._seat.addresses())
+        return self._seat.over(), self._seat.is_lost(), self._seat.is_to_save()
 
     def _ask[Answer](self, ask: Callable[[], Answer]) -> Answer:
         """Return what the store answers; raises TimeoutError if it is silent as long as a lost node.
@@ -236,7 +252,8 @@ class Node:
         return call_within(ask, self._lost_after_s, self._store_name)
 
     def _come(self) -> NodeSeat:
-        return NodeSeat(self._store, self._name, self._number)
+        facts = self._own.facts(has_ranks=False)
+        return NodeSeat(self._store, self._name, self._number, **facts)
 
     def _come_again(self) -> None:
         """Come over a new connection: what waits on the old one may wait on."""
@@ -328,23 +345,6 @@ class Node:
                 self._selector.unregister(each.connection)
                 each.connection.close()
         self._ranks.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """Words of the coordinator to a node: how the job has ended, or None; the others as in `NodeSeat`."""
-
-    over: tuple[int, str] | None
-    is_lost: bool
-    is_to_save: bool
-
-
-def _report(seat: NodeSeat, code: int | None, start: int, *, leaves: bool) -> _Said:
-    """Show that a node lives, and that it is told to end; return what the coordinator says."""
-    seat.beat(code, start)
-    if leaves:
-        seat.leave()
-    return _Said(seat.over(), seat.is_lost(), seat.is_to_save())
 
 
 def _connect(path: str) -> socket.socket:

@@ -67,11 +67,8 @@ class Coordinator:
             fewest: nodes with which all ranks begin again if nodes are lost; 0 if none may be missing.
             own_number: of the node where this runs; it has no ranks if it is not among them.
             lost_after_s: silence of a node after which it is lost.
-            can_repair: whether the ranks repair (--moe-ft-repair auto).
-            waits: whether to wait for a spare if none is left, instead of ending the job.
-            status: file that gets the exit code of the job, "-" before, and in the next lines the names of
-                the nodes by slot. Nodes that it names get the same ranks again: their memory has their state.
-            can_play: whether peers play the roles of ranks that no spare takes.
+            can_repair, waits, can_play: as --moe-ft-repair, --moe-ft-spare and --moe-ft-without-spare say.
+            status: file that `Slots` reads and writes.
         """
         self._open_start, self._store = open_start, open_start(0)
         self._rounds = Rounds(self._store, 0, num_nodes * ranks_per_node)
@@ -101,11 +98,12 @@ class Coordinator:
         if self.over is not None:
             return
         self._meet_arrivals()
-        if lost := self._roster.hear(
-            self._start, lambda: self._rounds.is_next_suspected(self._newest)
-        ):
+        lost = self._roster.hear(self._start, lambda: self._rounds.is_next_suspected(self._newest))
+        if lost:
             self._lose(lost, f"silent for {lost[0].silent_s:.1f} s")
         self._let_go()
+        if not self._ends and (link := self._roster.dead_link(self._own_number)):
+            self._part(*link)
         self._replace_missing()
         self._bring_back()
         self._grow()
@@ -117,26 +115,34 @@ class Coordinator:
         for node in arrived:
             slot = None if self._start else self._slots.slot_of(node.name, node.number)
             if slot is None:
-                say(f"node {node.name} is a spare")
+                say(f"node {node.name} is a spare{self._roster.room_of(node)}")
             else:
                 self._seat(node, slot, self._order(slot))
         if arrived:
             self._arrived_s = time.monotonic()
             self._slots.write(self.over)
 
+    def _part(self, node: HeardNode, why: str) -> None:
+        """Replace a node that does not reach another one, or say once that nobody can take its ranks."""
+        if not (reason := self._why_over([node.slot or 0], can_wait=False)):
+            self._lose([node], why)
+        elif not node.is_told:
+            node.is_told = True
+            say(f"node {node.name} stays: {why}: {reason}")
+
     def _replace_missing(self) -> None:
         """Have spares take the ranks of nodes that have not come, where enough others are there."""
         missing = sorted({*range(self._num_nodes)} - {self._own_number, *self._slots.names})
         if self._start or not missing:
             return
-        numbers = [each.number for each in self._nodes if each.slot is None]
+        numbers = [each.number for each in self._roster.spares()]
         passed_s = time.monotonic() - self._arrived_s
         is_elsewhere = self._slots.is_elsewhere([each.name for each in self._nodes])
         if GATHER_S < passed_s < _MISSING_S and is_elsewhere:
             missing = [slot for slot in missing if slot in numbers]
         elif passed_s < _MISSING_S:
             return
-        elif len(missing) > self._num_free():
+        elif len(missing) > self._roster.num_free(self._open):
             if self._can_shrink(self._nodes):
                 self._begin_start("other nodes have not come")
             return
@@ -167,10 +173,9 @@ class Coordinator:
         if (going := self._roster.told_to_end()) is None:
             return
         left = [each for each in self._nodes if each not in going]
-        staying = sum(each.slot is None for each in left)
         slots = [each.slot for each in going if each.slot is not None]
         why = self._why_over(slots) if slots else ""
-        free = staying - len(self._open)
+        free = sum(each in left for each in self._roster.spares()) - len(self._open)
         if slots and not why and len(slots) > free and not self._to_play(slots, free):
             why = "there are too few spares that stay; start more of them"
         if why and not self._can_shrink(left):
@@ -195,32 +200,31 @@ class Coordinator:
             return
         reason = self._why_over(slots)
         self._num_untrained += not self._rounds.has_trained()
-        if (reason or len(slots) > self._num_free()) and self._can_shrink(self._nodes):
+        free = self._roster.num_free(self._open)
+        if (reason or len(slots) > free) and self._can_shrink(self._nodes):
             self._begin_start(reason or "no spare is left")
             return
         if reason:
             self._set_over(1, f"{_are(lost)} lost, and {reason}")
             return
-        played = self._to_play(slots, self._num_free())
-        self._played.slots |= played
+        self._played.slots |= (played := self._to_play(slots, free))
         absent = self._ranks_of(*self._played.slots) if played else None
-        heard_s = max(each.heard_s for each in lost)
         self._newest = self._rounds.declare_lost(
-            self._ranks_of(*slots), self._newest, absent, heard_s
+            self._ranks_of(*slots), self._newest, absent, max(each.heard_s for each in lost)
         )
         if played:
             say(_PLAYED.format(", ".join(map(str, self._ranks_of(*played)))))
         for each in lost:
             if each.slot is not None and each.slot not in played:
                 self._offer(each.slot, each.heard_s)
-        if self._num_free() < 0:
+        if self._roster.num_free(self._open) < 0:
             say("no spare is left: training waits for a node (--moe-ft-spare wait)")
 
-    def _why_over(self, slots: Sequence[int]) -> str:
+    def _why_over(self, slots: Sequence[int], *, can_wait: bool = True) -> str:
         """Return why the ranks of lost nodes cannot be replaced in place; empty if they can."""
         if self._own_number in slots:
-            name = self._slots.names[self._own_number]
-            return f"node {name} keeps the job's store (one without ranks can: --store)"
+            own = self._slots.names[self._own_number]
+            return f"node {own} keeps the job's store (one without ranks can: --store)"
         if self._rounds.some_wait(self._ranks_of(*slots)):
             return "some of its ranks took no part"
         if self._rounds.have_ended():
@@ -234,9 +238,10 @@ class Coordinator:
             return _BROKEN
         if self._rounds.survivors(newest) <= {*self._ranks_of(*slots)}:
             return "no rank is left that knows where training is"
-        free = self._num_free()
-        if not self._waits and len(slots) > free and not self._to_play(slots, free):
+        free = self._roster.num_free(self._open)
+        if not (can_wait and self._waits) and len(slots) > free and not self._to_play(slots, free):
             why = "; peers cannot play the roles of all ranks of a stage" * self._played.is_allowed
+            why += self._roster.small()
             return f"no spare is left (--moe-ft-spare restart){why}; start more of them"
         return ""
 
@@ -245,12 +250,9 @@ class Coordinator:
         is_asked = self._played.is_allowed and len(lost) > num_free
         return self._played.choose(lost, num_free, self._rounds.stages()) if is_asked else set()
 
-    def _num_free(self) -> int:
-        return sum(each.slot is None for each in self._nodes) - len(self._open)
-
     def _bring_back(self) -> None:
         """Have spares that have come take the ranks whose roles peers play, once an iteration is finished."""
-        slots = self._played.to_return(self._num_free())
+        slots = self._played.to_return(self._roster.num_free(self._open))
         if not slots or self._ends or not self._rounds.is_newest_finished(self._newest):
             return
         absent, now_s = {*self._played.slots}.difference(slots), time.time()
@@ -269,16 +271,15 @@ class Coordinator:
     def _give_away(self) -> None:
         """Have spares take over what is open."""
         for slot, order in sorted(self._open.items()):
-            spare = next((each for each in self._nodes if each.slot is None), None)
-            if spare is None:
+            if not (spares := self._roster.spares()):
                 self._newest = self._rounds.newest(self._newest)
                 self._rounds.wait_for_spare(self._newest)
                 return
-            say(f"node {spare.name} takes over the ranks of node {order.lost_node}")
+            say(f"node {spares[0].name} takes over the ranks of node {order.lost_node}")
             del self._open[slot]
             if not self._open:
                 self._rounds.note_spare(self._newest)
-            self._seat(spare, slot, order)
+            self._seat(spares[0], slot, order)
             self._slots.write(self.over)
 
     def _can_shrink(self, nodes: Sequence[HeardNode]) -> bool:
@@ -293,12 +294,12 @@ class Coordinator:
         if self._ends or not self._can_shrink(self._nodes):
             return
         is_small = self._start and self._num_training < self._num_nodes and not self._open
+        free = self._roster.num_free(self._open)
         is_calm = time.monotonic() - self._arrived_s > GATHER_S and not self._roster.is_leaving
-        if is_small and is_calm and self._num_free() > 0:
-            # In the middle of a repair, all would lose what it brings back.
-            if self._rounds.is_newest_finished(self._newest):
-                self._begin_start("a node has come")
-        elif self._num_free() < 0:  # fewer are needed now than when they were lost
+        # In the middle of a repair, all would lose what it brings back.
+        if is_small and is_calm and free > 0 and self._rounds.is_newest_finished(self._newest):
+            self._begin_start("a node has come")
+        elif free < 0:  # fewer are needed now than when they were lost
             self._begin_start("no spare is left")
 
     def _begin_start(self, why: str) -> None:
@@ -312,9 +313,8 @@ class Coordinator:
         self._played.clear()
         self._newest = self._num_gone = 0
         self._roster.begin_start()
-        self._rounds = Rounds(
-            self._open_start(self._start), 0, self._num_training * self._ranks_per_node
-        )
+        num_ranks = self._num_training * self._ranks_per_node
+        self._rounds = Rounds(self._open_start(self._start), 0, num_ranks)
         self._slots.replace([each.name for each in nodes[: self._num_nodes]])
         say(f"all ranks begin again on nodes {', '.join(self._slots.names.values())}: {why}")
         for slot, each in enumerate(nodes[: self._num_nodes]):

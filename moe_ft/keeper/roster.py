@@ -1,14 +1,17 @@
 """Words between the nodes of a job and their coordinator (nodes.py), and who has which ranks."""
 
 import math
-import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from moe_ft.config.fields import size_text
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.files.private_files import replace_file
 from moe_ft.keeper.protocol import say
 from moe_ft.keeper.rounds import Rounds, Stages
 
@@ -46,41 +49,56 @@ class Order:
 class NodeSeat:
     """One node's view of the store, as long as it is not lost. Used by one thread."""
 
-    def __init__(self, store: SignedStore, name: str, number: int) -> None:
+    def __init__(self, store: SignedStore, name: str, number: int, **facts: Any) -> None:
         """Come to the job.
 
         Args:
             number: among the nodes that were started; those that train come first.
+            facts: attributes of `HeardNode`.
         """
-        self._store, self._id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._has_left = False
-        store.append(ARRIVED, {"id": self._id, "name": name, "number": number})
+        self._store, self.id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
+        self._taken, self._has_left, self._num_nodes = set[Order](), False, 0
+        self._addresses: dict[str, tuple[str, int]] = {}
+        store.append(ARRIVED, {"id": self.id, "name": name, "number": number, **facts})
 
-    def beat(self, code: int | None, start: int = 0) -> None:
+    def beat(self, code: int | None, start: int = 0, **facts: Any) -> None:
         """Show that the node lives, and how its ranks have ended; None if some run, or there are none.
 
         Args:
             start: of these ranks.
+            facts: attributes of `HeardNode`, where they may have changed.
         """
         self._beats += 1
-        self._store.set(of_node(self._id, "beats"), [self._beats, code, start])
+        self._store.set(of_node(self.id, "beats"), [self._beats, code, start, facts])
 
     def new_orders(self) -> list[Order]:
         """Return orders that were not returned before."""
-        if self._store.length(key := of_node(self._id, "orders")) <= self._num_taken:
+        if self._store.length(key := of_node(self.id, "orders")) <= self._num_taken:
             return []
-        found = self._store.values(key)[self._num_taken :]
-        self._num_taken += len(found)
-        return [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        found = self._store.values(key)
+        self._num_taken = len(found)
+        orders = [Order(**{**each, "ranks": tuple(each["ranks"])}) for each in found]
+        new = [each for each in orders if each not in self._taken]  # whoever has said it again
+        self._taken.update(new)
+        return new
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Return the addresses of the nodes that have come, by id; of a name the last one counts."""
+        if (num_nodes := self._store.length(ARRIVED)) == self._num_nodes:
+            return self._addresses
+        self._num_nodes = num_nodes
+        found = {each["name"]: each for each in self._store.values(ARRIVED) if each.get("address")}
+        self._addresses = {each["id"]: tuple(each["address"]) for each in found.values()}
+        return self._addresses
 
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""
-        return self._store.get(of_node(self._id, "lost")) is not None
+        return self._store.get(of_node(self.id, "lost")) is not None
 
     def leave(self) -> None:
         """Say, once, that this node is told to end. Then it is lost, or all ranks are to save and end."""
         if not self._has_left:
-            self._store.append(LEAVING, self._id)
+            self._store.append(LEAVING, self.id)
             self._has_left = True
 
     def is_to_save(self) -> bool:
@@ -102,6 +120,10 @@ class HeardNode:
         slot: whose ranks it has, by the number of the node that had them first; None for a spare.
         silent_s: for which the coordinator has watched it be silent.
         heard_s: time since 1970 of its last beat.
+        room_bytes, used_bytes: for the memory of ranks, and by those that it has, as far as it is known.
+        address: for datagrams; empty if it has none.
+        unreached: ids of nodes that it has reached, and does not any more.
+        is_told: whether it was said that it stays nevertheless.
     """
 
     id: str
@@ -112,6 +134,11 @@ class HeardNode:
     silent_s: float = 0.0
     heard_s: float = 0.0
     code: int | None = None
+    room_bytes: float = math.inf
+    used_bytes: int = 0
+    address: Sequence[Any] = ()
+    unreached: Sequence[str] = ()
+    is_told: bool = False
 
 
 class Roster:
@@ -129,6 +156,7 @@ class Roster:
         """
         self.nodes: list[HeardNode] = []
         self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
+        self._arrived = set[str]()  # ids of all that ever were: each is a node once
         self._looked_s = time.monotonic()
         self._num_leaving = 0
         # When the first node was told to end of those that nothing has been decided about.
@@ -140,8 +168,10 @@ class Roster:
         if self._store.length(ARRIVED) <= self._num_arrived:
             return []
         arrived = self._store.values(ARRIVED)
-        new = [HeardNode(**each, heard_s=time.time()) for each in arrived[self._num_arrived :]]
+        by_id = {each["id"]: each for each in arrived if each["id"] not in self._arrived}
+        new = [HeardNode(**each, heard_s=time.time()) for each in by_id.values()]
         self.nodes += new
+        self._arrived |= by_id.keys()
         self._num_arrived = len(arrived)
         return new
 
@@ -159,8 +189,11 @@ class Roster:
             limit_s = min(limit_s, _SUSPECTED_S)
         lost = []
         for node in self.nodes:
-            beats, code, of_start = self._store.get(of_node(node.id, "beats")) or (0, None, 0)
+            said = self._store.get(of_node(node.id, "beats"))
+            beats, code, of_start, facts = said or (0, None, 0, {})
             if beats > node.beats:
+                for name, value in facts.items():
+                    setattr(node, name, value)
                 node.code = code if of_start == start else None
                 node.beats, node.silent_s, node.heard_s = beats, 0.0, time.time()
             else:
@@ -176,9 +209,49 @@ class Roster:
             self._store.set(of_node(each.id, "lost"), True)
 
     def spare_for(self, slot: int) -> HeardNode:
-        """Return a node without ranks: the one that came with this number, or else the first."""
-        spares = [each for each in self.nodes if each.slot is None]
-        return next((each for each in spares if each.number == slot), spares[0])
+        """Return a spare: the one that came with this number, or else the first."""
+        return next((each for each in self.spares() if each.number == slot), self.spares()[0])
+
+    def spares(self) -> list[HeardNode]:
+        """Return the nodes without ranks that have as much room as any other node uses."""
+        needed = self.needed_bytes
+        return [each for each in self.nodes if each.slot is None and each.room_bytes >= needed]
+
+    def num_free(self, open_slots: Collection[int]) -> int:
+        """Return how many spares are left once some have the slots that wait for one; less than 0 if few."""
+        return len(self.spares()) - len(open_slots)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that the ranks of a node use, at most; 0 before they use any."""
+        return max((each.used_bytes for each in self.nodes if each.slot is not None), default=0)
+
+    def room_of(self, node: HeardNode) -> str:
+        """Return words on the room of a node; none if that is not known."""
+        if node.room_bytes == math.inf:
+            return ""
+        of = f" of {size_text(needed)}" if (needed := self.needed_bytes) else ""
+        return f" (has room for {size_text(int(node.room_bytes))}{of})"
+
+    def small(self) -> str:
+        """Return words on nodes without ranks that are no spares for lack of room."""
+        spares = self.spares()
+        small = [each for each in self.nodes if each.slot is None and each not in spares]
+        return "".join(f"; node {each.name}{self.room_of(each)} is too small" for each in small)
+
+    def dead_link(self, own_number: int) -> tuple[HeardNode, str] | None:
+        """Return a node with ranks that does not reach another one, as both say, and the words for that.
+
+        Of the two it is not the node of the store, and else the one with more dead links.
+        """
+        ids = {each.id: each for each in self.nodes if each.slot is not None and each.code is None}
+        pairs = [(one, ids.get(other)) for one in ids.values() for other in one.unreached]
+        links = [(one, other) for one, other in pairs if other and one.id in other.unreached]
+        num_dead = Counter(one.id for one, _ in links)
+        if not links:
+            return None
+        one, other = max(links, key=lambda link: (link[0].slot != own_number, num_dead[link[0].id]))
+        return one, f"it does not reach node {other.name}, and both reach the job's store"
 
     @property
     def is_leaving(self) -> bool:
@@ -210,7 +283,11 @@ class Roster:
 
 
 class Slots:
-    """Names of the nodes that have ranks, by slot, and those of the job's last start."""
+    """Names of the nodes that have ranks, by slot, and those of the job's last start.
+
+    A file has the exit code of the job, "-" before, and in the next lines these names. Nodes that it names
+    get the same ranks again: their memory has their state.
+    """
 
     def __init__(
         self, num_nodes: int, ranks_per_node: int, own_number: int, status: Path | None
@@ -260,10 +337,8 @@ class Slots:
         code = "-" if over is None else str(over)
         names = dict(enumerate(self._before)) | self.names
         lines = [code, *(name for _, name in sorted(names.items()))]
-        part = self._status.with_name(f"{self._status.name}.{os.getpid()}")
         try:
-            part.write_text("\n".join(lines) + "\n")
-            part.rename(self._status)
+            replace_file(self._status, "\n".join(lines) + "\n")
         except OSError as error:  # the job goes on without it
             say(f"warning: {self._status} is not written: {error}")
 

@@ -131,10 +131,10 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
     if is_range and _number("nodes", least, 1) > nodes:
         _refuse(f"--nodes {options['nodes']} must be MIN:N with MIN at most N. Correct it")
     host, colon, port = options["meet"].rpartition(":")
-    if not host or not colon or not port.isdecimal():
+    if not host or not colon or not 0 < _digits(port) < 1 << 16:
         _refuse(
-            f"--meet {options['meet']} must be HOST:PORT of the node that keeps the job's store, node 0 "
-            "unless --store says otherwise, such as node1:29500"
+            f"--meet {options['meet'][:80]} must be HOST:PORT of the node that keeps the job's store, node 0 "
+            "unless --store says otherwise, such as node1:29500, with a port up to 65535"
         )
     number = options.get("number", environment.get("SLURM_PROCID", ""))
     if not number:
@@ -174,16 +174,23 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
 
 
 def _number(name: str, value: str, least: int) -> int:
-    if not value.isdecimal() or int(value) < least:
-        _refuse(f"--{name} {value} must be a whole number, at least {least}. Correct it")
+    if _digits(value) < least:
+        _refuse(
+            f"--{name} {value[:20]} must be a whole number, at least {least} and below 10^9. Correct it"
+        )
     return int(value)
+
+
+def _digits(text: str) -> int:
+    """Return a number that a text is in at most nine digits, -1 if it is none."""
+    return int(text) if text.isdecimal() and len(text) < 10 else -1
 
 
 def _check_is_there(name: str, folder: str) -> None:
     """Refuse a module that cannot be found; whether it can be imported is seen in the zygote."""
     sys.path.insert(0, folder)
     try:
-        is_there = all(map(str.isidentifier, name.split("."))) and _is_found(name)
+        is_there = is_found(name)
     finally:
         sys.path.remove(folder)
     if not is_there:
@@ -193,8 +200,10 @@ def _check_is_there(name: str, folder: str) -> None:
         )
 
 
-def _is_found(name: str) -> bool:
+def is_found(name: str) -> bool:
     """Return whether a module is there, without importing its packages."""
+    if not all(map(str.isidentifier, name.split("."))):
+        return False
     package, _, rest = name.partition(".")
     spec = importlib.util.find_spec(package)
     while spec is not None and rest:

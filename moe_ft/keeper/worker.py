@@ -36,7 +36,7 @@ from moe_ft.keeper.protocol import (
     send_signal,
 )
 from moe_ft.keeper.target import Target, read_target
-from moe_ft.processes import is_stopped, process_name, start_ticks
+from moe_ft.processes import has_ended, is_stopped, process_name, start_ticks
 
 NODE = "moe_ft.keeper.node"
 _START_DEADLINE_S = 60.0  # until a zygote listens
@@ -152,7 +152,10 @@ def _is_first() -> bool:
 
 def _start_zygote(target: Target, agent_pid: int, path: Path) -> "subprocess.Popen[bytes]":
     """Start a zygote, which soon listens; requests wait in its socket while it imports."""
-    path.unlink(missing_ok=True)  # of one that was killed
+    for each in path.parent.glob("*_*.socket"):  # of zygotes that were killed
+        with suppress(OSError, ValueError):
+            if each == path or has_ended(*map(int, each.stem.split("_"))):
+                each.unlink()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         command = [*interpreter(), "-m", "moe_ft.keeper.zygote", str(listener.fileno())]

@@ -48,6 +48,7 @@ _MEETINGS = (
     "links/signed_store.py",
     "keeper/rounds.py",
     "keeper/job_store.py",
+    "keeper/store_client.py",
     "repair/watcher.py",
 )
 # Packages in which a rank waits for what others do, on the CPU, right in one of their calls.

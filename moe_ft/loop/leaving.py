@@ -23,13 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from msgspec.json import Decoder
 
+from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
 from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
+from moe_ft.keeper.link import own_link
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
 from moe_ft.recovery.failures import is_not_finite
@@ -43,6 +46,7 @@ _ANSWER_S = 2.0
 _MIN_POLL_S = 0.02
 _NO_ANSWER = (RuntimeError, OSError)  # the store's host may be what died
 # A device leaves a collective that is aborted, and its step, without an exception.
+_PROCESS = Decoder(tuple[str, int, str])  # namespace, process id, token
 _UNCERTAIN = "it is not known whether the device had received all gradients when it made the step"
 
 
@@ -53,11 +57,11 @@ class JobProcesses:
     Attributes:
         pids: process ids, by rank, of the ranks whose processes this one can see.
         token: signs what the ranks say in the job's store when they leave. Before they have met, it is one
-            that anybody knows.
+            that anybody knows, unless all have one already: in a repair, and where nodes have a secret.
     """
 
     pids: Mapping[int, int] = field(default_factory=dict)
-    token: str = "none yet"
+    token: str = field(default_factory=lambda: _early_token() or "none yet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +84,21 @@ def find_job_rank() -> JobRank | None:
 def meet_processes() -> JobProcesses:
     """Meet the other ranks. Called by all ranks."""
     own = (process_namespace(), os.getpid(), secrets.token_hex(16))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = exchange.meet(own, _PROCESS)
     pids = {
         rank: pid
         for rank, (namespace, pid, _) in enumerate(everyone)
         if namespace and namespace == own[0]
     }
-    return JobProcesses(pids=pids, token=everyone[0][2])
+    # A repair may fail on some ranks before they meet: they sign with what a replacement has from its zygote.
+    link = own_link()
+    return JobProcesses(pids=pids, token=(link and link.token) or everyone[0][2])
+
+
+def _early_token() -> str:
+    """Return the token that all ranks of this start have already; empty if some may lack it."""
+    link = own_link()
+    return link.token if link is not None and (link.is_watched or link.is_replacement) else ""
 
 
 def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:

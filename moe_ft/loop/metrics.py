@@ -6,11 +6,15 @@ training thread does nothing for them. docs/metrics.md lists the metrics.
 
 import errno
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any, override
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
@@ -26,6 +30,10 @@ _LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 4 << 20  # of a rank's file in a scrape, so that one after a long time stays short
 _PATIENCE_S = 10.0  # children of a rank that was killed may hold its port for a moment
 _POLL_S = 0.2
+_MOST_CONNECTIONS = (
+    16  # at a time: any user of the node may open some, and each is a thread of a rank
+)
+_CONNECTION_S = 5.0
 _GAUGE, _COUNTER = "gauge", "counter"
 # By name: the kind, the meaning, and the label besides `rank`.
 METRICS: Mapping[str, tuple[str, str, str]] = {
@@ -108,12 +116,58 @@ class _Collector:
         yield from families.values()
 
 
+class _Quiet(WSGIRequestHandler):
+    """Answers without a line for each request."""
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Server with few connections, each for a few seconds. Its own thread takes them and ends them."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, application: Callable[..., Any]) -> None:
+        """Listen; raises OSError if that is not possible."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._since_s: dict[socket.socket, float] = {}
+        super().__init__((host, port), _Quiet)
+        self.set_app(application)
+
+    @override
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._since_s) < _MOST_CONNECTIONS
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._since_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    @override
+    def service_actions(self) -> None:
+        late_s = time.monotonic() - _CONNECTION_S
+        for request in [each for each, since_s in list(self._since_s.items()) if since_s < late_s]:
+            with suppress(OSError):  # its thread has closed it meanwhile
+                request.shutdown(socket.SHUT_RDWR)
+
+    @override
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._since_s.pop(request, None)
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # somebody who leaves early, or no thread is left for him
+
+
 class Metrics(LoopListener):
     """Server of the metrics of a node. Owned by the training thread, which starts and closes it."""
 
     def __init__(self, config: ObservabilityConfig, rank: int) -> None:
         self._config, self._rank = config, rank
-        self._server: Any = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     @override
@@ -125,25 +179,23 @@ class Metrics(LoopListener):
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         course = FollowedRun(directory, range(first, first + num_local), is_from_end=True)
         address, interface = _LOOPBACK, self._config.metrics_interface
-        is_begun = last_incarnation(directory, self._rank) >= 0
         try:
             if interface is not None:
                 address = address_of(flag_of("metrics_interface"), interface)
-            self._serve(course, address, _PATIENCE_S if is_begun else 0.0)
+            self._serve(course, address)
         except OSError as error:
-            problem = self._problem(address, error)
-            if not is_begun:
-                raise ConfigError(problem) from error
-            say(f"warning: no metrics are served: {problem}")  # which must not end a run
-        except ConfigError as error:  # on a spare node
-            if not is_begun:
+            say(f"warning: no metrics are served: {self._problem(address, error)}")
+        except ConfigError as error:
+            if last_incarnation(directory, self._rank) < 0:
                 raise
-            say(f"warning: no metrics are served: {error}")
+            say(
+                f"warning: no metrics are served: {error}"
+            )  # on a spare node, of a run that has begun
 
-    def _serve(self, course: FollowedRun, address: str, patience_s: float) -> None:
+    def _serve(self, course: FollowedRun, address: str) -> None:
         """Listen; retry for a while where the port is taken."""
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError as error:
             raise ConfigError(
                 f"{flag_of('metrics_port')}={self._config.metrics_port} needs prometheus_client, which is "
@@ -151,17 +203,19 @@ class Metrics(LoopListener):
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(course))
-        deadline = time.monotonic() + patience_s
+        deadline, application = time.monotonic() + _PATIENCE_S, make_wsgi_app(registry)
         while True:
             try:
-                self._server, self._thread = start_http_server(
-                    self._config.metrics_port, address, registry
-                )
-                return
+                self._server = _Server(address, self._config.metrics_port, application)
+                break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_S)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="moe_ft-metrics", daemon=True
+        )
+        self._thread.start()
 
     def _problem(self, address: str, error: OSError) -> str:
         return (

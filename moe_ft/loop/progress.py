@@ -42,7 +42,6 @@ class Progress(LoopListener):
         self._loop, self._log = loop, event_log
         self._has_log = config.observability.event_log is not None
         self._spent = TimeSpent()
-        self._process: psutil.Process | None = None
         self._is_on_gpu = False
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
@@ -60,7 +59,7 @@ class Progress(LoopListener):
         """Open the log under the same incarnation on all ranks. Called by all ranks."""
         if not self._has_log:
             return
-        log, self._process = self._log, psutil.Process()
+        log = self._log
         self._is_on_gpu = any(each.is_cuda for part in built[0] for each in part.parameters())
         # A rank may have died before it wrote a line: all ranks agree on the highest count.
         incarnation = torch.tensor(last_incarnation(log.directory, log.rank) + 1, device="cuda")
@@ -113,7 +112,7 @@ class Progress(LoopListener):
         self._training.write_numbers(known, iteration=ended.iteration)
         if not self._has_log:
             return  # reading a loss waits for the GPU
-        loss, process = ended.losses.get("lm loss"), self._process
+        loss = ended.losses.get("lm loss")
         self._log.write(
             "iteration",
             ended.iteration,
@@ -121,7 +120,7 @@ class Progress(LoopListener):
             idle_s=idle_s,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
-            resident_bytes=None if process is None else process.memory_info().rss,
+            resident_bytes=_resident_bytes(),
             device_bytes=torch.cuda.memory_allocated() if self._is_on_gpu else None,
         )
 
@@ -163,6 +162,14 @@ class Progress(LoopListener):
     def close(self) -> None:
         """Close the event log."""
         self._log.close()
+
+
+def _resident_bytes() -> int | None:
+    """Return the resident memory of this process; None where that cannot be read, which ends no run."""
+    try:
+        return psutil.Process().memory_info().rss
+    except (OSError, psutil.Error):  # no descriptor is left
+        return None
 
 
 class Digests(LoopListener):

@@ -138,8 +138,6 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_SHARE = msgspec.msgpack.Decoder(Share)
-_TABLE = msgspec.msgpack.Decoder(Table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,15 +145,17 @@ class Stripped:
     """Plan without sources.
 
     Attributes:
+        plan, local: one of them, as a global recovery has it, or a local one.
         breakpoints_first: see `Ordered`.
         own, elsewhere: tables of another layout, whose versions all ranks may read; None if they are in the
             shares.
     """
 
-    plan: Plan
+    plan: Plan | None
+    local: LocalPlan | None
     breakpoints_first: bool | None
-    own: bytes | None
-    elsewhere: bytes | None
+    own: Table | None
+    elsewhere: Table | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,13 +163,14 @@ class Common:
     """Part of a plan, and of the one that is kept, that all ranks get.
 
     Attributes:
-        kept: the same object if it is the same plan.
+        kept: None if there is none, and if it is the same plan.
         table: what the rows of the shares refer to; it has none itself.
     """
 
     plan: Stripped
     kept: Stripped | None
-    table: bytes
+    keeps_plan: bool
+    table: Table
 
 
 class _Rows:
@@ -201,7 +202,7 @@ def share_out(
     """
     packer = Packer()
     common_plan = _strip(plan, needs_elsewhere=needs_elsewhere)
-    common_kept = common_plan if kept is plan else None
+    common_kept = None
     if kept is not None and kept is not plan:
         common_kept = _strip(kept, needs_elsewhere=False)
     logs: dict[int, list[tuple[int, SentLog]]] = defaultdict(list)
@@ -209,7 +210,7 @@ def share_out(
         for log in scope.logs:
             logs[log.receiver].append((number, log))
     sources, kept_sources = _sources_of(plan), {} if kept is None else _sources_of(kept)
-    has_own, has_kept = common_plan.own is None, kept is not plan and common_kept is not None
+    has_own = common_plan.own is None
     shares = []
     for rank in range(num_ranks):
         rows = _Rows(packer)
@@ -217,42 +218,44 @@ def share_out(
         elsewhere, of_kept = list[int](), list[int]()
         if has_own and needs_elsewhere and rank in plan.elsewhere:
             elsewhere = rows.add(versions_of(plan.elsewhere, rank))
-        if has_kept and common_kept is not None and common_kept.own is None:
+        if common_kept is not None and common_kept.own is None:
             of_kept = rows.add(versions_of(kept_sources[rank], rank))
         share = Share(rows.rows, own, elsewhere, of_kept, logs.get(rank, []))
         shares.append(_ENCODER.encode(share))
-    table = _ENCODER.encode(packer.table())
-    return Common(plan=common_plan, kept=common_kept, table=table), shares
+    common = Common(
+        plan=common_plan, kept=common_kept, keeps_plan=kept is plan, table=packer.table()
+    )
+    return common, shares
 
 
 def take_share(
-    common: Common, share: bytes, *, rank: int, stage: int, node: str
+    common: Common, share: Share, *, rank: int, stage: int, node: str
 ) -> tuple[Plan, Plan | None]:
     """Return a plan, and the one that is kept, with the sources of one rank alone."""
-    found, unpacker = _SHARE.decode(share), Unpacker()
-    versions = unpacker.versions(_TABLE.decode(common.table), found.rows)
+    unpacker = Unpacker()
+    versions = unpacker.versions(common.table, share.rows)
 
     def complete(stripped: Stripped, own: list[int], elsewhere: list[int] | None) -> Plan:
         read = [versions[each] for each in own]
         if stripped.own is not None:
-            read = unpacker.versions(_TABLE.decode(stripped.own))
+            read = unpacker.versions(stripped.own)
         left = None if elsewhere is None else [versions[each] for each in elsewhere]
         if stripped.elsewhere is not None:
-            left = unpacker.versions(_TABLE.decode(stripped.elsewhere))
-        plan, first = stripped.plan, stripped.breakpoints_first
+            left = unpacker.versions(stripped.elsewhere)
+        plan, first = stripped.plan or stripped.local, stripped.breakpoints_first
+        assert plan is not None
         way = replace(
             plan.stages[stage], sources={rank: Ordered({rank: read}, {rank: node}, first)[rank]}
         )
         others = {} if left is None else {rank: order_sources(left, node)}
         stages = {**plan.stages, stage: way}
         plan = replace(plan, stages=stages, elsewhere={**plan.elsewhere, **others})
-        return _with_logs(plan, found.logs) if isinstance(plan, LocalPlan) else plan
+        return _with_logs(plan, share.logs) if isinstance(plan, LocalPlan) else plan
 
-    is_same = common.kept is common.plan
-    plan = complete(common.plan, found.own, found.elsewhere or None)
-    if common.kept is None or is_same:
-        return plan, plan if is_same else None
-    return plan, complete(common.kept, found.kept, None)
+    plan = complete(common.plan, share.own, share.elsewhere or None)
+    if common.kept is None:
+        return plan, plan if common.keeps_plan else None
+    return plan, complete(common.kept, share.kept, None)
 
 
 def _with_logs(plan: LocalPlan, logs: Sequence[tuple[int, SentLog]]) -> LocalPlan:
@@ -277,13 +280,15 @@ def _strip(plan: Plan, *, needs_elsewhere: bool) -> Stripped:
     own = elsewhere = None
     if plan.is_other_layout:
         rank = next(iter(some))
-        own = _ENCODER.encode(Packer().table(versions_of(some, rank)))
+        own = Packer().table(versions_of(some, rank))
         if needs_elsewhere:
-            elsewhere = _ENCODER.encode(Packer().table(versions_of(plan.elsewhere, rank)))
+            elsewhere = Packer().table(versions_of(plan.elsewhere, rank))
+    local = None
     if isinstance(bare, LocalPlan):
-        bare = replace(_with_logs(bare, ()), elsewhere=dict(_answers(plan)))
+        local = replace(_with_logs(bare, ()), elsewhere=dict(_answers(plan)))
     return Stripped(
-        plan=bare,
+        plan=bare if local is None else None,
+        local=local,
         breakpoints_first=some.breakpoints_first if isinstance(some, Ordered) else None,
         own=own,
         elsewhere=elsewhere,

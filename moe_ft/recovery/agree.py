@@ -4,7 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from msgspec.msgpack import Decoder
 
+from moe_ft.format.identity import Start
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.fetch import Fetching
 from moe_ft.recovery.fetched import Fetched
@@ -17,6 +19,10 @@ from moe_ft.units import UnitId, parse_unit
 
 # Slices at FULL and at COMPUTE of the parameters that several ranks hold.
 SnapshotSlices = tuple[SharedSlices, SharedSlices]
+_LOST = Decoder(frozenset[Copy])
+_MISSING = Decoder(tuple[tuple[Start, int], list[str]])
+_POSITIONS = Decoder(dict[UnitId, int])
+_OWN_SLICES = Decoder(tuple[int, list[tuple[Slices, Slices]]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +53,7 @@ def fetch_together(
         agreed, rejected = agree(plan, fetched, met)
         if agreed is not None:
             return fetched, agreed, rejected
-        lost = frozenset[Copy]().union(*met.ranks.everyone.gather(fetched.lost))
+        lost = frozenset[Copy]().union(*met.ranks.everyone.gather(fetched.lost, _LOST))
         if not fetching.leave_out(lost):
             return fetched, agreed, rejected
 
@@ -64,7 +70,7 @@ def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[R
     missing += _find_gaps(fetched, slices, positions, met.live.catalog)
     if fetched.index is None:
         missing.append("record")
-    everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]))
+    everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]), _MISSING)
     assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
     rejected = [
         Rejection(
@@ -84,7 +90,7 @@ def _agree_on_positions(fetched: Fetched, met: Met) -> tuple[dict[UnitId, int], 
     own = {each.unit: fetched.position_of(each) for each in fetched.units.values()}
     positions: dict[UnitId, int] = {}
     conflicts = []
-    for found in met.ranks.stage.gather(own):
+    for found in met.ranks.stage.gather(own, _POSITIONS):
         for unit, position in found.items():
             if positions.setdefault(unit, position) != position:
                 conflicts.append(f"window in which all ranks have {unit} in one snapshot")
@@ -94,7 +100,7 @@ def _agree_on_positions(fetched: Fetched, met: Met) -> tuple[dict[UnitId, int], 
 def _exchange_slices(fetched: Fetched, met: Met) -> list[SnapshotSlices]:
     """Exchange the slices of shared parameters that the ranks of the data-parallel groups have."""
     own = fetched.slices(met.live.catalog)
-    everyone = dict(met.ranks.stage.gather((met.site.rank, own)))
+    everyone = dict(met.ranks.stage.gather((met.site.rank, own), _OWN_SLICES))
     dp, expt_dp = (
         [everyone[rank] for rank in dist.get_process_group_ranks(group)]
         for group in (met.live.groups.dp_cp, met.live.groups.expt_dp)

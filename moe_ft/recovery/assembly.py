@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.engine.memory.layout import HEADER_ALIGNMENT_BYTES, FileLayout
@@ -46,7 +48,7 @@ def build_strategy(
     catalog: UnitCatalog,
     experts: ExpertFacts,
     dp_ep_ranks: Sequence[int],
-    gather: Callable[[Any], list[Any]],
+    gather: Callable[[Any, Decoder[Any]], list[Any]],
     rank: int = 0,
 ) -> Strategy:
     """Return the strategy of a rank. Called by all ranks of a stage; see `RankFacts` for the arguments."""

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
 from moe_ft.planning.placement import sources_of
-from moe_ft.recovery.job_memory import check_memory, claim_memory
+from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import (
     LateLock,
@@ -31,6 +33,8 @@ from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
+
+_TROUBLE = Decoder(Trouble | None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +67,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     """
     site, together = met.site, met.ranks.check_together
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
-    together(lambda: opened.callback(claim_memory(site).release))
+    together(lambda: opened.callback(leave_place, site, claim_memory(site)))
 
     def open_persist_directory() -> Opened:
         directory = open_storage(site)
@@ -72,7 +76,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
         return directory
 
     directory = together(open_persist_directory)
-    troubles = filter(None, met.ranks.everyone.gather(directory.trouble))
+    troubles = filter(None, met.ranks.everyone.gather(directory.trouble, _TROUBLE))
     together(lambda: check_memory(site, met.peers))
     memory = memory_of(site, met.peers, site.topology)
     if mappings is not None:  # now, before any rank needs the room of what is not used again
@@ -92,7 +96,7 @@ def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) 
         site.rank,
         topology,
         sources_of(peers, site.rank),
-        persists=site.writes_to_storage,
+        persists=site.config.storage.persists,
     )
 
 
@@ -118,7 +122,7 @@ def take_over_lock(
         storage, trouble, lock = claimed.storage, claimed.trouble, claimed.lock
         if trouble is not None and not may_wait:
             raise trouble.refusal
-        if storage is None or met.site.rank != 0 or not met.site.writes_to_storage:
+        if storage is None or met.site.rank != 0 or not met.site.config.storage.persists:
             return None, ""
         if lock is None and trouble is None:
             try:

@@ -22,7 +22,7 @@ class JobFacts:
         replay_settings: further settings that the result of an iteration depends on, by flag.
         record_settings: settings that decide what the records of iterations hold, and which states are
             evaluated, by flag.
-        script_settings: a training script's own flags; nobody can tell what depends on them.
+        script_settings: digests of a training script's own flags; nobody can tell what depends on them.
         iteration: where training continues if nothing is recovered; --load may have set it.
         began_with: flags with values that begin a run from the weights of another run, such as --finetune;
             empty without.

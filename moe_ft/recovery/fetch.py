@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.errors import CorruptStateError, PlanError
@@ -27,7 +28,7 @@ from moe_ft.recovery.fetched import Fetched, Rotation, first_iteration
 from moe_ft.recovery.left import Copy, Left, Position, model_blocks, own_blocks, version_of
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.new_record import make_record
-from moe_ft.recovery.overview import in_order, look_at_share, merge
+from moe_ft.recovery.overview import Overview, in_order, look_at_share, merge
 from moe_ft.recovery.readers import (
     FetchedUnit,
     MemoryReader,
@@ -43,6 +44,12 @@ from moe_ft.units import Level, UnitId
 Units = dict[str, FetchedUnit]
 
 ORIGIN: VersionNumber = (-1, -1)  # the weights that the run began with
+_OVERVIEW = Decoder(Overview)
+_OFFERS = Decoder(
+    tuple[
+        dict[str, dict[VersionNumber, UnitVersion]], dict[str, tuple[VersionNumber, Sequence[Gaps]]]
+    ]
+)
 _NOTHING = UnitVersion(iteration=-1, routed_tokens=0)
 
 
@@ -125,7 +132,7 @@ class Fetching:
         share = look_at_share(
             sources, self._sources, self._readers, met.site.topology, met.site.rank
         )
-        found = met.ranks.everyone.fold(share, merge)
+        found = met.ranks.everyone.fold(share, merge, _OVERVIEW)
         needed = self._transfer.numbers_of([*met.strategy.always, *met.strategy.rotating])
         left.look_at({sources[place] for place in found.places_of(needed)})
         left.indexes, left.newest_gaps = found.indexes(), found.gaps
@@ -207,7 +214,7 @@ class Fetching:
         """Add the units that only some snapshots hold. Called by all ranks of a stage."""
         units = sorted(self._met.strategy.rotating)
         own = {str(unit): self._offers(unit) for unit in units}
-        everyone = self._met.ranks.stage.gather((own, self._left.newest_gaps))
+        everyone = self._met.ranks.stage.gather((own, self._left.newest_gaps), _OFFERS)
         wanted = self._plan.start.number, self._plan.iteration
         best = best_common([offers for offers, _ in everyone], wanted)
         gaps: dict[str, tuple[VersionNumber, Sequence[Gaps]]] = {}

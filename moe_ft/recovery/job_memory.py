@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +22,9 @@ from moe_ft.engine.memory.job_directory import (
     entered_job,
     file_system_type,
     job_directory,
+    job_lock,
     read_marker,
+    remove_node,
 )
 from moe_ft.errors import BusyError, ConfigError, ForeignPathError
 from moe_ft.files.private_files import make_private, make_root
@@ -222,11 +225,39 @@ def _enter(site: Site) -> filelock.BaseFileLock:
         time.sleep(_CLAIM_POLL_S)
 
 
+def leave_place(site: Site, lock: filelock.BaseFileLock) -> None:
+    """Release a rank's lock; the last rank that leaves a node without state removes the locks."""
+    lock.release()
+    with suppress(OSError):
+        if not any(each.is_dir() for each in site.node_dir.iterdir()):
+            remove_unused(site.node_dir, f"*{ALIVE_SUFFIX}")
+
+
+def remove_unused(node_dir: Path, pattern: str = "*") -> None:
+    """Remove a node's memory, or files in it, unless some process of the job is alive there."""
+    with suppress(OSError):
+        if node_dir.is_dir():  # else the lock would make the job's directory again
+            with job_lock(node_dir.parent).acquire(timeout=_OLD_START_S):
+                for each in () if is_alive(node_dir) else node_dir.glob(pattern):
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
+                node_dir.rmdir()  # fails if anything is left
+            remove_node(node_dir)
+
+
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     """Check that there is room for the memory that regions and replicas will take; raise as `check_room`."""
     regions = num_regions(persists=site.config.storage.persists)
     needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
     check_room(site, needed)
+
+
+def room_bytes(node_dir: Path) -> int:
+    """Return the bytes that are free for the memory of a node, or that it has already."""
+    return shutil.disk_usage(_there(node_dir)).free + measure(node_dir)[0]
+
+
+def _there(node_dir: Path) -> Path:
+    return next(each for each in (node_dir, *node_dir.parents) if each.exists())
 
 
 def check_room(site: Site, needed: int) -> None:
@@ -252,12 +283,10 @@ def check_room(site: Site, needed: int) -> None:
             f"--moe-ft-host-memory-limit={site.config.memory.host_memory_limit}: {what}, more than "
             f"the limit. Raise it if the node has the memory. {remedy}."
         )
-    # A start has made its directory by now.
-    there = next(each for each in (site.node_dir, *site.node_dir.parents) if each.exists())
-    usage = shutil.disk_usage(there)
-    free = usage.free + measure(site.node_dir)[0]
+    free = room_bytes(site.node_dir)
     if site.is_lowest_on_node and needed > free:
-        raise (ConfigError if needed > usage.total else BusyError)(
+        total = shutil.disk_usage(_there(site.node_dir)).total
+        raise (ConfigError if needed > total else BusyError)(
             f"--moe-ft-memory-dir={memory.memory_dir}: {what}, and its file system has "
             f"{size_text(free)} for them. Enlarge it (mount -o remount,size=...). {remedy}."
         )

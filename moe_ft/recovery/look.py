@@ -22,6 +22,7 @@ from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
+from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.failures import Attempt, failed_locally, failed_too_often, read_attempts
@@ -33,7 +34,7 @@ from moe_ft.recovery.inventory import (
     merge_packed,
     pack,
 )
-from moe_ft.recovery.meet import Failure, Met, attempt
+from moe_ft.recovery.meet import Met
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,14 +118,15 @@ class _Sight(msgspec.Struct, frozen=True, array_like=True):
     inventory: bytes = b""
 
 
-_SIGHT = msgspec.msgpack.Decoder(_Sight)
+_SIGHT = msgspec.msgpack.Decoder(_Sight | Failure)
+_FOUND = msgspec.msgpack.Decoder(Found)
 
 
 def look(met: Met, claimed: Claimed) -> Found:
     """Look for state. Called by all ranks; if one cannot, all raise its error."""
     site, ranks = met.site, met.ranks
     where = f"rank {site.rank} on node {site.node} cannot look for state: "
-    sights = ranks.everyone.collect(attempt(lambda: _look_here(met), where))
+    sights = ranks.everyone.collect(attempt(lambda: _look_here(met), where), _SIGHT)
     found: list[Found] = []
 
     def join() -> Found | Failure:
@@ -132,29 +134,28 @@ def look(met: Met, claimed: Claimed) -> Found:
         for each in sights:
             if isinstance(each, Failure):
                 return each
-        found.append(_join([_SIGHT.decode(each) for each in sights], met, claimed))
+        found.append(_join([each for each in sights if isinstance(each, _Sight)], met, claimed))
         return replace(found[0], inventory=found[0].inventory.summary())
 
-    summary = ranks.on_first(join)
+    summary = ranks.on_first(join, _FOUND)
     return found[0] if found else summary
 
 
-def _look_here(met: Met) -> bytes:
-    """Return what this rank has found, as it travels."""
+def _look_here(met: Met) -> _Sight:
+    """Return what this rank has found."""
     site, is_counted = met.site, is_counted_restart(os.environ)
     if not site.is_lowest_on_node:
-        return msgspec.msgpack.encode(_Sight(is_counted=is_counted))
+        return _Sight(is_counted=is_counted)
     inventory = look_at_memory(site.node_dir, site.node, site.job_id)
     if met.pipelines is not None:
         inventory.logs = look_at_logs(site.node_dir, site.node, site.job_id)
-    sight = _Sight(
+    return _Sight(
         is_counted=is_counted,
         has_last=has_last_start(site.node_dir, os.environ),
         launcher=recall_launcher(site.node_dir, os.environ),
         attempts=read_attempts(site.node_dir),
         inventory=pack(inventory),
     )
-    return msgspec.msgpack.encode(sight)
 
 
 def _join(sights: Sequence[_Sight], met: Met, claimed: Claimed) -> Found:

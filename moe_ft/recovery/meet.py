@@ -3,16 +3,17 @@
 import os
 import secrets
 import socket
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
+from msgspec.msgpack import Decoder
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
@@ -23,7 +24,7 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.errors import BusyError, ConfigError, MoeFtError, PlanError
+from moe_ft.errors import BusyError, ConfigError, PlanError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
@@ -41,6 +42,7 @@ from moe_ft.recovery.assembly import (
     measure_sizes,
     slice_assignment,
 )
+from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
@@ -58,6 +60,10 @@ from moe_ft.topology import RankInfo, Topology
 Built = tuple[Any, Any, Any]
 
 
+_PROBLEM = Decoder(Failure | None)
+_OUTCOME = Decoder(Failure | bytes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
     """The groups of this rank. All methods are called by all ranks of the group."""
@@ -68,53 +74,29 @@ class Ranks:
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError or BusyError on all."""
-        problem: tuple[type[Exception], str] | None = None
+        problem: Failure | None = None
         try:
             answer = check()
         except (ConfigError, BusyError) as error:
-            problem = type(error), str(error)
-        for each in self.everyone.gather(problem):
+            problem = Failure(kind=type(error).__name__, text=str(error))
+        for each in self.everyone.gather(problem, _PROBLEM):
             if each is not None:
-                kind, text = each
-                raise kind(text)
+                raise each.error
         return answer
 
-    def on_first[Answer](self, find: Callable[[], "Answer | Failure"]) -> Answer:
+    def on_first[Answer](
+        self, find: Callable[[], Answer | Failure], decoder: Decoder[Answer]
+    ) -> Answer:
         """Return on all ranks what rank 0 finds; if that fails, raise its error on all."""
-        found = self.everyone.broadcast(attempt(find) if self.rank == 0 else None)
+
+        def content() -> bytes | Failure:
+            answer = find()
+            return answer if isinstance(answer, Failure) else exchange.encode(answer)
+
+        found = self.everyone.broadcast(attempt(content) if self.rank == 0 else b"", _OUTCOME)
         if isinstance(found, Failure):
-            raise found.kind(found.text)
-        return cast(Answer, found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Error of one rank, as all ranks raise it.
-
-    Attributes:
-        kind: one that can be made of a text; others become a RuntimeError that names them.
-    """
-
-    kind: type[Exception]
-    text: str
-
-
-def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Failure:
-    """Return what a rank finds, or its error, where others would wait for it in vain. Not collective.
-
-    Args:
-        where: begins the text of the error.
-    """
-    try:
-        return find()
-    except (MoeFtError, OSError, MemoryError) as error:
-        # Of a library's own kind the nearest one that a text is enough for.
-        ours = ("builtins", MoeFtError.__module__)
-        kind = next(each for each in type(error).__mro__ if each.__module__ in ours)
-        return Failure(kind=kind, text=f"{where}{error}")
-    except Exception as error:  # a mistake of ours: the place is what helps
-        text = "".join(traceback.format_exception(error)).rstrip()
-        return Failure(kind=RuntimeError, text=f"{where}{text}")
+            raise found.error
+        return exchange.decode(found, decoder)
 
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
@@ -128,7 +110,7 @@ def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
     opened.callback(ranks.stage.close)
-    ranks.stage.start(ranks.everyone.gather(facts.stage), facts.rank)
+    ranks.stage.start(ranks.everyone.gather(facts.stage, exchange.INT), facts.rank)
     return ranks
 
 
@@ -190,6 +172,13 @@ class Met:
     pipelines: Pipelines | None = None
 
 
+_NAMES = Decoder(tuple[str, StartNames])
+_PLACE = Decoder(tuple[int, int, int])
+_INFO = Decoder(RankInfo)
+_DOMAINS = Decoder(dict[str, str])
+_PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
+
+
 def meet(
     config: MoeFtConfig,
     facts: JobFacts,
@@ -223,7 +212,7 @@ def meet(
     server.start()
     breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
     topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
-    token, names = ranks.everyone.gather(_draw_names())[0]
+    token, names = ranks.everyone.gather(_draw_names(), _NAMES)[0]
     server.admit(token)
     site = Site(
         config=config,
@@ -296,7 +285,8 @@ def _build_strategy(
 ) -> Strategy:
     group = facts.groups.dp_cp
     leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
-    places = ranks.everyone.gather((leader, facts.places.dp.rank, facts.experts.ep_rank))
+    own = leader, facts.places.dp.rank, facts.experts.ep_rank
+    places = ranks.everyone.gather(own, _PLACE)
     return build_strategy(
         config,
         live.catalog,
@@ -330,7 +320,7 @@ def _exchange_places(
         address=server.address,
         **asdict(sizes),
     )
-    everyone = ranks.everyone.gather(info)
+    everyone = ranks.everyone.gather(info, _INFO)
     domains = _find_domains(config, facts, [each.node for each in everyone], ranks)
     return Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in everyone))
 
@@ -345,8 +335,7 @@ def _find_domains(
     found = ranks.check_together(
         lambda: find_domains(given, dict.fromkeys(nodes)) if facts.rank == 0 else None
     )
-    domains: Mapping[str, str] = ranks.everyone.broadcast(found)
-    return domains
+    return ranks.everyone.broadcast(found or {}, _DOMAINS)
 
 
 def _draw_names() -> tuple[str, StartNames]:
@@ -364,7 +353,7 @@ def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
     """
     sharded = (each for each in live.parameters if each.is_sharded)
     own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
-    return checksum("".join(ranks.everyone.gather(own)).encode())
+    return checksum("".join(ranks.everyone.gather(own, exchange.TEXT)).encode())
 
 
 def _place_replicas(
@@ -417,7 +406,8 @@ def meet_pipelines(
         (
             tuple(dist.get_process_group_ranks(facts.groups.pp)),
             _parts_with_scale(optimizer, parameters),
-        )
+        ),
+        _PIPELINE,
     )
     if blocked_by or mode == "global":
         return None

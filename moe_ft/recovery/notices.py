@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from moe_ft.errors import UnrecoverableError
-from moe_ft.files.storage import hide_password
 from moe_ft.planning.comparison import newer_than
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.choice import Wish
@@ -92,7 +91,7 @@ class Notices:
         if others and self._site.rank == 0:
             shown = ", ".join(map(str, others[:_MOST_REASONS]))
             more = ", ..." if len(others) > _MOST_REASONS else ""
-            url = hide_password(self._site.config.storage.persist_dir or "")
+            url = self._site.config.storage.persist_dir or ""
             say(
                 f"{url} also holds checkpoints of other runs, which stay until you delete them: iterations "
                 f"{shown}{more}"
@@ -108,11 +107,11 @@ class Notices:
         self._incomparable.add(where)
 
     def say_changed(self, changes: Sequence[str]) -> None:
-        """Print, once, the settings of the training script that have changed since a state was written."""
+        """Print, once, the flags of the training script that have changed since a state was written."""
         if changes and self._site.rank == 0 and not self._has_said_changes:
             say(
                 "warning: flags of the training script have changed. If they decide data or loss, the run is "
-                f"no longer equal to an undisturbed one: {_shorten(changes, '; ')}"
+                f"no longer equal to an undisturbed one: {_shorten(changes, ', ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
 

@@ -23,7 +23,7 @@ from moe_ft.engine.persist.storage_lock import (
 )
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.files.patience import PATIENCE_S
-from moe_ft.files.storage import Storage, hide_password
+from moe_ft.files.storage import Storage
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 
@@ -83,10 +83,6 @@ def open_storage(site: Site) -> Opened:
         return Opened()
     storage = Storage(url, PATIENCE_S, is_apart=True)
     try:
-        if not site.config.storage.persists:
-            if site.rank == 0:
-                storage.names()
-            return Opened(storage=storage)
         if site.is_lowest_on_node:
             try_writing(storage)
         if site.rank != 0:
@@ -113,7 +109,7 @@ def try_writing(storage: Storage) -> None:
 def trouble_of(site: Site, error: Exception) -> Trouble:
     """Describe an error of the persist directory."""
     text = (
-        f"--moe-ft-persist-dir={hide_password(site.config.storage.persist_dir or '')} cannot be used on node "
+        f"--moe-ft-persist-dir={site.config.storage.persist_dir or ''} cannot be used on node "
         f"{site.node}: {type(error).__name__}: {error}. Name a directory that can be written and answers "
         f"within {PATIENCE_S:.0f} s, or an fsspec URL whose package is installed."
     )

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.planning.comparison import passed_over
 from moe_ft.planning.recovery import Plan, Rejection, plan_to_keep
 from moe_ft.planning.remains import Place
-from moe_ft.planning.shares import Common, share_out, take_share
+from moe_ft.planning.shares import Common, Share, share_out, take_share
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.notices import Notices
@@ -48,6 +50,12 @@ class Offer:
     unread: str
 
 
+_NOTHING = Decoder(None)
+_PLACES = Decoder(tuple[Place, ...])
+_OFFER = Decoder(tuple[Offer, Common | None])
+_SHARE = Decoder(Share)
+
+
 class Planner:
     """Plans of a start, which rank 0 has. All methods are called by all ranks. Owned by the training thread.
 
@@ -76,7 +84,7 @@ class Planner:
             lacking: what ranks lack of it.
             unreadable: places of it that this rank could not read.
         """
-        gathered = self._met.ranks.everyone.collect(tuple(unreadable))
+        gathered = self._met.ranks.everyone.collect(tuple(unreadable), _PLACES)
 
         def again() -> Candidates:
             assert gathered is not None
@@ -93,7 +101,8 @@ class Planner:
     def check(self, notices: Notices) -> None:
         """Check that the best plan belongs to this job; raises what `check_plan` does."""
         self._met.ranks.on_first(
-            lambda: check_plan(self._known.choice.plans[0], self.found, self._met, notices)
+            lambda: check_plan(self._known.choice.plans[0], self.found, self._met, notices),
+            _NOTHING,
         )
 
     def check_all_is_read(self, deadline_s: float) -> None:
@@ -103,7 +112,7 @@ class Planner:
             if time.monotonic() > deadline_s:
                 check_all_is_read(next(iter(self._known.choice.plans), None), self.found)
 
-        self._met.ranks.on_first(check)
+        self._met.ranks.on_first(check, _NOTHING)
 
     def check_may_begin(self, notices: Notices, problems: Sequence[str]) -> None:
         """Refuse to begin without state, unless there is none or the flags say so."""
@@ -117,7 +126,7 @@ class Planner:
                     check_settings(identity, inventory, self._met, notices)
                 notices.check_is_empty(inventory, self._known.plans, problems)
 
-        self._met.ranks.on_first(check)
+        self._met.ranks.on_first(check, _NOTHING)
 
     @property
     def _known(self) -> Candidates:
@@ -150,10 +159,10 @@ class Planner:
             shares.extend(found)
             return offer, common
 
-        offer, common = met.ranks.on_first(head)
+        offer, common = met.ranks.on_first(head, _OFFER)
         if common is None:
             return offer
-        share = met.ranks.everyone.hand_out(shares or None)
+        share = met.ranks.everyone.hand_out(shares, _SHARE)
         own, kept = take_share(
             common, share, rank=met.site.rank, stage=met.facts.stage, node=met.site.node
         )

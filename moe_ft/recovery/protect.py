@@ -11,7 +11,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.fields import size_text
+from moe_ft.engine import exchange
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.memory.job_directory import file_system_type, rank_and_holder
@@ -36,6 +39,7 @@ from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo, Topology
 
 _MOST_POOLS = 16  # of other layouts in one directory
+_POOLS = Decoder(set[int])
 
 
 def protect(
@@ -60,7 +64,7 @@ def protect(
         if not met.strategy.saves_all:
             met, claimed = clear_of_pools(met, claimed)
         make_room(met.site, met.peers, _needed(restored))
-        missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes)
+        missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes, exchange.INT)
         met.ranks.check_together(partial(check_room, met.site, missing))
     site, peers = met.site, _peers_of(met)
     engine = _build(met, claimed, identity, lock, origins, trouble)
@@ -118,6 +122,7 @@ def _build(
             interval=config.strategy.interval_iterations,
             overhead_limit=config.strategy.overhead_limit,
             persist_interval=config.storage.persist_interval if config.storage.persists else 0,
+            persists=config.storage.persists,
             raises=config.strategy.on_error == "raise",
             staging_bytes=config.precision.staging,
             dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
@@ -158,7 +163,7 @@ def _peers_of(met: Met) -> tuple[RankInfo, ...]:
 
 def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | None:
     """Return the settings of the node's writer process; None on ranks that start none."""
-    if not (site.is_lowest_on_node and site.writes_to_storage):
+    if not (site.is_lowest_on_node and site.config.storage.persists):
         return None
     return WriterSettings(
         url=site.config.storage.persist_dir or "",
@@ -374,7 +379,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
         pools = [memory.pool, *(each.pool for each in memory.replicas.values())]
         if any(pool is not None and pool.data_path.exists() for pool in pools):
             taken.add(more)
-    everywhere = set[int]().union(*met.ranks.everyone.gather(taken))
+    everywhere = set[int]().union(*met.ranks.everyone.gather(taken, _POOLS))
     more = min({*range(_MOST_POOLS + 1)} - everywhere)
     site = replace(met.site, topology=_with_slots(met.site.topology, more))
     claimed.memory.close()

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
+from msgspec.msgpack import Decoder
+
+from moe_ft.engine import exchange
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
-from moe_ft.planning.lost_tokens import UnitVersion
+from moe_ft.planning.lost_tokens import Loss, UnitVersion
 from moe_ft.planning.recovery import Plan, Tier
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import versions_in
@@ -26,6 +29,10 @@ from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.state import record as records
 from moe_ft.strategies.interface import JobLoss, Resumed
 from moe_ft.units import Level, UnitId
+
+_LOSS = Decoder(Loss | None)
+_POOLED = Decoder(dict[str, UnitVersion | None])
+_VERSIONS = Decoder(dict[str, UnitVersion])
 
 
 class Conversion:
@@ -143,7 +150,8 @@ def _find_pooled(
     from_breakpoint = {
         name for name, each in own.items() if each and each.source.version.is_breakpoint
     }
-    if not any(met.ranks.stage.gather(bool(from_breakpoint))):
+    have_any = met.ranks.stage.gather(bool(from_breakpoint), exchange.BOOL)
+    if not any(have_any):
         return None, None
     pooled = {
         name: entry
@@ -156,7 +164,7 @@ def _find_pooled(
         for name, each in own.items()
     }
     versions = {name: None if each is None else version_of(each) for name, each in found.items()}
-    everyone = met.ranks.stage.gather(versions)
+    everyone = met.ranks.stage.gather(versions, _POOLED)
     in_memory: dict[str, UnitVersion] = {}
     for name in {name for each in everyone for name in each}:
         # Ranks that save parts of a unit may differ: the strategy then takes it for unsaved.
@@ -207,13 +215,13 @@ def _resume_strategy(
     on_storage: dict[str, UnitVersion] = {}
     if not strategy.saves_all:
         units = sorted(strategy.rotating)
-        for found in ranks.stage.gather(versions_in(persisted, units)):
+        for found in ranks.stage.gather(versions_in(persisted, units), _VERSIONS):
             on_storage.update(found)
     loss = strategy.resume(
         Resumed(
             iteration=plan.iteration,
             # Stages that recover alone have other windows; all must continue with the same length.
-            window=max(ranks.everyone.gather(index.window)),
+            window=max(ranks.everyone.gather(index.window, exchange.INT)),
             progress=index.progress,
             restored=fetched.rotation.versions,
             in_memory=in_memory,
@@ -221,4 +229,4 @@ def _resume_strategy(
             gaps_before=fetched.rotation.gaps,
         )
     )
-    return strategy.settle_losses(ranks.everyone.gather(loss))
+    return strategy.settle_losses(ranks.everyone.gather(loss, _LOSS))

@@ -25,11 +25,6 @@ class Site:
         """True if this rank does what is done once per node."""
         return self.topology.lowest_on_node(self.node).rank == self.rank
 
-    @property
-    def writes_to_storage(self) -> bool:
-        """True if this job writes checkpoints to a persist directory."""
-        return self.config.storage.persists
-
 
 def say_for_node(site: Site, lines: Sequence[str]) -> None:
     """Print, of ``[rank]`` lines, that of the lowest rank of this node that has one, on that rank."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine import exchange
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.errors import ConfigError, UnrecoverableError
@@ -227,7 +228,7 @@ def _warn_of_lossy(met: Met, restored: Restored) -> None:
     """Print on every node that state is not exact, if that is so. Called by all ranks."""
     kept = ", ".join(f"{key} as {each}" for key, each in restored.fetched.lossy.items())
     line = f"warning: recovered state was stored as {kept}: it is not exact" if kept else ""
-    say_for_node(met.site, met.ranks.everyone.gather(line))
+    say_for_node(met.site, met.ranks.everyone.gather(line, exchange.TEXT))
 
 
 @contextmanager

@@ -96,13 +96,13 @@ def read_trace(name: str, lines: Iterable[str], seed: int = 0) -> list[Change]:
                     changes.append(Change(time_s=_count(time) / 1e3, removed=(machine,)))
                 case [date, time, count]:
                     when = datetime.fromisoformat(f"{date}T{time}+00:00").timestamp()
-                    counts.append((when, _count(count)))
+                    counts.append((when, _count(count, 10**6)))
                 case _:
                     raise ValueError
         except ValueError:
             raise ConfigError(
                 f"{name}, line {number}: {line.strip()!r} must be MILLISECONDS,add|remove,MACHINE or "
-                "DATE, TIME, NUMBER. Correct the line, or leave it out."
+                "DATE, TIME, NUMBER, with at most a million machines. Correct the line, or leave it out."
             ) from None
     if bool(changes) == bool(counts):
         raise ConfigError(
@@ -112,10 +112,10 @@ def read_trace(name: str, lines: Iterable[str], seed: int = 0) -> list[Change]:
     return _merged(changes or _changes_of(counts, Random(seed)))
 
 
-def _count(text: str) -> int:
+def _count(text: str, most: int = 10**15) -> int:
     """Return a number of something; raise ValueError for what is none."""
     number = int(text)
-    if number < 0:
+    if not 0 <= number <= most:
         raise ValueError
     return number
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
 from moe_ft.errors import ConfigError
@@ -310,7 +312,7 @@ class RankFacts:
         dp_ep_ranks: ``[data-parallel rank]`` its expert-parallel rank.
         grouped_layers: layers whose experts on this rank are one module and can be frozen only together.
         replicated_bytes: state outside experts that all data-parallel ranks hold, undivided.
-        gather: exchanges values among the ranks of the stage, all of which must call it.
+        gather: exchanges values of a type among the ranks of the stage, all of which must call it.
         gradient_bytes: of a gradient, as peers get it that follow.
     """
 
@@ -320,7 +322,7 @@ class RankFacts:
     dp_ep_ranks: Sequence[int]
     grouped_layers: frozenset[str]
     replicated_bytes: int
-    gather: Callable[[Any], list[Any]]
+    gather: Callable[[Any, Decoder[Any]], list[Any]]
     gradient_bytes: int = 4
 
 

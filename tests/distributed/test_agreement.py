@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.exchange import INT, TEXT, encode
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.errors import ConfigError, CorruptStateError, StorageAwayError
 from moe_ft.planning import levels
@@ -28,6 +30,7 @@ from moe_ft.recovery import planner
 from moe_ft.recovery.meet import Ranks
 from tests.harness import run_ranks
 
+TEXTS = msgspec.msgpack.Decoder(list[str])
 GROUP_TIMEOUT_S = 600.0  # the test fails long before
 ANSWER_S = 0.5
 
@@ -73,13 +76,16 @@ def decide(case: Case, act: Callable[[Decisions, bool], None]) -> None:
     agreement, stage = Agreement(GROUP_TIMEOUT_S), StageSum(GROUP_TIMEOUT_S)
     agreement.start()
     stage.start([0] * case.num_ranks, dist.get_rank())
-    assert agreement.gather(dist.get_rank()) == list(range(case.num_ranks))
-    assert agreement.broadcast(dist.get_rank()) == 0
-    collected = agreement.collect(f"of {dist.get_rank()}")
+    assert agreement.gather(dist.get_rank(), INT) == list(range(case.num_ranks))
+    assert agreement.broadcast(dist.get_rank(), INT) == 0
+    collected = agreement.collect(f"of {dist.get_rank()}", TEXT)
     assert (collected is not None) == (dist.get_rank() == 0)
-    assert agreement.hand_out(collected) == f"of {dist.get_rank()}"
+    contents = [encode(each) for each in collected or ()]
+    assert agreement.hand_out(contents, TEXT) == f"of {dist.get_rank()}"
     in_order = [f"of {rank}" for rank in range(case.num_ranks)]
-    assert agreement.fold([f"of {dist.get_rank()}"], lambda found: sum(found, [])) == in_order
+    assert (
+        agreement.fold([f"of {dist.get_rank()}"], lambda found: sum(found, []), TEXTS) == in_order
+    )
     agreement.barrier()
     decisions = Decisions(agreement, stage, Reports(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
@@ -226,7 +232,7 @@ def look_and_plan(trouble: Trouble, folder: Path) -> None:
     with patch.object(module, name, found), pytest.raises(trouble.kind) as raised:
         planner.Planner(met, phase.look(met, claimed)).plan()
     assert type(raised.value) is trouble.kind
-    assert len(set(ranks.everyone.gather(str(raised.value)))) == 1
+    assert len(set(ranks.everyone.gather(str(raised.value), TEXT))) == 1
     if not trouble.is_planning:
         assert f"rank {trouble.rank} on node node-{trouble.rank}" in str(raised.value)
     dist.barrier()
@@ -243,12 +249,13 @@ LEAVE = """
 import sys, time
 import torch.distributed as dist
 from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.engine.exchange import INT
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 agreement = Agreement(20.0)
 agreement.start()
 stage = StageSum(20.0)
-stage.start(agreement.gather(0), rank)
+stage.start(agreement.gather(0, INT), rank)
 if rank == 0:
     agreement.begin([1])
     agreement.leave()

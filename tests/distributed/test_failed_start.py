@@ -154,3 +154,5 @@ def test_start_that_fails_leaves_nothing_in_its_process(
         raise RuntimeError(result.output(0)[-3000:] + result.output(1)[-3000:])
     left = [json.loads((tmp_path / f"left_{rank}.json").read_text()) for rank in range(NUM_RANKS)]
     assert left == [{}] * NUM_RANKS
+    if flaw != "memory-dir":  # regions were there then
+        assert not [*memory_dir.rglob("*.alive")]

@@ -61,7 +61,7 @@ def test_without_flags_of_moe_ft_a_script_ends_in_the_state_of_plain_python(tmp_
 
 
 @pytest.mark.rest
-def test_start_with_other_arguments_of_the_script_says_which_and_from_what_to_what(
+def test_start_with_other_arguments_of_the_script_says_which(
     job: CheckpointJob,
 ) -> None:
     job.train, job.base = run_own, JOB
@@ -70,7 +70,7 @@ def test_start_with_other_arguments_of_the_script_says_which_and_from_what_to_wh
     (line,) = [
         line for line in result.output(0).splitlines() if "flags of the training script" in line
     ]
-    assert line.endswith(": --ignored-share: 0.25 there, 0.5 now")
+    assert line.endswith(": --ignored-share")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Metrics of a real job: scraped while it trains, of both ranks of its node, and refused before work."""
+"""Metrics of a real job: scraped while it trains, of both ranks of its node."""
 
 import os
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import pretrain_gpt_moe
 from moe_ft.faults import Phase
 from moe_ft.loop.faults import Faults
-from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.jobs import NUM_RANKS, CheckpointJob
 from tests.ports import free_port
 from tests.waiting import wait_for
@@ -63,12 +61,3 @@ def test_scrape_of_a_job_that_trains_has_what_its_event_logs_say(job: Checkpoint
         ]
         assert 0 < newest <= AT
         assert found["moe_ft_snapshot_bytes_total", name, "memory"] == sum(sizes)
-
-
-def test_port_that_is_taken_is_refused_before_training(job: CheckpointJob) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        result = job.run("--moe-ft-metrics-port", str(port))
-    assert result.exit_codes[0] == EXIT_REFUSED
-    assert f"error: --moe-ft-metrics-port={port} cannot be opened on 127.0.0.1" in result.output(0)
-    assert not list(job.events_dir.glob("*.jsonl"))

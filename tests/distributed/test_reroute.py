@@ -271,7 +271,7 @@ def test_deputy_without_room_for_another_rank_ends_the_job_and_all_ranks_continu
         nodes.start(*job.names)
         job.lose([3], then=fill)
         assert nodes.wait() == dict.fromkeys(("node0", "node1", "node2"), 1)
-    assert "a repair found no state to continue from: --moe-ft-memory-dir" in job.log
+    assert "a repair cannot take up the state: --moe-ft-memory-dir" in job.log
     ballast.unlink()
     again = Nodes(repaired, clip_grad=0.0)
     with again.nodes as nodes:

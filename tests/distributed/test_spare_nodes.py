@@ -2,6 +2,8 @@
 
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -70,7 +72,7 @@ def test_node_that_was_silent_ends_its_ranks_becomes_a_spare_and_takes_over_from
         wait_for(lambda: repaired.events("repair"), "the repair")
         nodes.wake("node1")
         check_takes_over_again(repaired, nodes)
-        assert "node node1 was silent and is replaced" in nodes.log("node1")
+        assert "node node1 is replaced: it was silent, or" in nodes.log("node1")
 
 
 @pytest.mark.rest
@@ -94,6 +96,45 @@ def test_node_that_is_cut_off_ends_its_ranks_and_takes_over_when_it_is_back(
         assert not any(map(psutil.pid_exists, ranks))
         networks.restore("node1")
         check_takes_over_again(repaired, nodes)
+
+
+@pytest.mark.rest
+def test_one_end_of_a_dead_link_is_replaced_and_leaves_nothing_though_both_reach_the_store(
+    repaired: RepairedJob,
+) -> None:
+    if reason := why_none():
+        pytest.skip(reason)
+    names = ("node0", "node1", "node2", "node3")
+    with (
+        Namespaces(*names) as networks,
+        repaired.kept_nodes(lost_after_s=5, networks=networks, store=3) as nodes,
+    ):
+        nodes.start(*names)
+        repaired.wait_for_iteration(4)
+        networks.part("node0", "node1")
+        wait_for(lambda: "and both reach the job's store" in nodes.log("node3"), "the verdict")
+        assert nodes.wait() == dict.fromkeys(names, 0), nodes.log("node3")[-3000:]
+    (lost,) = re.findall(r"node (\S+) is lost: it does not reach", nodes.log("node3"))
+    ranks = {"node0": [0, 1], "node1": [2, 3]}
+    check_taken_over(repaired, [{lost: "node2"}], ranks)
+    assert f"node {lost} is a spare" in nodes.log("node3")
+    assert not [*repaired.memory_dir.iterdir()]
+
+
+@pytest.mark.rest
+def test_spare_with_too_little_room_gets_no_ranks_and_one_with_room_does(
+    repaired: RepairedJob, mount_small: Callable[..., Path]
+) -> None:
+    with repaired.kept_nodes() as nodes:
+        mount_small("256k", repaired.memory_dir / "nodes" / "node2")
+        nodes.start("node0", "node1", "node2")
+        repaired.wait_for_iteration(4)
+        assert "node node2 is a spare (has room for 256.00 KiB)" in nodes.log("node0")
+        nodes.start("node3", first=3)
+        wait_for(lambda: "node node3 is a spare (has room for " in nodes.log("node0"), "the spare")
+        lose(repaired, nodes, "node1")
+        assert nodes.wait() == {"node0": 0, "node2": 0, "node3": 0}, nodes.log("node0")[-3000:]
+    check_taken_over(repaired, [{"node1": "node3"}], {"node1": [2, 3]})
 
 
 @pytest.mark.rest

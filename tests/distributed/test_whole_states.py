@@ -37,6 +37,14 @@ def contents(storage: Path, folder: Path) -> dict[str, bytes]:
     return {name: each.view(torch.uint8).numpy().tobytes() for name, each in tensors.items()}
 
 
+def test_last_state_alone_goes_to_storage_without_intervals_and_memory_is_let_go(
+    job: CheckpointJob,
+) -> None:
+    job.run("--moe-ft-persist-interval", "0", storage=True).check()
+    assert job.stored() == [job.num_iterations]
+    assert not (job.memory_dir / "test").exists()
+
+
 @pytest.mark.usefixtures("settled")
 @pytest.mark.rest
 @pytest.mark.parametrize("strategy", CASES)

@@ -8,10 +8,11 @@ from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as real
 
-from moe_ft.engine import agreement
+from moe_ft.engine import agreement, exchange
 from moe_ft.recovery import agree, meet, put_back
 from tests.simulation.active import Patches, World, world
 from tests.simulation.groups import Group, Round, Shared, pack, unpack
@@ -185,48 +186,24 @@ def get_process_group_ranks(group: Group | None = None) -> list[int]:
     return list(_group_of(group).members)
 
 
-def all_gather_object(values: list[Any], value: Any, group: Group | None = None) -> None:
-    work = _group_of(group).begin("all_gather_object", pack(value))
+def gather(_: World, group: Group, content: bytes) -> list[bytes] | None:
+    work = group.begin("gather", content)
     work.wait()
-    values[:] = [unpack(each) for each in work.values]
+    return None if group.own else list(work.values)
 
 
-def broadcast_object_list(
-    values: list[Any], src: int = 0, group: Group | None = None, **_: Any
-) -> None:
-    found = _group_of(group)
-    source = found.members.index(src)
-    packed = pack(tuple(values)) if source == found.own else None
-    work = found.begin("broadcast_object_list", packed, source=source)
+def scatter(_: World, group: Group, contents: Sequence[bytes]) -> bytes:
+    packed = None if group.own else tuple(contents)
+    work = group.begin("scatter", packed, source=0)
     work.wait()
-    if source != found.own:
-        values[:] = unpack(work.values[source])
+    found: bytes = work.values[0][group.own]
+    return found
 
 
-def gather_object(
-    value: Any, values: list[Any] | None = None, dst: int = 0, group: Group | None = None
-) -> None:
-    """Gather values on one member; all wait for all, since torch gathers their lengths on all of them."""
-    found = _group_of(group)
-    work = found.begin("gather_object", pack(value))
+def meet_ranks(_: World, value: Any, decoder: Any) -> list[Any]:
+    work = _group_of(None).begin("meet", msgspec.json.encode(value))
     work.wait()
-    assert (values is None) == (found.members.index(dst) != found.own)
-    if values is not None:
-        values[:] = [unpack(each) for each in work.values]
-
-
-def scatter_object_list(
-    received: list[Any], values: list[Any] | None, src: int = 0, group: Group | None = None
-) -> None:
-    found = _group_of(group)
-    source = found.members.index(src)
-    packed = None
-    if source == found.own:
-        assert values is not None and len(values) == found.size()
-        packed = tuple(pack(each) for each in values)
-    work = found.begin("scatter_object_list", packed, source=source)
-    work.wait()
-    received[0] = unpack(work.values[source][found.own])
+    return [exchange.decode(each, decoder) for each in work.values]
 
 
 def monitored_barrier(
@@ -268,10 +245,6 @@ _SIMULATED: dict[str, Any] = {
         get_rank,
         get_global_rank,
         get_process_group_ranks,
-        all_gather_object,
-        broadcast_object_list,
-        gather_object,
-        scatter_object_list,
         monitored_barrier,
         barrier,
         broadcast,
@@ -285,3 +258,5 @@ def install(patches: Patches, *modules: ModuleType) -> None:
     """Replace torch.distributed in the product, and in more modules."""
     for module in (agreement, agree, meet, put_back, *modules):
         patches.set(module, "dist", Distributed())
+    for name, simulated in (("gather", gather), ("scatter", scatter), ("meet", meet_ranks)):
+        patches.divert(exchange, name, simulated)

@@ -61,6 +61,24 @@ BUILDS_DECODERS = {
 }
 
 
+# Files that name a collective of torch which unpickles, or a pickle, each with the reason.
+MAY_UNPICKLE = {
+    **dict.fromkeys(
+        [
+            f"megatron/fault_tolerance/{name}.py"
+            for name in ("degraded/live_groups", "degraded/deputies", "repair/build")
+        ],
+        "answers what Megatron gathers by `all_gather_object`",
+    ),
+    "megatron/fault_tolerance/program/stages.py": "answers it for Megatron, and sends nothing",
+    "megatron/fault_tolerance/seams/replay.py": "names what Megatron may call, to record it",
+    "moe_ft/convert/torch_metadata.py": "reads checkpoints of others, and knows their few classes",
+}
+UNPICKLES = re.compile(
+    r"(all_gather|gather)_object|(broadcast|scatter|send|recv)_object_list|(c|cloud)?pickle|dill|shelve|marshal"
+)
+
+
 def lines_of(function: Function) -> int:
     """Return the number of lines from `def` to the end; decorators do not count."""
     return (function.end_lineno or 0) - function.lineno + 1
@@ -130,9 +148,12 @@ def test_short_files_have_two_importers() -> None:
 
 def builds_a_decoder(call: ast.AST) -> bool:
     """Return whether a call makes msgspec build what it knows of a type, unless that is there already."""
-    if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("msgspec."):
+    if not isinstance(call, ast.Call):
         return False
-    name = ast.unparse(call.func).rpartition(".")[2]
+    function = ast.unparse(call.func)
+    if not function.startswith("msgspec.") and function != "Decoder":
+        return False
+    name = function.rpartition(".")[2]
     return name in ("convert", "Decoder") or "type" in {each.arg for each in call.keywords}
 
 
@@ -145,6 +166,24 @@ def test_decoders_are_built_while_modules_are_imported() -> None:
     }
     check_rule(found - {*BUILDS_DECODERS}, "build the decoder once, at the level of the module")
     assert found >= {*BUILDS_DECODERS}, "remove it from BUILDS_DECODERS"
+
+
+def unpickles(node: ast.AST) -> bool:
+    """Return whether a node of the source names what unpickles, as an import, a name or a text."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        names = [module, *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+        return True
+    else:
+        names = [getattr(node, key, None) for key in ("id", "attr", "value")]
+    return any(isinstance(each, str) and UNPICKLES.fullmatch(each) for each in names)
+
+
+def test_nothing_that_others_have_sent_or_written_is_unpickled() -> None:
+    found = {path for path in product_files() if any(map(unpickles, ast.walk(tree_of(path))))}
+    check_rule(found - {*MAY_UNPICKLE}, "decode by type: moe_ft/engine/exchange.py, moe_ft/format")
+    check_rule({*MAY_UNPICKLE} - found, "remove these from MAY_UNPICKLE")
 
 
 def test_no_docstring_opens_with_a_question_word() -> None:

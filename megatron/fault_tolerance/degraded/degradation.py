@@ -218,10 +218,12 @@ def _tell_idle(groups: LiveGroups, loop: LoopState) -> None:
         return
     args = get_args()
     source = min(set(groups.ranks) - groups.idle)
-    found = [{name: getattr(args, name) for name in ("iteration", *COUNTERS)}]
-    dist.broadcast_object_list(found, src=source, group=groups.everyone)
+    names = ("iteration", *COUNTERS)
+    found = torch.tensor([float(getattr(args, name)) for name in names], dtype=torch.float64)
+    dist.broadcast(found, src=source, group=groups.everyone)
     if dist.get_rank() in groups.idle:
-        vars(args).update(found[0])
+        *counts, num_operations = found.tolist()
+        vars(args).update(zip(names, (*map(int, counts), num_operations), strict=True))
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         loop.iteration = args.iteration
 

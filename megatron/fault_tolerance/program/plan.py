@@ -74,6 +74,7 @@ _PRECISIONS = {
 _MOST_RANKS = 1_000_000  # a plan lists each
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _AT_LEAST_1 = (*_REQUIRED, "vocab_size", "padded_vocab_size", "micro_batch_size", "seq_length")
+_AT_MOST = {"num_layers": 10_000, "num_experts": 100_000}
 _ANY_LENGTH = 4096  # of sequences, where no size depends on it
 # What only Transformer Engine or a GPU can do: no size depends on it, a note says so, or it is described.
 _NEEDS_KERNELS = {
@@ -341,6 +342,11 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
             raise ConfigError(
                 f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a "
                 "larger one."
+            )
+    for name, most in _AT_MOST.items():
+        if (getattr(args, name) or 0) > most:
+            raise ConfigError(
+                f"{flag_of(name)}={getattr(args, name)} must be at most {most}: a plan lists all. Lower it."
             )
     if args.use_checkpoint_args or args.use_mp_args_from_checkpoint_args:
         raise ConfigError(

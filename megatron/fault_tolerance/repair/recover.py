@@ -101,7 +101,7 @@ def recover(
         may_keep: whether the state after the broken iteration may be recovered.
 
     Raises:
-        RepairError: if there is no state.
+        RepairError: if there is no state, or it cannot be taken up.
     """
     args = get_args()
     most = most_iteration(positions, args)
@@ -110,7 +110,10 @@ def recover(
         listeners.after_setup(built, args.iteration)
     except (ConfigError, UnrecoverableError) as error:
         # This is no refusal of the job: another start may do better.
-        raise RepairError(f"a repair found no state to continue from: {error}") from error
+        what = "a repair cannot take up the state"
+        if isinstance(error, UnrecoverableError):
+            what = "a repair found no state to continue from"
+        raise RepairError(f"{what}: {error}") from error
     batches.renew(parts.data_iterator)
     listeners.begin_training(parts)
     return int(args.iteration)

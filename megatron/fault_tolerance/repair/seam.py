@@ -202,24 +202,11 @@ class RepairSeam:
             return self._recipes.make(original, *args, **kwargs)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        if self._rank.joining is None:
-            self._share_token()
         with self._gathered.installed():
             result = original(*args, **kwargs)
         self._end_barrier.make_group()
         self._rank.groups.note()
         return result
-
-    def _share_token(self) -> None:
-        """Learn the token from rank 0, which has it from its zygote. Called by all ranks, at their start.
-
-        Raises:
-            RepairError: if this rank uses another store than rank 0.
-        """
-        tokens: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(tokens, self._rank.link.token)
-        self._rank.link.token = tokens[0]
-        job_store.check_owner(self._rank.store, os.environ, tokens[0])
 
     def _finish_together(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave an iteration when all ranks have finished it: outside of it nothing is repaired."""

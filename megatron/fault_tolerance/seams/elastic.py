@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
@@ -25,7 +25,7 @@ from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.engine.links.signed_store import SignedStore
-from moe_ft.errors import ConfigError, PlanError
+from moe_ft.errors import ConfigError, PlanError, RepairError
 from moe_ft.keeper import job_store
 from moe_ft.keeper.link import START, own_link
 from moe_ft.keeper.rounds import Rounds
@@ -151,7 +151,7 @@ def release(rank: int) -> None:
         deadline_s = time.monotonic() + _HEARD_S
         while store.add(heard, 0) < num_waiting and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
-    except RuntimeError as error:
+    except (RuntimeError, RepairError) as error:
         say(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
 
 
@@ -340,7 +340,7 @@ def _wait_for_nodes(args: argparse.Namespace, why: str) -> NoReturn:
 def _wait_for_end(args: argparse.Namespace) -> NoReturn:
     """Wait until training has ended, and end with it; fail if rank 0 has gone without a word."""
     say(f"rank {args.rank} waits: it takes no part in training until the ranks start again")
-    with suppress(RuntimeError):  # of a store that is gone
+    with suppress(RuntimeError, RepairError):  # of a store that is gone
         timeout_s = args.distributed_timeout_minutes * 60.0
         if (link := own_link()) is not None and link.is_watched:
             signed = SignedStore(job_store.connect(os.environ, link, timeout_s), lambda: link.token)
@@ -361,8 +361,10 @@ def _keys() -> tuple[str, str]:
     return f"{of_start}/over", f"{of_start}/heard"
 
 
-def _connect(timeout_s: float) -> TCPStore:
-    """Return a connection to the store of the ranks that train, which rank 0 keeps."""
+def _connect(timeout_s: float) -> dist.Store:
+    """Return a connection to the store of the ranks that train, which rank 0 keeps, or its zygote."""
+    if (link := own_link()) is not None:
+        return job_store.connect(os.environ, link, timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)

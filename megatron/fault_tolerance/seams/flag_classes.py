@@ -39,6 +39,7 @@ from moe_ft.config.flag_table import (
     flag_classes,
     names_in,
 )
+from moe_ft.format.identity import digest_setting
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
@@ -159,7 +160,7 @@ def record_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> dict[str, str]:
-    """Return the settings that only a script of one's own reads, by flag, as text.
+    """Return digests of the settings that only a script of one's own reads, by flag.
 
     They are the flags that the script has added, and those of Megatron that pretrain_gpt_moe.py refuses or
     nothing but other programs reads. Those with default values are left out. Nobody but the script knows what
@@ -169,7 +170,7 @@ def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> d
     names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}
     missing = object()
     return {
-        _flag(name): _as_text(value)
+        _flag(name): digest_setting(_flag(name), _as_text(value))
         for name in sorted(names)
         if (value := getattr(args, name, missing)) is not missing
         if value != getattr(defaults, name, missing)

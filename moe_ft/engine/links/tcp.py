@@ -10,6 +10,16 @@ from moe_ft.engine.links.transport import CHUNK_BYTES, Connection, Deadline, Lis
 _IDLE_S, _PROBE_S, _NUM_PROBES = 60, 10, 6  # until a peer that is silent is known to be gone
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Send small messages at once, and have the kernel notice a peer that is gone."""
+    with suppress(OSError):  # it is broken already, which the first step says
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+
+
 class TcpConnection(Connection):
     """A connection over one socket, which it owns."""
 
@@ -57,12 +67,7 @@ class TcpListener(Listener):
     @override
     def accept(self) -> TcpConnection:
         accepted = self._socket.accept()[0]
-        with suppress(OSError):  # it is broken already, which the first step says
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+        keep_alive(accepted)
         return TcpConnection(accepted)
 
     @override

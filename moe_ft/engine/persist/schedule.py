@@ -47,7 +47,7 @@ class StorageSchedule:
         """Take the parts that act.
 
         Args:
-            interval: complete snapshots between those that are written, 0 for never.
+            interval: complete snapshots between those that are written, 0 for none before the end.
             dense_interval: iterations between whole states that are written, 0 for none.
         """
         self._interval, self._dense_interval, self._client = interval, dense_interval, client
@@ -73,8 +73,7 @@ class StorageSchedule:
         """
         self._newest_index, self._whole_iteration = newest_index or "", iteration
         self._client.has_lost_previous = newest_index is None
-        if self._interval or self._dense_interval:
-            self._client.start()
+        self._client.start()
 
     @property
     def has_failed(self) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import override
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs
@@ -17,6 +19,8 @@ from moe_ft.strategies.partial.selection import RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import Part, UnitId, UnitKind
+
+_UNITS = Decoder(tuple[list[UnitId], int])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Partial(StrategyKind):
         own = [unit for unit in rotating if catalog.owns(unit)]
         # One exchange: a plan asks all ranks of a stage for what they give before the first can be built.
         most = max(map(catalog.num_bytes, own), default=0)
-        everyone = facts.gather((catalog.units, most))
+        everyone = facts.gather((catalog.units, most), _UNITS)
         layers, frozen = experts_of_stage([units for units, _ in everyone], experts.num_experts)
         layout = ExpertLayout(
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size

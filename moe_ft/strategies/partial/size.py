@@ -141,7 +141,7 @@ class _Stage:
     def _facts(self, rank: PlannedRank) -> RankFacts:
         answers = iter(self._gathered)
 
-        def gather(value: Any) -> list[Any]:
+        def gather(value: Any, _: Any) -> list[Any]:
             for answer in answers:
                 return answer
             raise _GatherError(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import override
 
 import numpy as np
+from msgspec.msgpack import Decoder
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import size_text
@@ -21,7 +22,10 @@ from moe_ft.strategies.selective.config import NAME, SelectiveConfig
 from moe_ft.strategies.selective.report import SelectiveSizes, costs, render
 from moe_ft.strategies.selective.selection import RankLoads
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
-from moe_ft.units import UnitKind
+from moe_ft.units import UnitId, UnitKind
+
+_UNITS = Decoder(list[UnitId])
+_SIZES = Decoder(tuple[int, int, dict[Expert, int], int])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +101,13 @@ class Selective(StrategyKind):
         always = [unit for unit in catalog.units if unit.kind is not UnitKind.EXPERT]
         rotating = [unit for unit in catalog.units if unit.kind is UnitKind.EXPERT]
         own = [unit for unit in rotating if catalog.owns(unit)]
-        layers, frozen = experts_of_stage(facts.gather(catalog.units), experts.num_experts)
+        layers, frozen = experts_of_stage(facts.gather(catalog.units, _UNITS), experts.num_experts)
         layout = ExpertLayout(
             num_layers=len(layers), num_experts=experts.num_experts, ep_size=experts.ep_size
         )
         sizes = {(unit.layer_name, unit.expert): catalog.num_bytes(unit) for unit in own}
         own_bytes = sum(map(catalog.num_bytes, always))
-        everyone = facts.gather((facts.rank, own_bytes, sizes, facts.gradient_bytes))
+        everyone = facts.gather((facts.rank, own_bytes, sizes, facts.gradient_bytes), _SIZES)
         loads = _loads(everyone, layers, experts.num_experts)
         least, follows = loads.least_budget, config.memory.sends_gradients
         for flag, text, budget, needed in (

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import override
 
+from msgspec.msgpack import Decoder
+
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs
@@ -12,9 +14,11 @@ from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.strategies.interface import Counting, ModelFacts, RankFacts, Strategy, StrategyKind
 from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import rank_units
+from moe_ft.strategies.sparse.positions import RankUnits, rank_units
 from moe_ft.strategies.sparse.report import choices, costs, footprint, render
 from moe_ft.strategies.sparse.strategy import SparseStrategy
+
+_UNITS = Decoder(tuple[int, RankUnits])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ class Sparse(StrategyKind):
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         own_units = rank_units(facts.experts.ep_rank, facts.catalog, facts.grouped_layers)
-        everyone = facts.gather((facts.rank, own_units))
+        everyone = facts.gather((facts.rank, own_units), _UNITS)
         layers, _ = experts_of_stage(
             [tuple(units.sizes) for _, units in everyone], facts.experts.num_experts
         )

@@ -162,12 +162,18 @@ class Connection:
 class Listener:
     """A socket that listens, of a zygote or of a store, which is a server then."""
 
-    def __init__(self, machine: Machine, process: Process) -> None:
-        self.machine, self.process = machine, process
+    def __init__(
+        self, machine: Machine, process: Process, address: tuple[str, int] = ("", 0)
+    ) -> None:
+        self.machine, self.process, self._address = machine, process, address
         self.pending: deque[Connection] = deque()
         # By prefix: of the starts that one store serves.
         self.starts = defaultdict[str, Values](lambda: Values(FORGED, spared=("run", "seat")))
         self.server: Process | None = None
+        self.store: Any = None
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._address
 
     @property
     def is_readable(self) -> bool:
@@ -373,6 +379,25 @@ def _run(target: Target) -> None:
         node.main(target.words[2:])
 
 
+class _NoFacts:
+    """Facts of a node about which nothing is known: it has no files, and no datagrams."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def open(self) -> None:
+        pass
+
+    def facts(self, *, has_ranks: bool) -> dict[str, Any]:
+        return {}
+
+    def is_due(self) -> bool:
+        return False
+
+    def remove_memory(self) -> None:
+        pass
+
+
 def install(patches: Patches) -> None:
     """Have the keeper's code run on simulated nodes."""
     for module in (zygote, worker, node):
@@ -380,6 +405,7 @@ def install(patches: Patches) -> None:
     for module in (zygote, node):
         patches.set(module, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
     patches.set(node, "set_process_name", lambda name: None)
+    patches.set(node, "OwnNode", _NoFacts)
     patches.set(Coordinator, "_begin_start", _observed(Coordinator._begin_start))
     patches.set(node, "send_request", _send_request)
     patches.set(node, "_connect", _connect_here)

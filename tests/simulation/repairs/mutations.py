@@ -307,7 +307,7 @@ def silent_nodes_are_waited_for(patches: Patches) -> None:
 def ends_kept_to_oneself(patches: Patches) -> None:
     """A node does not say that its ranks have ended."""
     original = roster.NodeSeat.beat
-    patches.set(roster.NodeSeat, "beat", lambda self, code, start: original(self, None))
+    patches.set(roster.NodeSeat, "beat", lambda self, code, *_, **__: original(self, None))
 
 
 @node_mutation

@@ -78,14 +78,13 @@ class Rank:
         if not self._job.repairs:
             link.retire()
         with self._listeners:
-            self._run(store)
+            self._run()
 
-    def _run(self, store: Any) -> None:
+    def _run(self) -> None:
         link = self.link
         if not self.is_alone:
             self._connect(0, self._timeout_s)
-            link.token = self._ends.gather("start", link.token, self._timeout_s)[0]
-            job_store.check_owner(store, os.environ, link.token)
+            self._ends.gather("start", None, self._timeout_s)
         if self._job.repairs:
             self._watcher.start()
         try:

@@ -3,16 +3,17 @@
 All that is signed and read in it is the product's.
 """
 
-from copy import copy
 from types import SimpleNamespace
 from typing import Any, override
 
+from moe_ft.errors import RepairError
 from moe_ft.keeper import job_store, rounds
 from tests.simulation.active import Patches
 from tests.simulation.repairs.machine import Listener, machine_here
 from tests.simulation.store import Store
 
 _POLL_S = 0.02
+_ANSWER_S = 30.0
 _LOOK_S = 0.1  # between two looks at a round: more would only take time
 
 
@@ -22,7 +23,7 @@ def _address_of(environment: Any) -> tuple[str, int]:
 
 def _listen(environment: Any) -> Listener:
     machine = machine_here()
-    listener = Listener(machine, machine.world.process)
+    listener = Listener(machine, machine.world.process, _address_of(environment))
     if machine.ports.setdefault(_address_of(environment), listener) is not listener:
         raise OSError(98, "Address already in use")
     return listener
@@ -43,21 +44,41 @@ class _Sockets:
         return SimpleNamespace(close=lambda: None)
 
 
-class TCPStore(Store):
-    """A connection to the job's store, or its server; its values are those of a prefix."""
+class StoreServer:
+    """The server of a start: those who know its token are let in."""
 
-    def __init__(self, host: str, port: int, *, is_master: bool, **options: Any) -> None:
+    def __init__(self, token: str, run: str, *, num_seats: int = 0) -> None:
+        self.token, self._num_seats, self._seated = token, num_seats, set[int]()
+
+    def start(self, listener: Listener) -> None:
+        listener.server, listener.store = machine_here().world.process, self
+        machine_here().changed()
+
+    def give_token(self, rank: int) -> str:
+        """Return the token for a rank that asks for it, once."""
+        if not 0 < rank < self._num_seats or rank in self._seated:
+            raise RepairError(f"rank {rank} has its token already")
+        self._seated.add(rank)
+        return self.token
+
+
+def _ask_for_token(address: tuple[str, int], run: str, rank: int) -> str:
+    return JobStore(address, run, "").server.give_token(rank)
+
+
+class JobStore(Store):
+    """A connection to the job's store; its values are those of a prefix."""
+
+    def __init__(self, address: tuple[str, int], run: str, token: str, prefix: str = "") -> None:
         self._machine, self._kernel = machine_here(), machine_here().world.kernel
         self._node = self._machine.world.process.node
-        if is_master:
-            self._listener: Listener = options["master_listen_fd"]
-            self._listener.server = self._machine.world.process
-            self._machine.changed()
-            return
-        self._listener = self._machine.ports[host, port]
-        timeout_s = options["timeout"].total_seconds()
-        if not self._machine.wait_for(self._answers, timeout_s):
-            raise RuntimeError("The client socket has timed out")
+        self._listener = self._machine.ports[address]
+        if not self._machine.wait_for(self._answers, _ANSWER_S):
+            raise TimeoutError("timed out")
+        self.server: StoreServer = self._listener.store
+        if token not in ("", self.server.token):
+            raise RepairError("the store is not the one of this start")
+        self.values = self._listener.starts[prefix]
 
     def _answers(self) -> bool:
         server = self._listener.server
@@ -84,16 +105,11 @@ class TCPStore(Store):
         return self.values.texts[key].encode()
 
 
-def _with_prefix(prefix: str, store: TCPStore) -> TCPStore:
-    view = copy(store)
-    view.values = store._listener.starts[prefix]
-    return view
-
-
 def install(patches: Patches) -> None:
     """Have the keeper and its ranks use simulated stores."""
     patches.set(rounds, "_MIN_POLL_S", _LOOK_S)
     patches.set(job_store, "listen", _listen)
     patches.set(job_store, "socket", _Sockets())
-    patches.set(job_store, "TCPStore", TCPStore)
-    patches.set(job_store, "PrefixStore", _with_prefix)
+    patches.set(job_store, "StoreServer", StoreServer)
+    patches.set(job_store, "JobStore", JobStore)
+    patches.set(job_store, "ask_for_token", _ask_for_token)

@@ -118,12 +118,29 @@ def test_numbers_that_say_the_same_are_equal(with_repairs: bool) -> None:
         assert int(given["STORE"]) >= own["parallelism"], "it has no ranks"
     for each in (pod(), *keepers):
         assert int(given["SAVE_SECONDS"]) + 60 <= each["terminationGracePeriodSeconds"]
-    budget = documents()[1]["spec"]
+    budget = documents()[2]["spec"]
     assert budget["minAvailable"] == int(given["NODES"])
     labels = {"jobset-name": name, "replicatedjob-name": job["name"]}
     assert budget["selector"]["matchLabels"] == {
         f"jobset.sigs.k8s.io/{label}": value for label, value in labels.items()
     }
+
+
+@pytest.mark.parametrize("with_repairs", [False, True])
+def test_pods_are_reached_by_each_other_alone_and_are_not_root(with_repairs: bool) -> None:
+    job, policy, _ = documents(with_repairs=with_repairs)
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}}
+    assert policy["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    for each in job["spec"]["replicatedJobs"]:
+        pod = each["template"]["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["automountServiceAccountToken"] is False
+        assert not pod["containers"][0]["image"].endswith(":latest")
 
 
 RANK = """

@@ -20,7 +20,9 @@ SLURM = ROOT / "examples" / "slurm"
 COMMANDS = {
     # Each start of the ranks takes the next exit code; all nodes are healthy; nothing else does anything.
     "srun": """case "$*" in
+        *getsockname*) [ ! -e port ] || cat port ;;
         *pretrain_gpt_moe.py*)
+            echo "MASTER_PORT=$MASTER_PORT"
             code=$(head -n 1 codes)
             sed -i 1d codes
             exit "$code" ;;
@@ -100,6 +102,15 @@ def test_refused_flags_end_the_job_without_a_restart_or_a_requeue(submit: Submit
     assert code == 2
     assert "requeued" not in said and "start 1" not in said
     assert said.index("rescued") < said.index("RUN_NAME=77 sbatch --job-name 77")
+
+
+def test_ranks_meet_at_a_port_that_their_first_node_has_drawn_or_at_one_that_nobody_knows(
+    submit: Submit, tmp_path: Path
+) -> None:
+    found = [submit(0)[1].partition("MASTER_PORT=")[2].split()[0] for _ in range(3)]
+    assert len({*found}) > 1, "the same job has had the same port each time"
+    (tmp_path / "port").write_text("31234\n")
+    assert "MASTER_PORT=31234\n" in submit(0)[1]
 
 
 @pytest.mark.parametrize("code", [3, 4])

@@ -1,4 +1,4 @@
-"""Commands start without torch, and a command that does not exist is refused."""
+"""Commands start without torch, act on no terminal, and one that does not exist is refused."""
 
 import json
 import subprocess
@@ -9,6 +9,8 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.files.storage import Storage
+from moe_ft.loop.refusing import refuse
+from moe_ft.saying import say
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
 from tests.unit.moe_ft.commands.runs import write_run
 from tests.unit.moe_ft.recovery.jobs import leave_job
@@ -68,3 +70,35 @@ def test_command_that_does_not_exist_is_refused(
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert "error: " in capsys.readouterr().err
+
+
+ACTING = "\x1b]0;t\x07\x9b31m\u202e[red]x[/nonsense][link=http://x]y[/link]"
+
+
+@pytest.mark.parametrize("command", ["report", "watch --once", "inspect", "verify"])
+def test_text_of_files_does_nothing_to_a_terminal(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "\x1b]0;t\x07"
+    if command in ("inspect", "verify"):
+        persist_checkpoint(Storage(str(folder)), 10, make_identity())
+    else:
+        log = write_run(folder, 0, [5.0])
+        log.write("start", 1, pid=1, host=ACTING, world_size=1)
+        log.write("degraded", 1, part=ACTING, reason=ACTING)
+        log.write("end", 1, reason=ACTING)
+    assert main([*command.split(), str(folder)]) == 0
+    assert main([*command.split(), str(tmp_path / ACTING)])
+    said = capsys.readouterr()
+    assert not set(said.out + said.err) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    assert "\\x1b]0;t\\x07" in said.out
+    assert "\\x1b]0;t\\x07\\x9b31m\\u202e[red]x" in said.err
+
+
+def test_refusals_and_lines_of_a_rank_do_nothing_to_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say(ACTING)
+    with pytest.raises(SystemExit):
+        refuse(ACTING, "moe_ft run")
+    assert not set(capsys.readouterr().err) & {"\x1b", "\x07", "\x9b", "\u202e"}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_ft import events
 from moe_ft.events import (
     EventLog,
+    EventTail,
     Progress,
     event_path,
     last_incarnation,
@@ -132,8 +133,24 @@ def test_no_more_than_the_end_of_an_endless_log_is_read(
 ) -> None:
     monkeypatch.setattr(events, "_MAX_TAIL_BYTES", 1 << 20)
     started(tmp_path, incarnation=7).write("iteration", 1)
-    os.truncate(event_path(tmp_path, 0), 1 << 36)  # 64 GiB of zeros that take no room
+    with event_path(tmp_path, 0).open("ab") as file:
+        file.write(bytes(2 << 20))
     assert last_incarnation(tmp_path, 0) == -1
+
+
+def test_holes_of_any_size_in_a_log_are_passed_over(tmp_path: Path) -> None:
+    path, line = tmp_path / "log", b'{"event": "x"}'
+    path.write_bytes(line + b"\n")
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + line + b"\n")
+        file.truncate(1 << 41)
+    tail, found = EventTail(path), list[bytes]()
+    while not found or tail.unread_bytes:
+        found += tail.read(1 << 20)
+    assert [sum(line in each for each in lines) for lines in (found, read_lines(path))] == [2, 2]
+    assert line in list(read_lines_backwards(path))
 
 
 @given(st.lists(st.one_of(st.just(b""), st.binary(max_size=40), st.just(b"event")), max_size=30))

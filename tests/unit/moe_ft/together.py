@@ -4,11 +4,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from moe_ft.engine.exchange import decode, encode
+
 GATHER_DEADLINE_S = 120.0
 
 
 def run_together[Answer](
-    num_ranks: int, run: Callable[[int, Callable[[Any], list[Any]]], Answer]
+    num_ranks: int, run: Callable[[int, Callable[[Any, Any], list[Any]]], Answer]
 ) -> list[Answer]:
     """Run a function for all ranks at once, in threads, with a gather that exchanges values among them.
 
@@ -20,9 +22,9 @@ def run_together[Answer](
     answers: dict[int, Answer] = {}
     barrier = threading.Barrier(num_ranks, timeout=GATHER_DEADLINE_S)
 
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
+    def gather_of(rank: int) -> Callable[[Any, Any], list[Any]]:
+        def gather(value: Any, decoder: Any) -> list[Any]:
+            values[rank] = decode(encode(value), decoder)
             barrier.wait()
             everyone = list(values)
             barrier.wait()

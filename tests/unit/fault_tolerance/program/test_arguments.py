@@ -61,7 +61,7 @@ REFUSED = {
     "--moe-ft-persist-dir=DIR must not be the same directory or one in the other: the first is emptied when "
     "a job ends, the second is kept. Name directories that are apart.",
     "--moe-ft-persist-interval -1": "--moe-ft-persist-interval=-1 must be at least 0. Give a number of "
-    "snapshots, or 0 to write none to storage.",
+    "snapshots, or 0 to write none before the end.",
     "--moe-ft-keep 0": "--moe-ft-keep=0 must be at least 1: the newest checkpoint is never deleted. Give the",
     "--moe-ft-recover-from iter_abc": "--moe-ft-recover-from=iter_abc must be auto, load or iter_N. Write it "
     "like iter_120.",

@@ -25,7 +25,7 @@ from megatron.fault_tolerance.repair.recover import (
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.config.observability import ObservabilityConfig
-from moe_ft.errors import RepairError, UnrecoverableError
+from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.fault_tolerance.repair.members import position_at
@@ -109,17 +109,29 @@ def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_i
     assert most(4, 4, done=Done.STEP) == 4, "its result was returned before"
 
 
-class _Lost(LoopListener):
-    """Finds no state."""
+class _Failing(LoopListener):
+    """Cannot recover."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     @override
     def after_setup(self, built: Built) -> None:
-        raise UnrecoverableError("every copy was lost")
+        raise self._error
 
 
-def test_repair_without_a_state_is_no_refusal_of_the_job(loop: Namespace) -> None:
-    listeners, position = Listeners(LoopState(), [_Lost()]), position_at(4)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UnrecoverableError("all is lost"), "found no state to continue from: all is lost"),
+        (ConfigError("node n2 has no room"), "cannot take up the state: node n2 has no room"),
+    ],
+)
+def test_repair_that_cannot_recover_is_no_refusal_of_the_job_and_says_what_is_true(
+    error: Exception, words: str, loop: Namespace
+) -> None:
+    listeners, position = Listeners(LoopState(), [_Failing(error)]), position_at(4)
     parts = LoopParts(model=[], optimizer=None, config=None, forward_backward=print)
-    with pytest.raises(RepairError, match="found no state to continue from: every copy was lost"):
+    with pytest.raises(RepairError, match=words):
         recover.recover(listeners, training_batches(), ([], None, None), parts, [position])
     assert listeners.loop.most_iteration == 5, "all know the result of the broken iteration"

@@ -4,6 +4,7 @@ Settings of a run are compared by what they mean, not by how they are written.
 """
 
 import argparse
+import hashlib
 import re
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.versions import RECOMMENDED, installed_version
 from moe_ft.config.flag_table import FLAGS, TESTED_VALUES, Kind, flag_classes, names_in
+from moe_ft.format.identity import digest_setting
 from moe_ft.strategies import registry
 from tests.demo_model import model_flags
 from tests.stock_program import CPU_FLAGS
@@ -264,9 +266,12 @@ def test_settings_of_a_script_are_its_own_flags_and_those_that_no_gpt_of_ours_re
     setattr(args, SCRIPT_FLAGS, ("corpus", "schedule"))
     args.corpus, args.schedule = ["a", "b"], object()
     args.fim_rate, args.sft, args.lr = 0.25, True, 1.0
-    assert script_settings(args, defaults) == {
+    clear = {
         "--corpus": "['a', 'b']",
         "--schedule": "object",  # not where it lies in memory, which every start changes
         "--fim-rate": "0.25",
         "--sft": "True",
     }
+    found = script_settings(args, defaults)
+    assert found == {name: digest_setting(name, value) for name, value in clear.items()}
+    assert found["--sft"] == "sha256:" + hashlib.sha256(b"--sft=True").hexdigest()[:16]

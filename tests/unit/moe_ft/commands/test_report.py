@@ -176,6 +176,17 @@ ODD_LINES = {
     "recovery without sources": '{"event":"recovery","iteration":9,"incarnation":0,"plt":0}',
     "torn line": '{"event":"iteration","iter',
     "nested brackets": "[" * 200_000,
+    "event with nested brackets": '{"event":"x","iteration":9,"incarnation":0,"time":1,"x":'
+    + "[" * 9000,
+    "process of 71 bits": (
+        '{"event":"start","iteration":0,"incarnation":0,"time":1,"pid":2361183241434822606848}'
+    ),
+    "time without a date": '{"event":"x","iteration":9,"incarnation":0,"time":1e300}',
+    "bytes beyond a float": (
+        '{"event":"persist","iteration":9,"incarnation":0,"time":1,"seconds":1,"bytes":1'
+        + "0" * 400
+        + "}"
+    ),
 }
 
 
@@ -212,6 +223,7 @@ def test_line_that_is_no_event_is_left_out_and_counted(line: str, tmp_path: Path
     write_run(tmp_path, 0, [5.0, 4.0]).write("end", 2, reason="finished")
     with event_path(tmp_path, 0).open("a") as file:
         file.write(line + "\n")
+    assert main(["watch", "--once", str(tmp_path)]) == 0
     summary = summarize(tmp_path)
     assert (summary.num_iterations, summary.last_loss) == (2, 4.0)
     assert summary.ranks[0].ending == "finished"

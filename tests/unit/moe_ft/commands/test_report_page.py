@@ -245,7 +245,7 @@ def test_run_without_checkpoints_losses_and_loads_has_a_page_that_says_so(tmp_pa
     ("file", "message"),
     [
         ("missing/x.html", "must be in a folder that exists. Make it"),
-        ("folder", "must be a file, and it is a directory. Name a file"),
+        ("folder", "must be a file, and it is something else. Name a file"),
         ("full", "cannot be written: No space left on device. Name another file"),
     ],
 )

@@ -65,6 +65,8 @@ def test_help_of_run_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None
         (["-m"], "there is no script. Write moe_ft run"),
         (["nowhere.py"], "nowhere.py cannot be read: No such file or directory. Give the path"),
         (["."], "'.' is no file. Give the path of the pretraining script"),
+        (["-m", "no.such"], "-m no.such: there is no such module. Give one that Python finds"),
+        (["-m", ".x"], "-m .x: there is no such module. Give one that Python finds"),
         ([""], "'' is no file. Give the path of the pretraining script"),
         (["pipe.py"], "'pipe.py' is no file. Give the path of the pretraining script"),
     ],
@@ -79,6 +81,8 @@ def test_command_line_without_a_script_is_refused(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.py")
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as end:
         run.run_script(words)
     assert end.value.code == EXIT_REFUSED
@@ -113,6 +117,8 @@ def test_module_is_looked_for_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "train.py").touch()
     seen = start(monkeypatch, ["-m", "pack.train", "--lr", "1"], path=["/somewhere"])
     assert seen == (
         ("pack.train", True),

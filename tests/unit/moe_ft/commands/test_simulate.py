@@ -1,6 +1,7 @@
 """`simulate` reads a file, simulates what `plan` would compare, and refuses what cannot be."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from operator import itemgetter
@@ -144,7 +145,17 @@ def test_trace_says_who_is_there_and_how_often_machines_fail(tmp_path: Path) -> 
         ("[failures]\nweibull_shape = 0\n", "failures.weibull_shape=0 must be from 0.2 to 10"),
         ("[failures]\ncrash_share = 2\n", "failures.crash_share=2 must be from 0 to 1"),
         ("[failures]\nrack_share = 0.1\n", "failures.rack_share=0.1 needs failures.rack_nodes"),
-        ("[machines]\nspares = -1\n", "machines.spares=-1 must be a whole number, at least 0"),
+        (
+            "[machines]\nspares = -1\n",
+            "machines.spares=-1 must be a whole number from 0 to a million",
+        ),
+        ("[machines]\nspares = 1000000000000\n", "machines.spares=1000000000000 must be a whole"),
+        ("x = " + "[" * 9000, "cannot be read: .* Give a TOML file as docs/simulate.md has it"),
+        ("JOB -persist-dir /x|-persist-dir '/x", "job.flags=.*No closing quotation"),
+        ("JOB mtbf_s = 600|mtbf_s = 600\ncluster = 'LIKE.toml'", "like=.* must be one of"),
+        ('[failures]\ntrace = "pipe"\n', "failures.trace=pipe cannot be read: .* a named pipe"),
+        ('[failures]\ntrace = "many.csv"\n', "many.csv, line 1: .* at most a million machines"),
+        ("JOB --num-layers 4|--num-layers 99999999999", "--num-layers=99999999999 must be at most"),
         (
             "[machines]\nleast_nodes = 9\n",
             "machines.least_nodes=9 must be at most the 2 nodes of the job",
@@ -181,6 +192,10 @@ def test_bad_input_is_refused_with_the_remedy(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.csv").write_text("0,add,a\nx,add,b\n")
+    (tmp_path / "many.csv").write_text("2026-01-01, 00:00:00, 1000000000\n")
+    (tmp_path / "LIKE.toml").write_text('like = ["a"]\n')
+    text = text.replace("'LIKE", f"'{tmp_path}/LIKE")
+    os.mkfifo(tmp_path / "pipe")
     job = JOB
     if text.startswith("JOB "):
         old, new = text[4:].split("|")

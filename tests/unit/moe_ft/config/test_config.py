@@ -11,7 +11,6 @@ from moe_ft.config.config import (
     MemoryConfig,
     MoeFtConfig,
     RecoveryConfig,
-    StorageConfig,
 )
 from moe_ft.config.fields import flag_of
 from moe_ft.config.flags import config_from
@@ -189,21 +188,6 @@ def test_node_is_named_by_the_flag_then_the_environment_then_the_host(
 )
 def test_iteration_to_recover_from_is_read(recover_from: str, iteration: int | None) -> None:
     assert RecoveryConfig(recover_from=recover_from).only_iteration == iteration
-
-
-@pytest.mark.parametrize(
-    ("config", "persists"),
-    [
-        (StorageConfig(), False),
-        (StorageConfig(persist_dir="/x"), True),
-        (StorageConfig(persist_dir="/x", persist_interval=0), False),
-        (StorageConfig(persist_dir="/x", persist_interval=0, persist_dense_interval=5), True),
-    ],
-)
-def test_storage_is_used_with_a_directory_and_an_interval(
-    config: StorageConfig, persists: bool
-) -> None:
-    assert config.persists is persists
 
 
 @pytest.mark.parametrize("value", ["", " "])

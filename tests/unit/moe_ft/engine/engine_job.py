@@ -185,6 +185,7 @@ class Rank:
             interval=self.setup.interval,
             overhead_limit=0.05,
             persist_interval=self.setup.persist_interval,
+            persists=self.setup.persist_interval > 0,
             raises=self.setup.raises,
         )
         return build_engine(

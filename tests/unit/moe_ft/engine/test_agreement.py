@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_ft.engine import agreement as module
+from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.errors import SnapshotError
 
@@ -25,8 +26,8 @@ def test_single_rank_agrees_with_itself(agreement: Agreement) -> None:
 
 
 def test_single_rank_gathers_and_broadcasts_its_own_value(agreement: Agreement) -> None:
-    assert agreement.gather("value") == ["value"]
-    assert agreement.broadcast("value") == "value"
+    assert agreement.gather("value", exchange.TEXT) == ["value"]
+    assert agreement.broadcast("value", exchange.TEXT) == "value"
     agreement.barrier()
 
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from moe_ft.engine.exchange import INT, encode
 from moe_ft.engine.seats import Seat, SeatedAgreement, SeatedStageSum, Seats
 
 LIMIT_S = 20.0
@@ -50,10 +51,10 @@ def test_all_ranks_agree_and_none_is_missing(seats: Seats) -> None:
         agreement.barrier()
         return (
             agreement.result(),
-            agreement.gather(own),
-            agreement.broadcast(own),
-            agreement.collect(own),
-            agreement.hand_out([5, 6, 7] if own == 0 else None),
+            agreement.gather(own, INT),
+            agreement.broadcast(own, INT),
+            agreement.collect(own, INT),
+            agreement.hand_out([*map(encode, [5, 6, 7])] if own == 0 else [], INT),
         )
 
     everyone = ([1, 7], [0, 1, 2], 0)
@@ -69,7 +70,7 @@ def test_ranks_of_a_stage_are_those_of_its_processes(seats: Seats) -> None:
     def run(rank: int) -> list[int]:
         stage = SeatedStageSum(LIMIT_S, Seat(seats, rank))
         stage.start([0, 0, 0], rank)
-        return stage.gather(rank)
+        return stage.gather(rank, INT)
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(run, range(3))) == [[0, 1, 2]] * 3
@@ -81,7 +82,7 @@ def test_seat_that_leaves_ends_the_wait_of_the_others(seats: Seats) -> None:
             agreement.leave()
             return []
         with pytest.raises(RuntimeError, match=r"speaks for ranks \[0, 1, 2\]"):
-            agreement.gather(0)
+            agreement.gather(0, INT)
         return []
 
     on_all(seats, act)

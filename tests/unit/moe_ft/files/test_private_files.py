@@ -1,6 +1,7 @@
 """Directories and files of ours are made private; what others own or could replace is refused."""
 
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from moe_ft.files.private_files import (
     open_private,
     open_regular,
     read_private,
+    replace_file,
     write_atomically,
 )
 
@@ -193,3 +195,18 @@ def test_small_file_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> Non
     write_atomically(tmp_path / "file", b"new")
     assert not (tmp_path / "file").is_symlink()
     assert (tmp_path / "target").read_bytes() == b"secret"
+
+
+def test_link_in_the_place_of_a_file_is_replaced_and_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "known")
+    mine, page = tmp_path / "mine", tmp_path / "page"
+    mine.write_text("mine")
+    page.symlink_to(mine)
+    replace_file(page, "new")
+    assert (mine.read_text(), page.read_text(), page.is_symlink()) == ("mine", "new", False)
+    (tmp_path / ".known.part").symlink_to(mine)  # a name that was guessed
+    with pytest.raises(FileExistsError):
+        replace_file(page, "newer")
+    assert (mine.read_text(), page.read_text()) == ("mine", "new")

@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
-from moe_ft.errors import CorruptStateError, UnsafePathError
+from moe_ft.errors import ConfigError, CorruptStateError, UnsafePathError
 from moe_ft.files import storage
 from moe_ft.files.local_files import page_blocks
 from moe_ft.files.storage import (
     Storage,
     file_tag,
     give_own_random,
-    hide_password,
     rank_path,
 )
 from moe_ft.format.encoding import encode
@@ -246,17 +246,40 @@ def test_manifest_of_an_index_that_names_an_unknown_file_is_refused(storage: Sto
         write_manifest(storage, 5, file_tag(make_identity()), 1)
 
 
+SECRETS = [
+    "ftp://bob:{}@host/a",
+    "simplecache::ftp://bob:{}@host/a",
+    "s3://AKIA:{}@bucket/a",
+    "http://host/a?X-Amz-Signature={}",
+    "https://host/c/a?sv=1&sig={}",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    "secret", ["s3cret", "se/cret", "se@cret", "se:cret", "se?cret", "se%2Fcret"]
+)
+def test_url_with_a_secret_is_refused_without_showing_it(url: str, secret: str) -> None:
+    given = url.format(secret)
+    config = MoeFtConfig(storage=StorageConfig(persist_dir=given))
+    for refuse in (lambda: Storage(given), lambda: config.validate(1)):
+        with pytest.raises(ConfigError, match=r"must hold no password.*environment") as refused:
+            refuse()
+        assert "cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
     [
-        ("s3://key:se%2Fcret@bucket/a", "s3://key:***@bucket/a"),
-        ("abfs://container@account.dfs.core.windows.net/a", None),
-        ("s3://bucket/a:b@c", None),
-        ("/a/b", None),
+        "sftp://bob@host:22/a@b",
+        "hdfs://host:8020/a@b",
+        "abfs://container@account.dfs.core.windows.net/a",
+        "s3://bucket/a:b@c",
+        "/a/b?c=d",
     ],
 )
-def test_url_that_is_shown_has_no_password(url: str, shown: str | None) -> None:
-    assert hide_password(url) == (shown or url)
+def test_url_without_a_secret_is_taken_as_it_is(url: str) -> None:
+    assert Storage(url).url == url
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from moe_ft.format.entries import (
 from moe_ft.format.identity import (
     changed_settings,
     differing_settings,
+    digest_setting,
     has_other_layout,
     incomparable_settings,
 )
@@ -97,14 +98,13 @@ def test_settings_that_differ_are_described_and_those_that_one_side_lacks_are_na
     assert incomparable_settings(ours, theirs) == ["--c", "--d"]
 
 
-def test_settings_that_were_changed_added_or_left_out_are_described() -> None:
+@pytest.mark.parametrize("is_clear", [True, False], ids=["of an earlier version", "digests"])
+def test_settings_that_were_changed_added_or_left_out_are_named(is_clear: bool) -> None:
     ours, theirs = {"--a": "1", "--b": "2", "--d": "4"}, {"--a": "1", "--b": "3", "--c": "None"}
-    assert changed_settings(ours, theirs) == [
-        "--b: 3 there, 2 now",
-        "--c: None there, not given now",
-        "--d: not given there, 4 now",
-    ]
-    assert changed_settings(ours, dict(ours)) == []
+    now = {name: digest_setting(name, value) for name, value in ours.items()}
+    there = {n: value if is_clear else digest_setting(n, value) for n, value in theirs.items()}
+    assert changed_settings(now, there) == ["--b", "--c", "--d"]
+    assert changed_settings(now, ours if is_clear else dict(now)) == []
 
 
 def test_slots_are_compared_with_none_and_other_settings_only_where_both_runs_have_them() -> None:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from moe_ft.engine.links import addresses
 from moe_ft.errors import RepairError
-from moe_ft.keeper import job_store
+from moe_ft.keeper import job_store, store_client
 from moe_ft.keeper.link import Link
 from moe_ft.saying import say
 from tests.ports import free_port
 
-TOKEN = "the token of the start"
+TOKEN = "the token of this start: 32 bytes"[:32]
 DEADLINE_S = 60.0
 
 Environment = dict[str, str]
@@ -114,7 +114,7 @@ def test_first_rank_whose_zygote_could_not_listen_uses_no_other_store(given: Env
 @pytest.mark.parametrize(
     ("changes", "token", "message"),
     [
-        ({"TORCHELASTIC_RUN_ID": "b"}, "", "is of the job 'a', and this one is 'b'"),
+        ({"TORCHELASTIC_RUN_ID": "b"}, "", "is of another job than 'b'"),
         ({}, "of another start", "is not the one of this start: another job has taken the port"),
         ({"RANK": "0"}, "of another start", "is not the one of this start"),
     ],
@@ -127,15 +127,26 @@ def test_rank_of_another_job_does_not_use_the_store(
 
 
 def test_each_rank_has_one_first_process_in_a_store(given: Environment) -> None:
-    store = job_store.connect(given, Link(), DEADLINE_S)
+    store = job_store.connect(given, link := Link(), DEADLINE_S)
+    assert link.token == TOKEN
     job_store.take_seat(store, given)
     job_store.take_seat(store, {**given, "RANK": "0"})
     with pytest.raises(RepairError, match="has a rank 1 already: it is of another job"):
         job_store.take_seat(store, given)
 
 
+@pytest.mark.parametrize("rank", ["0", "1", "2", "4294967295"])
+def test_token_of_torchrun_is_given_to_each_rank_once_and_to_nobody_else(
+    given: Environment, rank: str
+) -> None:
+    job_store.connect(given, Link(), DEADLINE_S)
+    address = ("127.0.0.1", int(given["MASTER_PORT"]))
+    with pytest.raises(RepairError, match=f"has a rank {rank} already"):
+        store_client.ask_for_token(address, "a", int(rank))
+
+
 def test_store_that_is_not_one_of_repairs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_store, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(store_client, "_ANSWER_S", 0.1)
     given = environment()
     port = int(given["MASTER_PORT"])
     _stock = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

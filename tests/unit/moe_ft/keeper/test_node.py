@@ -4,13 +4,18 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.engine.memory.job_directory import entered_job, own_directory
 from moe_ft.keeper import job_store, node, roster
 from moe_ft.keeper.node import PlannedEnd
+from moe_ft.keeper.roster import OVER
+from moe_ft.recovery.job_memory import alive_lock
 from tests.unit.moe_ft.keeper.node_job import Job
 
 SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
@@ -129,6 +134,27 @@ def test_node_says_under_its_newest_name_that_it_is_told_to_end(
     assert job.store.length("nodes/arrived") == 1 + is_cut
     assert job.store.values("nodes/leaving") == [job.store.values("nodes/arrived")[-1]["id"]]
     assert "node host2 ends: it was a spare, and it is told to end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "is_alive", "stays"),
+    [(0, False, False), (1, False, True), (0, True, True)],
+    ids=["over", "failed", "lived in"],
+)
+def test_node_without_ranks_removes_its_memory_when_the_job_is_over_for_good(
+    code: int, is_alive: bool, stays: bool, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with entered_job(tmp_path / "job", timeout_s=100):
+        kept = own_directory(tmp_path / "job" / "host2", 3)
+        kept.mkdir(parents=True)
+    words = (*SAVING, "--moe-ft-memory-dir", str(tmp_path), "--moe-ft-job-id=job")
+    job = Job()
+    member = node.Node(environment, words, lambda limit_s: job.store)
+    job.store.set(OVER, {"code": code, "why": "it failed" * code})
+    with alive_lock(kept.parent, 3) if is_alive else nullcontext():
+        assert member.run() == code
+    assert kept.exists() == stays
+    assert (tmp_path / "job").exists() == stays
 
 
 def test_ranks_are_ended_once(environment: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_ft.keeper import nodes, roster
-from moe_ft.keeper.roster import PlayedSlots
+from moe_ft.keeper.roster import ARRIVED, NodeSeat, PlayedSlots, of_node
 from moe_ft.keeper.rounds import Rounds
 from tests.unit.moe_ft.keeper.node_job import Job, ranks
 
@@ -69,6 +69,18 @@ def test_spare_gets_the_ranks_of_its_number_first(
         2: [2],
         3: [],
     }
+
+
+def test_node_and_order_that_are_said_again_count_once() -> None:
+    job = Job()
+    first = job.come("a", 0)
+    job.store.append(ARRIVED, {"id": first.id, "name": "a", "number": 1})
+    job.coordinator.step()
+    assert [each.name for each in job.coordinator._nodes] == ["a"]
+    orders = of_node(first.id, "orders")
+    assert ranks(first) == [0]
+    job.store.append(orders, *job.store.values(orders))
+    assert ranks(first) == []
 
 
 def test_spare_gets_the_ranks_of_a_node_a_node_that_does_not_come(
@@ -282,3 +294,75 @@ def test_spares_go_first_where_a_stage_has_no_other_group() -> None:
     assert played.choose(lost, half, stages) == {*range(half)}
     assert played.choose(lost, half - 1, stages) == set()
     assert played.choose([0, 1, half], 1, stages) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("rooms", "taker"), [((10, 100), 3), ((100, 10), 2), ((10, 10), None), ((None, 10), 2)]
+)
+def test_ranks_go_to_a_spare_that_has_room_and_without_one_the_job_ends_as_without_spares(
+    rooms: tuple[int | None, ...], taker: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(waits=False)
+    there = [job.come(f"host{number}", number) for number in range(2)]
+    Rounds(job.store, 0, 2).finish(0)
+    there[0].beat(None, used_bytes=50)
+    there[1].beat(None, used_bytes=40)
+    job.coordinator.step()
+    for number, room in enumerate(rooms, 2):
+        facts = {} if room is None else {"room_bytes": room}
+        job.seats[f"host{number}"] = NodeSeat(job.store, f"host{number}", number, **facts)
+    job.coordinator.step()
+    job.lose("host1")
+    found = {number: ranks(job.seats[f"host{number}"]) for number in (2, 3)}
+    assert found == {number: [1] if number == taker else [] for number in (2, 3)}
+    said = capsys.readouterr().err
+    assert "node host3 is a spare (has room for " in said
+    assert (job.coordinator.over == 1) == (taker is None)
+    few = "; node host2 (has room for 10 B of 50 B) is too small; node host3 (has room for 10 B"
+    assert (few in said) == (taker is None)
+
+
+def test_spare_that_gets_room_takes_the_ranks_that_wait_for_it() -> None:
+    job = Job(waits=True)
+    there = [job.come(f"host{number}", number) for number in range(3)]
+    Rounds(job.store, 0, 2).finish(0)
+    there[0].beat(None, used_bytes=50)
+    there[2].beat(None, room_bytes=49)
+    job.coordinator.step()
+    job.lose("host1")
+    assert ranks(there[2]) == []
+    there[2].beat(None, room_bytes=50)
+    job.coordinator.step()
+    job.coordinator.step()
+    assert ranks(there[2]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("dead", "num_nodes", "lost"),
+    [("01", 4, 1), ("10", 4, 1), ("12 23", 5, 2), ("1>2", 4, None), ("01", 3, None)],
+    ids=["of the store", "in the other order", "most", "one end alone", "no spare"],
+)
+def test_one_end_of_a_link_that_both_ends_miss_is_replaced_if_a_spare_can(
+    dead: str, num_nodes: int, lost: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(num_nodes=3 if num_nodes < 5 else 4)
+    there = [job.come(f"host{number}", number) for number in range(num_nodes)]
+    Rounds(job.store, 0, 4).finish(0)
+    unreached: dict[int, list[str]] = {number: [] for number in range(num_nodes)}
+    for pair in dead.split():
+        one, other = int(pair[0]), int(pair[-1])
+        unreached[one].append(there[other].id)
+        if ">" not in pair:
+            unreached[other].append(there[one].id)
+    for _ in range(2):
+        for number, seat in enumerate(there):
+            if not seat.is_lost():
+                seat.beat(None, unreached=unreached[number])
+        job.coordinator.step()
+    assert [seat.is_lost() for seat in there] == [number == lost for number in range(num_nodes)]
+    assert job.coordinator.over is None
+    said = capsys.readouterr().err
+    assert said.count("it does not reach node") == (dead != "1>2")
+    if lost is None and dead != "1>2":
+        assert "node host1 stays: it does not reach node host0, and both reach the job's" in said
+        assert "no spare is left (--moe-ft-spare restart)" in said

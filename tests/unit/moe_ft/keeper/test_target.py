@@ -121,6 +121,11 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
         ("2:3", [], r"--nodes 2:3 needs ranks with --moe-ft-elastic.*Add the flag"),
         ("4:3", ["--moe-ft-elastic"], r"--nodes 4:3 must be MIN:N with MIN at most N. Correct it"),
         (":3", ["--moe-ft-elastic"], r"--nodes  must be a whole number, at least 1"),
+        (
+            "9" * 4400,
+            [],
+            r"--nodes 9+ must be a whole number, at least 1 and below 10\^9. Correct it",
+        ),
     ],
 )
 def test_nodes_of_an_elastic_job_are_a_range(
@@ -152,6 +157,7 @@ def test_nodes_of_an_elastic_job_are_a_range(
             r"--meet  must be HOST:PORT of the node that keeps the job's store",
         ),
         ({"--meet": "node0"}, "0" * 32, r"--meet node0 must be HOST:PORT"),
+        ({"--meet": "node0:999999"}, "0" * 32, r"--meet node0:999999 must be HOST:PORT"),
         ({"--nodes": "0"}, "0" * 32, r"--nodes 0 must be a whole number, at least 1"),
         ({"--number": "-1"}, "0" * 32, r"--number -1 must be a whole number"),
         ({"--grace": "9"}, "0" * 32, r"--grace 9 must be a whole number, at least 10"),

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from moe_ft.errors import UnsafePathError
 from moe_ft.keeper import worker
+from moe_ft.keeper.target import Target
+from moe_ft.processes import start_ticks
 from tests.processes import is_running
 from tests.unit.moe_ft.keeper.agents import Agent, kill
 from tests.waiting import wait_for
@@ -353,6 +356,18 @@ def test_directory_that_others_could_replace_is_not_used(tmp_path: Path) -> None
     assert "can be written by other users" in " ".join(agent.log.read_text().split())
     assert agent.read("facts")["zygote"] != os.getpid()
     agent.close()
+
+
+def test_sockets_of_agents_that_have_ended_are_removed_when_another_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: None)
+    own = os.getpid(), start_ticks(os.getpid())
+    lives, ended, other = (f"{own[0]}_{own[1]}.socket", "999999999_1.socket", f"{own[0]}_1.socket")
+    for name in (lives, ended, other, "a_b.socket"):
+        (tmp_path / name).touch()
+    worker._start_zygote(Target(words=("x.py",)), 1, tmp_path / "1_2.socket")
+    assert {each.name for each in tmp_path.iterdir()} == {lives, "a_b.socket", "1_2.socket"}
 
 
 def test_workers_of_an_agent_meet_elsewhere_if_the_directory_is_taken(

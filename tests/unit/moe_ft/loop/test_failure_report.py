@@ -21,9 +21,10 @@ from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
+from moe_ft.keeper import link
 from moe_ft.loop import failure_report
 from moe_ft.loop.failure_report import FailureReport
-from moe_ft.loop.leaving import JobProcesses
+from moe_ft.loop.leaving import JobProcesses, meet_processes
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.waiting import wait_for
@@ -168,6 +169,17 @@ def test_rank_learns_that_another_one_had_timed_out(store: dist.Store, event_log
     report._report("RuntimeError: lost", False)
     assert last_event(event_log)["timed_out"]
     assert last_event(event_log)["silent_ranks"] == [], "it has left a note"
+
+
+def test_survivor_and_replacement_read_each_others_notes_when_the_setup_of_a_repair_fails(
+    store: dist.Store, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_own", link.Link(died_s=1.0, token="of the start"))
+    report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)  # not set up
+    notes = SignedStore(store, lambda: meet_processes().token)
+    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, True])
+    report._report("RepairError: refused", False)
+    assert last_event(event_log)["timed_out"], "the note counts"
 
 
 def test_notes_of_a_stranger_say_nothing_of_the_ranks(

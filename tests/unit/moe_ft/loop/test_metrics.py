@@ -1,10 +1,12 @@
 """Metrics of a node: where they are served, to whom, and that what cannot be served is refused or said."""
 
 import re
+import select
 import socket
 import sys
 import urllib.request
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from moe_ft.loop import metrics
 from moe_ft.loop.metrics import METRICS, Metrics
 from tests.ports import free_port
 from tests.unit.moe_ft.commands.runs import write_run
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -154,28 +157,46 @@ def test_nothing_is_opened_without_the_flag_or_by_other_local_ranks(
     assert len(psutil.Process().net_connections()) == before
 
 
-def test_port_that_is_taken_is_refused(config: ObservabilityConfig) -> None:
-    with (
-        socket.create_server(("127.0.0.1", config.metrics_port)),
-        pytest.raises(ConfigError) as refused,
-    ):
-        Metrics(config, 2).start()
-    assert f"--moe-ft-metrics-port={config.metrics_port} cannot be opened on 127.0.0.1" in str(
-        refused.value
-    )
-    assert "(Address already in use)" in str(refused.value)
-    assert "Name a port that is free on all nodes" in str(refused.value)
-
-
-def test_run_that_has_begun_does_not_end_because_its_port_is_taken(
-    config: ObservabilityConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_port_that_is_taken_is_a_warning_and_ends_no_run(
+    config: ObservabilityConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path, 2, [5.0])
     listener = Metrics(config, 2)
     with socket.create_server(("127.0.0.1", config.metrics_port)):
         listener.start()
     listener.close()
-    assert "warning: no metrics are served: --moe-ft-metrics-port=" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    flag = f"--moe-ft-metrics-port={config.metrics_port}"
+    assert f"warning: no metrics are served: {flag} cannot be opened on 127.0.0.1" in said
+    assert "(Address already in use)" in said
+    assert "Name a port that is free on all nodes" in said
+
+
+def test_strangers_that_ask_nothing_take_few_places_and_lose_them(
+    served: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_CONNECTION_S", 1e9)
+    address = ("127.0.0.1", served.metrics_port)
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(address, timeout=60))
+            for _ in range(2 * metrics._MOST_CONNECTIONS)
+        ]
+        # The ones that came first stay; the server closes the others at once.
+        for each in strangers[metrics._MOST_CONNECTIONS :]:
+            assert each.recv(1) == b""
+        assert not select.select(strangers[: metrics._MOST_CONNECTIONS], [], [], 0)[0]
+        monkeypatch.setattr(metrics, "_CONNECTION_S", 0.0)
+        for each in strangers:
+            assert each.recv(1) == b""
+        monkeypatch.setattr(metrics, "_CONNECTION_S", 60.0)
+        wait_for(lambda: can_scrape(served.metrics_port), "a place that is free again")
+
+
+def can_scrape(port: int) -> bool:
+    try:
+        return bool(scrape(port))
+    except OSError:
+        return False
 
 
 def test_interface_that_does_not_exist_is_refused(config: ObservabilityConfig) -> None:

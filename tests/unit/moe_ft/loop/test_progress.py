@@ -1,10 +1,13 @@
 """Events, digests and numbers of a run have all their fields, and one incarnation on all ranks."""
 
+import errno
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, override
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,7 +123,7 @@ def test_log_line_that_was_printed_or_will_be_is_not_named(
 def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: EventLog) -> None:
     progress.after_iteration(ended(6, losses={"lm loss": torch.tensor(1.5)}))
     last = last_event(event_log)
-    assert last.pop("resident_bytes") is None, "the process is looked up when the log is opened"
+    assert last.pop("resident_bytes") > 0
     assert last == {
         "event": "iteration",
         "iteration": 6,
@@ -133,6 +136,23 @@ def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: 
     }
     progress.after_iteration(ended(7))
     assert last_event(event_log)["loss"] is None, "this stage computes none"
+
+
+def test_what_only_tells_of_a_run_cannot_end_it(
+    progress: Progress, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        """Board, terminal and process of a rank that has no descriptor, and no room, left."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", Full())
+    monkeypatch.setattr(psutil, "Process", Full)
+    monkeypatch.setattr(sys, "stderr", Full())
+    progress.after_iteration(ended(6, losses={"lm loss": torch.tensor(1.5)}))
+    last = last_event(event_log)
+    assert (last["iteration"], last["resident_bytes"]) == (6, None)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,21 @@
 """Shares of plans: each rank finds in its own what the whole plan has for it, and nothing else travels."""
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, Version, plan_recovery, plan_to_keep
-from moe_ft.planning.shares import Packer, Unpacker, share_out, take_share
+from moe_ft.planning.shares import Common, Packer, Share, Unpacker, share_out, take_share
 from tests.unit.moe_ft.planning.test_local_recovery import PIPELINES, failure, found_logs, plan_of
 from tests.unit.moe_ft.planning.test_other_layouts import NOW, other
 from tests.unit.moe_ft.planning.test_recovery import FIRST, inventories, make_version
+
+COMMON, SHARE = msgspec.msgpack.Decoder(Common), msgspec.msgpack.Decoder(Share)
 
 
 def check_shares(
@@ -26,10 +28,12 @@ def check_shares(
 ) -> list[Plan]:
     """Check that every rank gets what is for it; return the plans that the ranks get."""
     common, shares = share_out(plan, kept, len(node_of), needs_elsewhere=needs_elsewhere)
-    common = pickle.loads(pickle.dumps(common))
+    common = COMMON.decode(msgspec.msgpack.encode(common))
     taken = []
     for rank, node in enumerate(node_of):
-        own, own_kept = take_share(common, shares[rank], rank=rank, stage=stage_of[rank], node=node)
+        own, own_kept = take_share(
+            common, SHARE.decode(shares[rank]), rank=rank, stage=stage_of[rank], node=node
+        )
         assert own.sources_of(rank) == plan.sources_of(rank)
         assert own.elsewhere.get(rank, ()) == (plan.elsewhere[rank] if needs_elsewhere else ())
         assert own.basis == plan.basis and own.version == plan.version
@@ -85,9 +89,9 @@ def test_rank_that_recovers_alone_gets_its_logs_and_the_records_that_answer(
     plan, _, plans = plan_of(remains.versions, found_logs(remains))
     assert plan is not None
     common, shares = share_out(plan, plan_to_keep(plan, plans), 3, needs_elsewhere=needs_elsewhere)
-    common = pickle.loads(pickle.dumps(common))
+    common = COMMON.decode(msgspec.msgpack.encode(common))
     for rank, node in enumerate(PIPELINES.node_of):
-        own, _ = take_share(common, shares[rank], rank=rank, stage=rank, node=node)
+        own, _ = take_share(common, SHARE.decode(shares[rank]), rank=rank, stage=rank, node=node)
         assert isinstance(own, LocalPlan)
         for scope, whole in zip(own.scope.scopes, plan.scope.scopes, strict=True):
             mine = tuple(each for each in whole.logs if each.receiver == rank)

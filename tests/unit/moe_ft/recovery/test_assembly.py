@@ -202,7 +202,7 @@ def test_experts_of_one_module_are_saved_together_which_is_known_by_their_names(
     ]
     catalog = UnitCatalog(parameters, leaves_out_frozen=False)
     strategy = build_strategy(
-        sparse_config("2"), catalog, facts(0, num_experts=6), [0], lambda value: [value]
+        sparse_config("2"), catalog, facts(0, num_experts=6), [0], lambda value, _: [value]
     )
     # Shares 0.5, 0.1, 0.1 and 0.1, 0.2, 0.3; the other expert-parallel rank's experts get the rest.
     strategy.add_tokens(np.array([[5, 1, 1, 1, 1, 1], [1, 2, 3, 2, 1, 1]]))

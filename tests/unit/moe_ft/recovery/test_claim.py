@@ -17,7 +17,13 @@ from moe_ft.errors import BusyError, ConfigError
 from moe_ft.format.encoding import encode
 from moe_ft.processes import is_ending
 from moe_ft.recovery import job_memory
-from moe_ft.recovery.job_memory import alive_lock, check_memory, claim_memory, is_alive
+from moe_ft.recovery.job_memory import (
+    alive_lock,
+    check_memory,
+    claim_memory,
+    is_alive,
+    leave_place,
+)
 from moe_ft.recovery.protect import make_room
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.builders import make_window
@@ -41,6 +47,15 @@ def test_claimed_memory_is_private_marked_and_alive(tmp_path: Path) -> None:
     assert is_alive(job)
     lock.release()
     assert not is_alive(job)
+
+
+def test_last_rank_that_leaves_a_node_without_state_leaves_nothing(tmp_path: Path) -> None:
+    first, second = (replace(site_of(tmp_path / "memory"), rank=rank) for rank in (0, 1))
+    locks = claim_memory(first), claim_memory(second)
+    leave_place(first, locks[0])
+    assert is_alive(first.node_dir)
+    leave_place(second, locks[1])
+    assert not (tmp_path / "memory" / "job").exists()
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755])

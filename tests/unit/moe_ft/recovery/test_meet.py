@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.engine.agreement import Agreement, StageSum
+from moe_ft.engine.exchange import TEXT
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.planning.boundary_log import PipelineTraffic
@@ -104,7 +105,7 @@ def test_more_replicas_than_other_nodes_are_refused_with_flag_and_remedy(
 
 
 NUM_RANKS = 3
-Gather = Callable[[Any], list[Any]]
+Gather = Callable[[Any, Any], list[Any]]
 
 
 class _Threads(Agreement):
@@ -114,8 +115,8 @@ class _Threads(Agreement):
         super().__init__(1.0)
         self._gather = gather
 
-    def gather(self, value: Any) -> list[Any]:
-        return self._gather(value)
+    def gather(self, value: Any, decoder: Any) -> list[Any]:
+        return self._gather(value, decoder)
 
 
 def check_on_all(check: Callable[[int], str]) -> list[str]:
@@ -155,12 +156,12 @@ def test_check_that_fails_for_storage_on_one_rank_is_refused_as_such_by_all() ->
 def test_only_rank_of_a_job_exchanges_values_with_itself_until_the_groups_are_closed() -> None:
     with ExitStack() as opened:
         ranks = join_ranks(facts_of(), opened)
-        assert ranks.everyone.gather("value") == ["value"]
-        assert ranks.stage.gather("value") == ["value"]
+        assert ranks.everyone.gather("value", TEXT) == ["value"]
+        assert ranks.stage.gather("value", TEXT) == ["value"]
         assert ranks.check_together(lambda: 7) == 7
     for group in (ranks.everyone, ranks.stage):
         with pytest.raises(AssertionError):
-            group.gather("value")
+            group.gather("value", TEXT)
 
 
 TRAFFIC = PipelineTraffic(

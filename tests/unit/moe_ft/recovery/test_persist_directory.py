@@ -45,9 +45,9 @@ class Opener:
     def __init__(self, root: Path) -> None:
         self.url, self._locks = str(root / "persist"), list[StorageLock]()
 
-    def site(self, job_id: str, persist_interval: int = 1, agent: str = "") -> Site:
+    def site(self, job_id: str, agent: str = "") -> Site:
         """Return the site of the only rank of a job."""
-        storage = StorageConfig(persist_dir=self.url, persist_interval=persist_interval)
+        storage = StorageConfig(persist_dir=self.url)
         info = RankInfo(rank=0, node="n", stage=0, pid=1, address=None, region_bytes=1, agent=agent)
         return Site(
             config=MoeFtConfig(memory=MemoryConfig(job_id=job_id), storage=storage),
@@ -170,13 +170,6 @@ def test_password_of_a_url_that_cannot_be_used_is_not_shown(opener: Opener) -> N
     with pytest.raises(ConfigError, match="cannot be used") as caught:
         opener.open("new")
     assert "secret" not in str(caught.value)
-
-
-def test_storage_that_is_only_read_is_neither_made_nor_locked(opener: Opener) -> None:
-    opened = open_storage(opener.site("reader", persist_interval=0))
-    assert opened.storage is not None
-    assert (opened.lock, opened.trouble) == (None, None)
-    assert not Path(opener.url).exists()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE])

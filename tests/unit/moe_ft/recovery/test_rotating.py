@@ -17,6 +17,7 @@ from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity
 from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.recovery.agree import _LOST
 from moe_ft.recovery.fetch import Fetching
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import Copy
@@ -102,7 +103,7 @@ class Rank:
 
     def fetch(
         self,
-        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        gather: Callable[[Any, Any], list[Any]] = lambda value, _: [value],
         origins: dict[str, str] | None = None,
         most_iteration: int | None = None,
         wanted: tuple[int, int] = (0, 99),
@@ -129,7 +130,7 @@ class Rank:
         fetching = Fetching(found, met, self.readers, known, most_iteration)
         while True:
             fetched = fetching.fetch()
-            if not fetching.leave_out(frozenset[Copy]().union(*gather(fetched.lost))):
+            if not fetching.leave_out(frozenset[Copy]().union(*gather(fetched.lost, _LOST))):
                 return fetched
 
 

@@ -213,7 +213,9 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
         def open_source(source: Source) -> StateReader:
             return by_path[source.version.path]
 
-        def fold(own: Overview, merge_all: Callable[[Sequence[Overview]], Overview]) -> Overview:
+        def fold(
+            own: Overview, merge_all: Callable[[Sequence[Overview]], Overview], _: Any
+        ) -> Overview:
             sources = plan_of(left).sources_of(0)
             return merge_all(
                 [own]
@@ -235,7 +237,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
                 model_places=ModelPlaces(),
             ),
             ranks=SimpleNamespace(
-                stage=SimpleNamespace(gather=lambda each: [each]),
+                stage=SimpleNamespace(gather=lambda each, _: [each]),
                 everyone=SimpleNamespace(fold=fold),
             ),
         )

@@ -7,6 +7,7 @@ from typing import Any
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part
 from moe_ft.config.strategy import StrategyConfig
+from moe_ft.engine.exchange import decode, encode
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.strategies.interface import RankFacts, Strategy, StrategyKind
 from moe_ft.units import Level, UnitId, UnitKind
@@ -64,7 +65,7 @@ def facts_of(catalog: Catalog = CATALOG, num_experts: int = NUM_EXPERTS) -> Rank
         dp_ep_ranks=[0],
         grouped_layers=frozenset(),
         replicated_bytes=500,
-        gather=lambda value: [value],
+        gather=lambda value, decoder: [decode(encode(value), decoder)],
     )
 
 

@@ -186,18 +186,18 @@ def test_lock_that_changes_hands_during_a_renewal_stays_with_the_new_owner(
     directory: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = taken(directory, "first"), StorageLock(directory)
-    advance = StorageLock._advance
+    advanced = storage_lock._advanced
 
-    def be_slow(lock: StorageLock, content: bytes) -> bytes:
-        following = advance(lock, content)
-        if lock is first and not first_check.is_set():
+    def be_slow(content: bytes, owner: str, url: str) -> bytes:
+        following = advanced(content, owner, url)
+        if owner == first.owner and not first_check.is_set():
             first_check.set()
-        elif lock is first:
+        elif owner == first.owner:
             assert second.take("second", second.look())
         return following
 
     first_check = threading.Event()
-    monkeypatch.setattr(StorageLock, "_advance", be_slow)
+    monkeypatch.setattr(storage_lock, "_advanced", be_slow)
     first.renew()
     second.check()
 

@@ -1,0 +1,1 @@
+"""Real jobs with faults from outside, drawn by seeds: `make chaos`."""
