@@ -14,7 +14,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -84,10 +84,29 @@ _Scalar = str | int | float | bytes | None
 _InPython: Any = pickle._Unpickler  # whose opcodes have no types
 
 
+# What an opcode hashes: the arguments of a call, or keys.
+_HASHED: Mapping[bytes, Callable[[list[Any]], Iterable[Any]]] = MappingProxyType(
+    {
+        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), lambda stack: stack[-1]),
+        pickle.SETITEM: lambda stack: stack[-2:-1],
+        pickle.SETITEMS: lambda stack: stack[::2],
+    }
+)
+# Torch needs none: one makes as much room as a file says, three find classes elsewhere, the others hash.
+_REFUSED = (
+    *(pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEWOBJ_EX, pickle.INST),
+    *(pickle.OBJ, pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET),
+)
+
+
 class _Unpickler(_InPython):  # type: ignore[misc]
     """The one written in Python: in that in C, a number of a few bytes may ask for gigabytes of memory."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+    for _code in _REFUSED:
+        del dispatch[_code[0]]
+    for _code in (*_HASHED, pickle.BUILD, pickle.APPEND, pickle.APPENDS):
+        dispatch[_code[0]] = lambda self, code=_code: self.check(code)
 
     def __init__(self, content: bytes, place: str) -> None:
         super().__init__(io.BytesIO(content))
@@ -102,61 +121,26 @@ class _Unpickler(_InPython):  # type: ignore[misc]
             )
         return found
 
-    def load_build(self) -> None:
-        """Set the state of an object that is new, never that of a class, function or member of an enum."""
-        if isinstance(self.stack[-2], type) or not is_dataclass(self.stack[-2]):
-            raise ConfigError(
-                f"{self.place} changes a {type(self.stack[-2]).__name__} that others use. {_REMEDY}"
-            )
-        super().load_build()
-
-    def load_reduce(self) -> None:
-        """Call one of the names."""
-        self.check_flat(self.stack[-1])
-        super().load_reduce()
-
-    def load_newobj(self) -> None:
-        """Make an object."""
-        self.check_flat(self.stack[-1])
-        super().load_newobj()
-
-    def load_setitem(self) -> None:
-        """Set a value by its key."""
-        self.check_flat(self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        """Set all values since the mark by the keys before them."""
-        self.check_flat(self.stack[::2])
-        super().load_setitems()
-
-    def check_flat(self, values: Iterable[Any]) -> None:
-        """Raise CorruptStateError unless values are soon hashed."""
-        if not all(map(_is_flat, values)):
+    def check(self, code: bytes) -> None:
+        """Do what an opcode says, after a look at what it hashes."""
+        if code in _HASHED and not all(map(_is_flat, _HASHED[code](self.stack))):
             raise CorruptStateError(
                 f"{self.place} has a key or an argument that is nested in others"
             )
+        self.act(code)
 
-    for _code, _load in (
-        (pickle.BUILD, load_build),
-        (pickle.REDUCE, load_reduce),
-        (pickle.NEWOBJ, load_newobj),
-        (pickle.SETITEM, load_setitem),
-        (pickle.SETITEMS, load_setitems),
-    ):
-        dispatch[_code[0]] = _load
-    # Torch needs none of these: one makes as much room as a file says, three find classes elsewhere, the
-    # others hash what they are given.
-    for _code in (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEWOBJ_EX):
-        del dispatch[_code[0]]
-    for _code in (pickle.INST, pickle.OBJ, pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET):
-        del dispatch[_code[0]]
+    def act(self, code: bytes) -> None:
+        """Do it, but for changes of classes, functions and members of enums, which others use too."""
+        target = self.stack[-2] if code == pickle.BUILD else None
+        if code == pickle.BUILD and (isinstance(target, type) or not is_dataclass(target)):
+            raise ConfigError(
+                f"{self.place} changes a {type(target).__name__} that others use. {_REMEDY}"
+            )
+        _InPython.dispatch[code[0]](self)
 
 
 class _Look(_Unpickler):
     """Makes nothing of a pickle that torch will read: only looks at what is to be hashed."""
-
-    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         return None
@@ -165,39 +149,13 @@ class _Look(_Unpickler):
         """Return nothing for a storage."""
         return None
 
-    def load_call(self) -> None:
-        """Look at arguments, which a result replaces."""
-        self.check_flat(self.stack.pop())
-        self.stack[-1] = None
-
-    def load_item(self) -> None:
-        """Look at a key."""
-        self.check_flat(self.stack[-2:-1])
-        del self.stack[-2:]
-
-    def load_items(self) -> None:
-        """Look at the keys since the mark."""
-        self.check_flat(self.stack[::2])
-        self.pop_mark()
-
-    def load_last(self) -> None:
-        """Pass over a state or an element."""
-        self.stack.pop()
-
-    def load_lasts(self) -> None:
-        """Pass over elements."""
-        self.pop_mark()
-
-    for _code, _load in (
-        (pickle.REDUCE, load_call),
-        (pickle.NEWOBJ, load_call),
-        (pickle.SETITEM, load_item),
-        (pickle.SETITEMS, load_items),
-        (pickle.BUILD, load_last),
-        (pickle.APPEND, load_last),
-        (pickle.APPENDS, load_lasts),
-    ):
-        dispatch[_code[0]] = _load
+    def act(self, code: bytes) -> None:
+        if code in (pickle.SETITEMS, pickle.APPENDS):
+            self.pop_mark()
+        else:
+            del self.stack[-2 if code == pickle.SETITEM else -1 :]
+        if code in (pickle.REDUCE, pickle.NEWOBJ):
+            self.stack[-1] = None  # for the function
 
 
 def read_metadata(content: bytes, place: str) -> metadata.Metadata:

@@ -231,21 +231,8 @@ class Storage:
         Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
         the last one has written the file.
         """
-        self.within_patience(f"create {path}", lambda: self._create(path, content))
-
-    def _create(self, path: str, content: bytes) -> None:
-        full = self._full(path)
-        if not _has_conditional_put(self._file_system):
-            if self._is_there(full):
-                raise FileExistsError(full)
-            self._file_system.pipe_file(full, content)
-            return
-        try:
-            self._file_system.pipe_file(full, content, mode="create")
-        except Exception as error:  # back ends have errors of their own for it
-            if not self._is_there(full):
-                raise
-            raise FileExistsError(full) from error
+        act = partial(_create, self._file_system, self._full(path), content, self._is_there)
+        self.within_patience(f"create {path}", act)
 
     def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
         """Return a small file, or a range of one.
@@ -328,15 +315,11 @@ class Storage:
         """Return the iterations that have a directory, newest first, with or without a manifest."""
         names = [name for name in self.names() if _ITERATION.fullmatch(name)]
         if self._is_local:
-            links = (
-                self._small("look", "_links", names) if self._works_apart else self._links(names)
-            )
+            # At once where this process may wait: it is no further operation there.
+            apart = partial(self.aside, "look", links_in)
+            links = (apart if self._works_apart else links_in)(self._root, names)
             names = [name for name in names if name not in links]
         return sorted((int(name.removeprefix("iter_")) for name in names), reverse=True)
-
-    def _links(self, names: list[str]) -> list[str]:
-        """Return those that are links: they may lead to where nothing of this directory is to be changed."""
-        return [name for name in names if os.path.islink(self._full(name))]
 
     def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
         found: list[Any] = self._small(f"list {full}", "_listed", full, has_sizes)
@@ -400,6 +383,11 @@ def call_on(url: str, method: str, *arguments: Any) -> Any:
     return getattr(Storage(url), method)(*arguments)
 
 
+def links_in(root: str, names: list[str]) -> list[str]:
+    """Return those that are links: they may lead to where nothing of this directory is to be changed."""
+    return [name for name in names if os.path.islink(f"{root}/{name}")]
+
+
 def _check_length(path: str, num_bytes: int) -> None:
     if num_bytes > MOST_JSON_BYTES:
         raise CorruptStateError(
@@ -409,6 +397,20 @@ def _check_length(path: str, num_bytes: int) -> None:
 
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
+
+
+def _create(file_system: Any, full: str, content: bytes, is_there: Callable[[str], bool]) -> None:
+    if not _has_conditional_put(file_system):
+        if is_there(full):
+            raise FileExistsError(full)
+        file_system.pipe_file(full, content)
+        return
+    try:
+        file_system.pipe_file(full, content, mode="create")
+    except Exception as error:  # back ends have errors of their own for it
+        if not is_there(full):
+            raise
+        raise FileExistsError(full) from error
 
 
 def _has_conditional_put(file_system: Any) -> bool:

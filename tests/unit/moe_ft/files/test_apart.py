@@ -13,6 +13,7 @@ import pytest
 
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, StorageLock
 from moe_ft.errors import LockLostError, UnsafePathError
+from moe_ft.files.apart import Helper
 from moe_ft.files.storage import Storage
 from moe_ft.processes import has_ended
 from moe_ft.recovery.job_memory import alive_lock
@@ -25,7 +26,8 @@ PATIENCE_S = 120.0
 def storage(tmp_path: Path) -> Iterator[Storage]:
     found = Storage(str(tmp_path / "states"), PATIENCE_S, is_apart=True)
     yield found
-    found._helper.abandon()  # type: ignore[union-attr]
+    assert isinstance(found._helper, Helper)
+    found._helper.abandon()
 
 
 def test_results_and_errors_are_those_of_operations_in_this_process(
