@@ -366,7 +366,7 @@ def test_sockets_of_agents_that_have_ended_are_removed_when_another_one_starts(
     lives, ended, other = (f"{own[0]}_{own[1]}.socket", "999999999_1.socket", f"{own[0]}_1.socket")
     for name in (lives, ended, other, "a_b.socket"):
         (tmp_path / name).touch()
-    worker._start_zygote(Target(words=("x.py",)), 1, tmp_path / "1_2.socket")
+    worker._start_zygote(Target(words=("x.py",), preload=()), 1, tmp_path / "1_2.socket")
     assert {each.name for each in tmp_path.iterdir()} == {lives, "a_b.socket", "1_2.socket"}
 
 
