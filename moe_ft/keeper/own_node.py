@@ -55,8 +55,8 @@ class OwnNode:
         self._heard_s, self._reached_s = dict[str, float](), dict[str, float]()
         self._num_beats = self._next = 0
         names = ("memory_dir", "job_id", "node_id")
-        given = {name: flag_value(words, flag_of(name)) for name in names}
-        memory = replace(MemoryConfig(), **{name: each for name, each in given.items() if each})
+        flags: dict[str, Any] = {name: flag_value(words, flag_of(name)) for name in names}
+        memory = replace(MemoryConfig(), **{name: each for name, each in flags.items() if each})
         self._memory = None
         with suppress(ConfigError):
             job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
