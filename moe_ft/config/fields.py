@@ -173,7 +173,7 @@ def checked_name(field_name: str, source: str, name: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,100}", name):
         raise ConfigError(
-            f"{source}={name} becomes a directory's name: it must consist of letters, digits, '.', '_' and "
+            f"{source}={name!r} becomes a directory's name: it must consist of letters, digits, '.', '_' and "
             "'-', at most 101 of them, and not begin with '.' or '-'. Give another one: "
             f"{flag_of(field_name)} NAME."
         )

@@ -44,7 +44,7 @@ NAME_RULE = (
 REFUSED = {
     "--moe-ft-strategy foo": "argument --moe-ft-strategy: invalid choice: 'foo' (choose from 'none', "
     "'dense', 'partial', 'sparse', 'selective'). The flags are listed by --help.",
-    "--moe-ft-job-id ../x": f"--moe-ft-job-id=../x {NAME_RULE}--moe-ft-job-id NAME.",
+    "--moe-ft-job-id ../x": f"--moe-ft-job-id='../x' {NAME_RULE}--moe-ft-job-id NAME.",
     "--moe-ft-job-id ''": "--moe-ft-job-id= is empty: an unset variable? Give a value, or leave the "
     "flag out.",
     "--moe-ft-interval 0": "--moe-ft-interval=0 must be a whole number, at least 1, or auto. Give one",
@@ -220,7 +220,7 @@ def test_name_from_the_environment_that_cannot_be_a_directory_is_refused_with_it
     job = () if flag == "--moe-ft-job-id" else ("--moe-ft-job-id", "job")
     with pytest.raises(ConfigError) as refusal:
         parse("--moe-ft-strategy dense", *model_flags(), "--mock-data", *job)
-    assert str(refusal.value) == f"{variable}={name} {NAME_RULE}{flag} NAME."
+    assert str(refusal.value) == f"{variable}={name!r} {NAME_RULE}{flag} NAME."
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Rules on --moe-ft-* values, and on the directories that flags name."""
 
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_job_that_nothing_names_is_refused_with_the_flag(run_id: str | None) -> 
 
 @pytest.mark.parametrize("name", ["../x", "/x", ".hidden", "-x", "a b", "a/b", "x" * 102, "a\n"])
 def test_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="becomes a directory's name"):
+    with pytest.raises(ConfigError, match=re.escape(f"={name!r} becomes a directory's name")):
         MemoryConfig(job_id=name).resolve_job_id({})
     with pytest.raises(ConfigError, match="becomes a directory's name"):
         MemoryConfig(node_id=name).resolve_node_id({}, "host")
