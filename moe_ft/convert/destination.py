@@ -268,6 +268,8 @@ class RemoteDestination(Destination):
         try:
             self._storage = Storage(parent, PATIENCE_S).open()
             self._lock = StorageLock(Storage(url.rstrip("/"), PATIENCE_S))
+        except ConfigError:  # the URL holds a secret, which is not to be shown
+            raise
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"DST={self.place} cannot be used: {type(error).__name__}: {error}. Name a folder, or an "

@@ -215,7 +215,11 @@ def entered_job(directory: Path, timeout_s: float) -> Iterator[None]:
         raise UnsafePathError(
             f"{directory} has no {MARKER_NAME} and holds {foreign.relative_to(directory)}: it is not a job's"
         )
-    with job_lock(directory).acquire(timeout=timeout_s):
+    try:
+        lock = job_lock(directory).acquire(timeout=timeout_s)
+    except FileExistsError as error:  # that the lock says if the directory goes while it is made
+        raise FileNotFoundError(error.errno, "was removed just now", str(directory)) from error
+    with lock:
         if read_marker(directory) is None:
             marker = JobMarker(_FORMAT, directory.name, os.geteuid(), clock_offset_s())
             # In place: a new file would not be the one that is locked.

@@ -112,15 +112,15 @@ CHANGES: dict[str, Callable[[Storage, str], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_link_in_the_place_of_a_directory_leads_nowhere(tmp_path: Path, change: str) -> None:
-    mine, shared = Storage(str(tmp_path / "mine")), Storage(str(tmp_path / "shared"))
-    for files in (mine, shared):
+    mine, theirs = Storage(str(tmp_path / "mine")), Storage(str(tmp_path / "theirs"))
+    for files in (mine, theirs):
         files.write_atomically("iter_0000010/manifest.json", b"before")
-    (tmp_path / "shared" / "iter_0000020").symlink_to(tmp_path / "mine" / "iter_0000010")
-    with pytest.raises(UnsafePathError, match="shared/iter_0000020 is a symbolic link"):
-        CHANGES[change](shared, "iter_0000020/manifest.json")
+    (tmp_path / "theirs" / "iter_0000020").symlink_to(tmp_path / "mine" / "iter_0000010")
+    with pytest.raises(UnsafePathError, match="theirs/iter_0000020 is a symbolic link"):
+        CHANGES[change](theirs, "iter_0000020/manifest.json")
     assert mine.names_in("iter_0000010") == ["manifest.json"]
     assert mine.read("iter_0000010/manifest.json") == b"before"
-    assert shared.iterations() == [10], "retention and prune look at nothing else"
+    assert theirs.iterations() == [10], "retention and prune look at nothing else"
 
 
 @pytest.mark.parametrize("patience_s", [None, 60.0])

@@ -165,9 +165,9 @@ def test_lock_that_always_changes_hands_is_given_up(
         opener.open("new")
 
 
-def test_password_of_a_url_that_cannot_be_used_is_not_shown(opener: Opener) -> None:
+def test_password_of_a_url_is_refused_and_not_shown(opener: Opener) -> None:
     opener.url = "nosuch://user:secret@host/path"
-    with pytest.raises(ConfigError, match="cannot be used") as caught:
+    with pytest.raises(ConfigError, match="must hold no password") as caught:
         opener.open("new")
     assert "secret" not in str(caught.value)
 

@@ -170,12 +170,12 @@ def test_job_without_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "storage").exists()
 
 
-def test_password_of_a_url_is_used_and_not_shown(
+def test_url_with_a_password_is_refused_and_not_shown(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.own(0, 5), job.own(1, 5)
     words = ["rescue", "job", "--memory-dir", str(job.memory)]
-    assert main([*words, "--to", "memory://user:secret@host/rescued"]) == DONE
+    assert main([*words, "--to", "memory://user:secret@host/rescued"]) == REFUSED
     said = capsys.readouterr()
-    assert "memory://user:***@host/rescued/iter_0000005 is a checkpoint of iteration 5" in said.out
+    assert "=memory://... must hold no password" in said.err
     assert "secret" not in said.out + said.err
