@@ -153,9 +153,9 @@ class ChaosJob:
         found: dict[int, psutil.Process] = {}
         for each in sorted(self.processes(), key=lambda process: process.pid):
             with suppress(psutil.NoSuchProcess):
-                name = process_name(each.pid)
-                if name.startswith("rank_") and process_name(each.ppid()) != name:
-                    found[int(name.removeprefix("rank_"))] = each
+                name, number = process_name(each.pid), process_name(each.pid).removeprefix("rank_")
+                if number.isdecimal() and process_name(each.ppid()) != name:
+                    found[int(number)] = each
         return found
 
     def zygotes(self, *nodes: str) -> list[psutil.Process]:
