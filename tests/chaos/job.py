@@ -33,7 +33,6 @@ from tests.references import Place
 SILENT_S = 180.0  # groups time out after 120 s; imports on a busy machine take a minute
 _LATE_S = 20.0  # for a node that came back when the others had ended
 _MOST_S = 900.0  # until a job that moves should have come to its end
-_POLL_S = 0.001
 MODEL: dict[str, Any] = dict(hidden_size=32, hidden_dropout=0.1, global_batch_size=4)
 MODEL |= dict(micro_batch_size=1, train_iters=NUM_ITERATIONS, distributed_timeout_minutes=2)
 
@@ -154,9 +153,9 @@ class ChaosJob:
         found: dict[int, psutil.Process] = {}
         for each in sorted(self.processes(), key=lambda process: process.pid):
             with suppress(psutil.NoSuchProcess):
-                name = process_name(each.pid)
-                if name.startswith("rank_") and process_name(each.ppid()) != name:
-                    found[int(name.removeprefix("rank_"))] = each
+                name, number = process_name(each.pid), process_name(each.pid).removeprefix("rank_")
+                if number.isdecimal() and process_name(each.ppid()) != name:
+                    found[int(number)] = each
         return found
 
     def zygotes(self, *nodes: str) -> list[psutil.Process]:
@@ -203,7 +202,7 @@ class ChaosJob:
             if time.monotonic() > end or self.has_ended():
                 return find() or None
             self._check_moves()
-            time.sleep(_POLL_S)
+            time.sleep(0.001)  # phases are short
         return found
 
     def hold(self, seconds: float) -> None:

@@ -107,12 +107,12 @@ def _starts_again(job: ChaosJob, result: Result) -> bool:
         result.add(Verdict.RESTARTED)
         if not job.may_end:
             result.add(Verdict.WRONG_END, f"no strike may end the job, and it has: {codes}")
-    if not is_whole and job.starts == _MOST_STARTS:
-        result.add(Verdict.WRONG_END, f"{job.starts} starts have not brought the job to its end")
-    elif not is_whole:
-        job.start()
-        return True
-    return False
+    if is_whole or result.verdict is Verdict.WRONG_END:
+        return False
+    if job.starts == _MOST_STARTS:
+        raise HangError(f"{job.starts} starts have not brought the job to its end")
+    job.start()
+    return True
 
 
 def _events(job: ChaosJob, event: str) -> Iterator[dict[str, Any]]:
