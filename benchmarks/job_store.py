@@ -1,6 +1,6 @@
 """Time of ranks in the job's store, next to torch's TCPStore, by the number of ranks.
 
-    python -m benchmarks.job_store [--ranks N ...] [--repetitions N] [--output FILE.md]
+    python -m benchmarks.job_store [--ranks N ...] [--torch-ranks N] [--repetitions N] [--output FILE.md]
 
 One process keeps a store. The connections of all ranks are spread over eight processes of this machine, which
 connect at the same moment, and then write a value and read that of another rank over each connection, as gloo
@@ -117,6 +117,7 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 16384])
+    parser.add_argument("--torch-ranks", type=int, default=16384, help="the most, with TCPStore")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parse_options(parser, ranks=[64], repetitions=1)
     multiprocessing.set_start_method("fork")
@@ -125,7 +126,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # which needs root
     rows = []
     for num_ranks in options.ranks:
-        found: dict[str, list[tuple[float, float, float]]] = {"the job's store": [], "TCPStore": []}
+        kinds = ("the job's store", "TCPStore")[: 1 + (num_ranks <= options.torch_ranks)]
+        found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
         for _ in range(options.repetitions):
             for kind, each in found.items():
                 each.append(measure(kind, num_ranks))
