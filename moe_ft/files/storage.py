@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from moe_ft.files.private_files import check_is_regular, open_regular
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
+from moe_ft.saying import say
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _CHUNK_BYTES = 16 << 20
@@ -318,6 +319,8 @@ class Storage:
             # At once where this process may wait: it is no further operation there.
             apart = partial(self.aside, "look", links_in)
             links = (apart if self._works_apart else links_in)(self._root, names)
+            for each in links:
+                _tell_of_link(f"{self.url}/{each}")
             names = [name for name in names if name not in links]
         return sorted((int(name.removeprefix("iter_")) for name in names), reverse=True)
 
@@ -386,6 +389,12 @@ def call_on(url: str, method: str, *arguments: Any) -> Any:
 def links_in(root: str, names: list[str]) -> list[str]:
     """Return those that are links: they may lead to where nothing of this directory is to be changed."""
     return [name for name in names if os.path.islink(f"{root}/{name}")]
+
+
+@cache
+def _tell_of_link(path: str) -> None:
+    """Say once that state is not used, which this process may not notice otherwise."""
+    say(f"warning: {path} is a symbolic link, and not used: replace it by what it leads to")
 
 
 def _check_length(path: str, num_bytes: int) -> None:

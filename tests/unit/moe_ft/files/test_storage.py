@@ -111,7 +111,9 @@ CHANGES: dict[str, Callable[[Storage, str], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_link_in_the_place_of_a_directory_leads_nowhere(tmp_path: Path, change: str) -> None:
+def test_link_in_the_place_of_a_directory_leads_nowhere(
+    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine, theirs = Storage(str(tmp_path / "mine")), Storage(str(tmp_path / "theirs"))
     for files in (mine, theirs):
         files.write_atomically("iter_0000010/manifest.json", b"before")
@@ -121,6 +123,7 @@ def test_link_in_the_place_of_a_directory_leads_nowhere(tmp_path: Path, change: 
     assert mine.names_in("iter_0000010") == ["manifest.json"]
     assert mine.read("iter_0000010/manifest.json") == b"before"
     assert theirs.iterations() == [10], "retention and prune look at nothing else"
+    assert "theirs/iter_0000020 is a symbolic link, and not used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("patience_s", [None, 60.0])
