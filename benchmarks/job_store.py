@@ -11,7 +11,6 @@ store has each connection prove the token of the start, and each message carry a
 import argparse
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
+from moe_ft.engine.descriptors import raise_descriptors
 from moe_ft.keeper import job_store
 from moe_ft.keeper.store_client import JobStore
 
@@ -121,9 +121,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     options = parse_options(parser, ranks=[64], repetitions=1)
     multiprocessing.set_start_method("fork")
-    most = 2 * max(options.ranks) + 1024
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # which needs root
+    raise_descriptors(max(options.ranks) // NUM_PROCESSES + 512)
     rows = []
     for num_ranks in options.ranks:
         kinds = ("the job's store", "TCPStore")[: 1 + (num_ranks <= options.torch_ranks)]
