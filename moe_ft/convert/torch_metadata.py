@@ -84,7 +84,7 @@ _Scalar = str | int | float | bytes | None
 _InPython: Any = pickle._Unpickler  # whose opcodes have no types
 
 
-# What an opcode hashes: the arguments of a call, or keys.
+# By opcode, the part of the stack that it hashes: the arguments of a call, or keys.
 _HASHED: Mapping[bytes, Callable[[list[Any]], Iterable[Any]]] = MappingProxyType(
     {
         **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), lambda stack: stack[-1]),

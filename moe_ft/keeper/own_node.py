@@ -45,14 +45,17 @@ class OwnNode:
             period_s: between two beats.
             limit_s: silence of a node after which it is lost.
         """
-        self._period_s, self._limit_s = period_s, limit_s
+        self._period_s = period_s
+        self._limit_s = limit_s
         self._address: Sequence[Any] = ()  # for datagrams of others
         self._id = ""
         self._master = environment["MASTER_ADDR"]
         self._addresses = dict[str, tuple[str, int]]()
-        self._looked_s, self._watched_s = time.monotonic(), 0.0
+        self._looked_s = time.monotonic()
+        self._watched_s = 0.0
         # By node, when it was heard last, and when it said last that it hears this one.
-        self._heard_s, self._reached_s = dict[str, float](), dict[str, float]()
+        self._heard_s = dict[str, float]()
+        self._reached_s = dict[str, float]()
         self._num_beats = self._next = 0
         names = ("memory_dir", "job_id", "node_id")
         flags: dict[str, Any] = {name: flag_value(words, flag_of(name)) for name in names}
@@ -103,7 +106,8 @@ class OwnNode:
             return []
         # A longer time between two looks says that this process did not look, and nothing about a node.
         passed_s = min(time.monotonic() - self._looked_s, self._period_s + _LONGEST_LOOK_S)
-        self._looked_s, self._watched_s = time.monotonic(), self._watched_s + passed_s
+        self._looked_s = time.monotonic()
+        self._watched_s += passed_s
         now_s, nodes = self._watched_s, [*self._addresses]
         self._receive(now_s)
         turn_s = self._period_s * math.ceil(len(nodes) / MOST_SENT)

@@ -56,8 +56,11 @@ class NodeSeat:
             number: among the nodes that were started; those that train come first.
             facts: attributes of `HeardNode`.
         """
-        self._store, self.id, self._beats, self._num_taken = store, secrets.token_hex(8), 0, 0
-        self._taken, self._has_left, self._num_nodes = set[Order](), False, 0
+        self._store = store
+        self.id = secrets.token_hex(8)
+        self._beats = self._num_taken = self._num_nodes = 0
+        self._taken = set[Order]()
+        self._has_left = False
         self._addresses: dict[str, tuple[str, int]] = {}
         store.append(ARRIVED, {"id": self.id, "name": name, "number": number, **facts})
 

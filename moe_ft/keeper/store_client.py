@@ -86,7 +86,6 @@ class JobStore(dist.Store):
             raise
         self._outgoing = Seal(token, b"client", greeted, nonce)
         self._incoming = Seal(token, b"server", greeted, nonce)
-        keep_alive(connection)
         return connection
 
     def _ask(self, request: Request) -> Reply:
@@ -204,7 +203,7 @@ def _meet(address: Address, run: str) -> tuple[socket.socket, bytes]:
     while True:
         connection = socket.create_connection(address, timeout=_ANSWER_S)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
             greeted = _receive(connection, GREETING_BYTES)
             break
         except ConnectionError:  # it has too many strangers

@@ -43,6 +43,7 @@ class Progress(LoopListener):
         self._has_log = config.observability.event_log is not None
         self._spent = TimeSpent()
         self._is_on_gpu = False
+        self._process: psutil.Process | None = None  # opened once: each iteration asks it
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
     def before_setup(self) -> None:
@@ -120,7 +121,7 @@ class Progress(LoopListener):
             idle_s=idle_s,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=self._resident_bytes(),
             device_bytes=torch.cuda.memory_allocated() if self._is_on_gpu else None,
         )
 
@@ -159,17 +160,17 @@ class Progress(LoopListener):
             "end", self._loop.iteration, reason=reason, peak_device_memory_bytes=peak_bytes
         )
 
+    def _resident_bytes(self) -> int | None:
+        """Return the resident memory of this process; None where that cannot be read, which ends no run."""
+        try:
+            self._process = self._process or psutil.Process()
+            return self._process.memory_info().rss
+        except (OSError, psutil.Error):  # no descriptor is left
+            return None
+
     def close(self) -> None:
         """Close the event log."""
         self._log.close()
-
-
-def _resident_bytes() -> int | None:
-    """Return the resident memory of this process; None where that cannot be read, which ends no run."""
-    try:
-        return psutil.Process().memory_info().rss
-    except (OSError, psutil.Error):  # no descriptor is left
-        return None
 
 
 class Digests(LoopListener):

@@ -47,7 +47,8 @@ def check_manifest(manifest: Manifest, path: str, where: str) -> None:
     ranks, num_ranks = [file.rank for file in manifest.files], manifest.identity.world_size
     # The number may be anything: nothing is built of that size.
     if len(ranks) != num_ranks or ranks != list(range(num_ranks)):
-        missing = [rank for rank in range(min(num_ranks, len(ranks) + 8)) if rank not in {*ranks}]
+        there = {*ranks}
+        missing = [rank for rank in range(min(num_ranks, len(ranks) + 8)) if rank not in there]
         raise CorruptStateError(
             f"{where} names files of ranks {ranks[:8]} in this order, not one of each of {num_ranks} ranks; "
             f"the state of ranks {missing[:8]} is missing"
