@@ -43,7 +43,7 @@ echo "using $("$python" --version) ($python)"
 export PIP_CONSTRAINT=$PWD/constraints.txt PIP_BUILD_CONSTRAINT=$PWD/constraints.txt
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
-# Another version of Megatron, which a test puts in front on PYTHONPATH.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+# Another version of Megatron than the one that constraints.txt pins. A test puts it in front on PYTHONPATH.
+env --unset=PIP_CONSTRAINT .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
     --target .venv/megatron/0.18.2 megatron-core==0.18.2
 touch .venv/installed
