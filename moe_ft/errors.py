@@ -17,6 +17,7 @@ MoeFtError
 +-- RepairError             a repair in place was given up: the launcher restarts the job
 |   +-- ReplacedError       another node has this rank now: its old process must end
 +-- ExchangeError           a message of a rank is not of the agreed type (also a RuntimeError)
++-- RejectedResultError     Megatron has rejected a loss or gradients: NaN, infinity or a spike
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
@@ -83,6 +84,10 @@ class RepairError(MoeFtError):
 
 class ReplacedError(RepairError):
     """Another node has this rank now: this process must not take part in anything any more."""
+
+
+class RejectedResultError(MoeFtError):
+    """Megatron's checks have rejected a loss or gradients, and training ends."""
 
 
 class LinksEndedError(MoeFtError, RuntimeError):

@@ -18,7 +18,7 @@ from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.seats import Seat
-from moe_ft.errors import RepairError
+from moe_ft.errors import RejectedResultError, RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop.faults import Faults, Node
@@ -28,6 +28,7 @@ from moe_ft.loop.listeners import (
     EndedIteration,
     LoopListener,
     LoopState,
+    RejectedResult,
 )
 from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers
@@ -35,7 +36,7 @@ from moe_ft.loop.state_seam import StateSeam
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.failures import is_not_finite
+from moe_ft.recovery.failures import is_rejected
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
@@ -264,9 +265,8 @@ class Checkpoints(LoopListener):
         A repair may have recovered it: then there is nothing to take.
         """
         running, seam = self._running, self._seam
-        if running is None or seam is None or ended.iteration <= running.outcome.iteration:
-            return
-        seam.end_iteration(ended)
+        if running and seam and ended.iteration > running.outcome.iteration:
+            seam.end_iteration(ended)
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write what the threads of the engine have reported."""
@@ -326,14 +326,16 @@ class Checkpoints(LoopListener):
     def failed(self, error: Exception) -> None:
         """Leave a breakpoint, and remember a failure that speaks against what was recovered."""
         self._breakpoint_writer.on_failure(error)
-        loop = self._loop
-        if self._running is None:
-            return
-        is_recovering = self._seam is None or loop.is_replaying
-        if is_recovering or is_not_finite(error):
-            is_setup = loop.phase is Phase.SETUP
-            where = "recovery" if is_setup else f"iteration {loop.iteration}"
-            self._running.note_failure(where, error)
+        is_recovering = self._seam is None or self._loop.is_replaying
+        if self._running is not None and (is_recovering or is_rejected(error)):
+            self._running.note_failure(self._loop.place, error)
+
+    def reject(self, rejected: RejectedResult) -> None:
+        """Remember that the state leads there, and leave no breakpoint of it, if that ends training."""
+        if rejected.exit_code:
+            self._breakpoint_writer.refuse_rejected()
+            if self._running is not None:
+                self._running.note_failure(self._loop.place, RejectedResultError(str(rejected)))
 
     @override
     def close(self) -> None:

@@ -26,7 +26,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
 from moe_ft.keeper.link import retire_own
 from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
-from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
@@ -102,6 +102,22 @@ class FailureReport(LoopListener):
         exit_within(_EXIT_DEADLINE_S + self._grace_s)  # broken groups may keep it from exiting
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
+
+    def reject(self, rejected: RejectedResult) -> None:
+        """Name what Megatron's checks have rejected, and report the end of training if that follows."""
+        loop, code = self._loop, rejected.exit_code
+        if rejected.check:
+            say(f"rank {self._log.rank}, iteration {loop.iteration}: {rejected}")
+            self._log.write(
+                "rejected",
+                loop.iteration,
+                result=rejected.result,
+                check=rejected.check,
+                exit_code=code,
+            )
+        if code:
+            retire_own()
+            self._report(f"{rejected}: exit code {code}", False)
 
     def close(self) -> None:
         """Give SIGTERM back, except after a failure.

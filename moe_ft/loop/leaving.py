@@ -35,7 +35,7 @@ from moe_ft.events import EventLog
 from moe_ft.keeper.link import own_link
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
-from moe_ft.recovery.failures import is_not_finite
+from moe_ft.recovery.failures import is_rejected
 from moe_ft.saying import say
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
@@ -192,9 +192,14 @@ class BreakpointWriter:
         self._breakpoints.break_off()
         if isinstance(error, ConfigError | UnrecoverableError):
             self._breakpoints.refuse("the start or the state was refused")
-        elif is_not_finite(error):
-            self._breakpoints.refuse("a result is not finite: training cannot continue from there")
+        elif is_rejected(error):
+            self.refuse_rejected()
         self._write(type(error).__name__, can_step=False)
+
+    def refuse_rejected(self) -> None:
+        """Leave no breakpoint of a state that leads to a rejected result. Training thread."""
+        if self._breakpoints is not None:
+            self._breakpoints.refuse("a result was rejected: training cannot continue from there")
 
     def on_end(self) -> None:
         """Write because training has ended here, and its last state is nowhere else. Training thread."""

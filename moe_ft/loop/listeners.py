@@ -72,6 +72,11 @@ class LoopState:
     num_replayed: int = 0
     replay_s: float = 0.0
 
+    @property
+    def place(self) -> str:
+        """Part of the run that the loop is in, the same in each start."""
+        return "recovery" if self.phase is Phase.SETUP else f"iteration {self.iteration}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedIteration:
@@ -89,6 +94,25 @@ class EndedIteration:
     is_skipped: bool
     num_samples: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RejectedResult:
+    """Loss or gradients that Megatron's checks have rejected in the running iteration, on some rank.
+
+    Attributes:
+        exit_code: with which Megatron ends on all ranks; 0 if it continues.
+        result: of this rank, as text; empty if another rank's was rejected.
+        check: Megatron's name for what is wrong with it.
+    """
+
+    exit_code: int
+    result: str = ""
+    check: str = ""
+
+    def __str__(self) -> str:
+        rejected = f"the result {self.result} was rejected ({self.check})"
+        return rejected if self.check else "the result of another rank was rejected"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +204,9 @@ class LoopListener:
     def end_iteration(self, ended: EndedIteration) -> None:
         """Act on the new state: `train_step` has returned, the next forward pass has not begun."""
 
+    def reject(self, rejected: RejectedResult) -> None:
+        """Act on a rejected result. Called by all ranks if training ends, before Megatron saves its state."""
+
     def after_iteration(self, ended: EndedIteration) -> None:
         """Report the iteration, when all listeners have acted on its state."""
 
@@ -231,6 +258,7 @@ class Listeners:
     before_batch = of_each(LoopListener.before_batch)
     begin_attempt = of_each(LoopListener.begin_attempt)
     after_repair = of_each(LoopListener.after_repair)
+    reject = of_each(LoopListener.reject)
     note_reduced_gradients = of_each(LoopListener.note_reduced_gradients)
     note_final_gradients = of_each(LoopListener.note_final_gradients)
 

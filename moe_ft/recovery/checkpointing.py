@@ -16,7 +16,7 @@ from moe_ft.recovery.borders import Borders, Lockstep
 from moe_ft.recovery.failures import (
     Attempt,
     describe,
-    is_not_finite,
+    is_rejected,
     note_attempt,
     speaks_against_logs,
     speaks_against_state,
@@ -217,7 +217,7 @@ def note_failure(met: Met, plan: Plan, where: str, error: Exception) -> None:
     if not (is_local or speaks_against_state(error)):
         return
     # Megatron's words name the rank and the node, which may be others the next time.
-    what = "a result that is not finite" if is_not_finite(error) else describe(error)
+    what = "a rejected result" if is_rejected(error) else describe(error)
     attempt = Attempt(
         start=plan.start.name,
         iteration=plan.iteration,

@@ -1,7 +1,7 @@
 """Failures of starts that continued from a state: their causes, and notes that outlive the processes.
 
 Only failures that speak against the state are noted: a recovery that fails while it puts back or replays, and
-training that computes something that is not finite. A machine that breaks twice says nothing about a state.
+training whose loss or gradients are rejected. A machine that breaks twice says nothing about a state.
 After two that are the same the state is passed over; a recovery of some stages alone that fails for the logs
 that it replays is passed over after one. Each rank writes to its node's memory directory; what a node has
 noted is lost with its memory.
@@ -17,7 +17,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from moe_ft.errors import ConfigError, CorruptStateError, UnrecoverableError
+from moe_ft.errors import (
+    ConfigError,
+    CorruptStateError,
+    RejectedResultError,
+    UnrecoverableError,
+)
 from moe_ft.files.private_files import write_atomically
 
 _MOST_TRIES = 2
@@ -93,7 +98,7 @@ def _read(path: Path) -> list[Attempt]:
 
 
 # Messages of Megatron's rerun state machine, which checks losses and gradients, and of its optimizer.
-_NOT_FINITE = ("found nan", "found inf", "unexpected result nan", "unexpected result inf")
+_REJECTIONS = ("found nan", "found inf", "unexpected result ")
 
 _ELSEWHERE = re.compile(r"gloo|nccl|connection|timed out|socket|\bstore\b|cuda error")
 
@@ -104,10 +109,10 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text
 
 
-def is_not_finite(error: BaseException) -> bool:
-    """Return whether training has computed NaN or infinity."""
+def is_rejected(error: BaseException) -> bool:
+    """Return whether checks have rejected a loss or gradients: NaN, infinity, or a spike."""
     text = str(error).lower()
-    return any(each in text for each in _NOT_FINITE)
+    return isinstance(error, RejectedResultError) or any(each in text for each in _REJECTIONS)
 
 
 def speaks_against_logs(error: BaseException) -> bool:
@@ -135,4 +140,4 @@ def speaks_against_state(error: BaseException) -> bool:
         | UnrecoverableError,
     )
     says_elsewhere = _ELSEWHERE.search(str(error).lower()) is not None
-    return is_not_finite(error) or not (is_elsewhere or says_elsewhere)
+    return is_rejected(error) or not (is_elsewhere or says_elsewhere)

@@ -74,6 +74,9 @@ def plan(found: Found, met: Met) -> Candidates:
     failures = [found.failure_of(each) for each in plans]
     rejected += [failure for failure in failures if failure is not None]
     plans = [each for each, failure in zip(plans, failures, strict=True) if failure is None]
+    passed_over = {each.iteration for each in failures if each is not None}
+    if wish.loaded_iteration in passed_over:  # --load has the same state, saved when it failed
+        wish = replace(wish, loaded_iteration=0)
     plans, left = without_left(plans, wish)
     has_begun = any(
         follows(version.history, wish) and version.lineage in inventory.lineages

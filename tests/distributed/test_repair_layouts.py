@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.demo_model import DEEPSEEK, NO_EXPERTS, RERUNS
-from tests.jobs import DENSE, PP_EP, SPARSE, RepairedJob
+from tests.jobs import DENSE, NUM_REPAIRED, PP_EP, SPARSE, RepairedJob
 
 SEQUENCE: Mapping[str, Any] = {"sequence_parallel": True}
 VIRTUAL: Mapping[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
@@ -155,6 +155,9 @@ def test_rank_is_replaced_in_every_mode_of_reruns(
 ) -> None:
     repaired.run("kill:3@4:backward", extra=flags)
     repaired.check([3], [4], [{3, 4}])
+    rejected = {line["iteration"]: line["exit_code"] for line in repaired.events("rejected", 3)}
+    assert set(rejected.values()) <= {0}  # no reason to end
+    assert set(rejected) == ({*range(1, NUM_REPAIRED)} if flags[2:] else set())
 
 
 @pytest.mark.rest

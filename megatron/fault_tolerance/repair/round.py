@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import get_args, get_timers
 
 from megatron.fault_tolerance.degraded.degradation import Degradation
@@ -32,6 +31,7 @@ from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
+from megatron.fault_tolerance.seams.reruns import begin_reruns_again
 from moe_ft.errors import RepairError
 from moe_ft.keeper.link import Link
 from moe_ft.loop.listeners import Built, Listeners, Repair
@@ -86,8 +86,7 @@ def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -
     """
     links.leave()
     listeners.suspend(iteration)
-    machine = get_rerun_state_machine()
-    machine.state, machine.current_iteration = RerunState.NOT_RUNNING_YET, iteration
+    begin_reruns_again(iteration)
     for name, timer in get_timers()._timers.items():
         if name != _LOOP_TIMER and getattr(timer, "_started", False):
             timer._started = False

@@ -20,6 +20,7 @@ from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
+from megatron.fault_tolerance.seams.reruns import rejected_result, without_save_to_nothing
 from megatron.fault_tolerance.seams.uneven_batches import (
     excess_samples,
     load_cells,
@@ -99,8 +100,13 @@ class _Seams:
         with noting, self._idle.timing(config), stepping_by_samples(scheduler):
             result = original(partial(self._forward, forward_step), *args, **kwargs)
         self._loop.idle_s = self._idle.seconds()
-        losses, is_skipped, _, should_exit, *_ = result
-        if not should_exit:  # the rerun state machine ends the job before the optimizer step
+        losses, is_skipped, _, should_exit, exit_code, *_ = result
+        rejected = rejected_result(exit_code)
+        if rejected is not None:
+            self._listeners.reject(rejected)
+        if should_exit:  # the rerun state machine ends the job before the optimizer step
+            result = without_save_to_nothing(result)
+        else:
             num_samples = samples_of_iteration(get_args())
             self._listeners.end_iteration(
                 losses, is_skipped=bool(is_skipped), num_samples=num_samples

@@ -31,6 +31,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 )
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
+from megatron.fault_tolerance.seams.reruns import begin_reruns_again
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.config.fields import flag_of
@@ -197,6 +198,7 @@ class MegatronLoop(CoreLoop):
         args.consumed_valid_samples = record.consumed_valid_samples
         args.skipped_train_samples = record.skipped_train_samples
         args.num_floating_point_operations_so_far = record.num_floating_point_operations
+        begin_reruns_again(record.iteration)
         update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
 
     @override

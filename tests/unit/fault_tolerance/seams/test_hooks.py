@@ -98,7 +98,8 @@ class Program:
         if not self.should_exit:
             self.optimizer.get_grad_norm()
             self.optimizer.step_with_ready_grads()
-        return {"lm loss": torch.zeros(1)}, 0, False, self.should_exit
+        exit_code = 17 if self.should_exit else 0
+        return {"lm loss": torch.zeros(1)}, 0, False, self.should_exit, exit_code
 
     def _train(self, *args: Any) -> str:
         training.dummy_train_step(None)

@@ -224,10 +224,10 @@ def test_rank_whose_groups_were_aborted_names_the_silent_ones_and_nobody_waits_f
     [
         (ConfigError("no"), "refused"),
         (UnrecoverableError("nothing"), "refused"),
-        (RuntimeError(f"found {math.nan} in local forward loss calculation"), "not finite"),
+        (RuntimeError(f"found {math.nan} in local forward loss calculation"), "rejected"),
     ],
 )
-def test_refusal_or_a_result_that_is_not_finite_leaves_none(
+def test_refusal_or_a_result_that_is_rejected_leaves_none(
     error: Exception, problem: str, writer: BreakpointWriter, event_log: EventLog
 ) -> None:
     writer.on_failure(error)

@@ -56,13 +56,11 @@ def test_failure_that_speaks_against_a_state_is_noted_with_its_place_and_its_sta
     assert read_attempts(met.site.node_dir) == [expected]
 
 
-def test_results_that_are_not_finite_are_one_failure_whatever_the_words(
-    met: Met, plan: Plan
-) -> None:
+def test_rejected_results_are_one_failure_whatever_the_words(met: Met, plan: Plan) -> None:
     for rank in (3, 5):
         note_failure(met, plan, "iteration 8", RuntimeError(f"Rank {rank}: found NaN in loss"))
     noted = {each.failure for each in read_attempts(met.site.node_dir)}
-    assert noted == {"iteration 8: a result that is not finite"}
+    assert noted == {"iteration 8: a rejected result"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from moe_ft.recovery.failures import (
     describe,
     failed_locally,
     failed_too_often,
-    is_not_finite,
+    is_rejected,
     is_timeout,
     note_attempt,
     read_attempts,
@@ -87,10 +87,10 @@ MEGATRONS_INF = RuntimeError("Unexpected result inf (message='found Inf in local
 
 
 @pytest.mark.parametrize("error", [MEGATRONS_NAN, MEGATRONS_INF])
-def test_result_of_megatrons_checks_that_is_not_finite_speaks_against_the_state(
+def test_result_of_megatrons_checks_that_is_rejected_speaks_against_the_state(
     error: Exception,
 ) -> None:
-    assert is_not_finite(error)
+    assert is_rejected(error)
     assert speaks_against_state(error)
 
 
@@ -119,7 +119,7 @@ def test_wait_that_was_given_up_is_told_from_a_connection_that_has_ended(
 )
 def test_error_of_what_a_start_computes_with_a_state_speaks_against_it(error: Exception) -> None:
     assert speaks_against_state(error)
-    assert not is_not_finite(error)
+    assert not is_rejected(error)
 
 
 @pytest.mark.parametrize(
