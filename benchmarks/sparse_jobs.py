@@ -71,8 +71,8 @@ class JobFolder:
         flags = ["--moe-ft-strategy", strategy, "--moe-ft-memory-dir", str(self.memory)]
         flags += ["--moe-ft-job-id", "benchmark", "--moe-ft-fault-report-grace-s", "0.5"]
         if strategy == "sparse":
-            flags += ["--moe-ft-window", "auto" if window is None else str(window)]
-            flags += ["--moe-ft-max-window", str(LONGEST_WINDOW)]
+            most = ["auto", "--moe-ft-max-window", str(LONGEST_WINDOW)]
+            flags += ["--moe-ft-window", *(most if window is None else [str(window)])]
         return flags
 
 

@@ -102,7 +102,7 @@ class Checkpointer:
         rank, model = dist.get_rank(), list(model)
         megatron = megatron_settings(model, optimizer, scheduler)
         config = checked_config(settings, megatron, dist.get_world_size(), run.train_iterations)
-        for line in config.warnings(run.train_iterations) if rank == 0 else ():
+        for line in config.warnings(run.train_iterations, settings) if rank == 0 else ():
             say(f"warning: {line}")
         # The loop has made its layers itself: `transformer_impl` is a default that says nothing of them.
         graphs = Namespace(cuda_graph_impl=megatron.cuda_graph_impl)

@@ -181,8 +181,9 @@ def run(options: argparse.Namespace) -> int:
         ModelFacts(num_experts=job.model.num_experts, num_iterations=job.train_iterations),
     )
     log = boundary_line(job, kind.longest_window(job.config))
-    notes += planned.command.config.warnings(job.train_iterations)
     refusal = planned.refusal(())
+    void = planned.command.config.warnings(job.train_iterations)
+    notes += [line for line in void if line != refusal]
     notes += (
         [f"a start refuses this: {refusal}"] if refusal else planned.values.notes(planned.command)
     )
@@ -248,7 +249,7 @@ def _plan(options: argparse.Namespace) -> _Planned:
     cluster = None if options.cluster is None else read_cluster(options.cluster)
     command = _command(options, model)
     world_size, ranks_per_node = _ranks(options, command, model, cluster)
-    command.config.validate(world_size)
+    command.config.validate(world_size, allows_void=True)
     kind = registry.kind_of(command.config.strategy.strategy)
     if kind is not None and not command.config.storage.persists:
         _check_storage(options.storage_bandwidth)

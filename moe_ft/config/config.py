@@ -5,21 +5,30 @@ rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, override
+from typing import ClassVar, override
 
 from moe_ft.config.elastic import ElasticConfig
-from moe_ft.config.fields import NO_NAME, Bounds, Part, checked_name, flag_of, parse_size, setting
+from moe_ft.config.fields import (
+    NO_NAME,
+    PEERS,
+    REPAIR,
+    STRATEGY,
+    Bounds,
+    Part,
+    checked_name,
+    flag_of,
+    parse_size,
+    setting,
+)
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.rules import (
-    OF_ELASTIC,
-    OF_PLAYING,
-    OF_REPAIRS,
     OF_SETTINGS,
     check_directories,
     check_rules,
     default_memory_dir,
+    unmet_needs,
 )
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
@@ -33,10 +42,14 @@ DEFAULT_MEMORY_DIR = default_memory_dir()
 class MemoryConfig(Part):
     """Host memory: a job's own regions, and replicas at peers."""
 
+    NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
+
+    # Where a job is, and its names: scripts of a site give them to every job, with a strategy or without.
     memory_dir: str = setting(
         DEFAULT_MEMORY_DIR,
         "directory on tmpfs for snapshots in host memory; default: /dev/shm/moe_ft_UID",
         metavar="DIR",
+        needs=(),
     )
     host_memory_limit: str | None = setting(
         None,
@@ -58,6 +71,7 @@ class MemoryConfig(Part):
         None,
         "where nodes fail together: a file with lines 'NODE DOMAIN', or slurm for its switches",
         metavar="FILE|slurm",
+        needs=(STRATEGY, PEERS),
     )
     replicate: str = setting(
         "state",
@@ -65,6 +79,7 @@ class MemoryConfig(Part):
         "parameter instead of 12, or 2 where they are reduced in 16 bits), from which they make it bit for "
         "bit, and its state where they cannot",
         choices=("state", "gradients"),
+        needs=(STRATEGY, PEERS),
     )
     breakpoints: bool = setting(
         False,
@@ -86,16 +101,19 @@ class MemoryConfig(Part):
         "connections that share what two ranks exchange; more than 1 for networks that limit each",
         bounds=Bounds(at_least=1, at_most=8),
         remedy="Give a number of connections, or leave the flag out",
+        needs=(STRATEGY, f"{PEERS}|layout=any|upstream_log"),  # or for what a recovery fetches
     )
     job_id: str | None = setting(
         None,
         "name of the job, the same after a restart; default: SLURM_JOB_ID, or torchrun's --rdzv-id",
         metavar="NAME",
+        needs=(),
     )
     node_id: str | None = setting(
         None,
         "name of this node; default: MOE_FT_NODE_ID or SLURMD_NODENAME of the environment, or the host name",
         metavar="NAME",
+        needs=(),
     )
 
     @property
@@ -156,7 +174,11 @@ class MemoryConfig(Part):
 class StorageConfig(Part):
     """Storage: checkpoints that outlive all nodes."""
 
-    persist_dir: str | None = setting(None, "folder or fsspec URL for checkpoints", metavar="URL")
+    NEEDS: ClassVar[tuple[str, ...]] = ("persist_dir",)
+
+    persist_dir: str | None = setting(
+        None, "folder or fsspec URL for checkpoints", metavar="URL", needs=(STRATEGY,)
+    )
     persist_interval: int = setting(
         10,
         "every how many complete snapshots one is written to storage; 0 = only the last state",
@@ -196,18 +218,12 @@ class StorageConfig(Part):
         """True if the newest whole state stays on storage besides the newest checkpoints."""
         return self.persists_dense and self.persist_interval > 0
 
-    @override
-    def check(self, world_size: int) -> None:
-        if self.persists_dense and self.persist_dir is None:
-            raise ConfigError(
-                f"--moe-ft-persist-dense-interval={self.persist_dense_interval} writes to storage, but there "
-                "is none. Add --moe-ft-persist-dir URL, or leave it out."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig(Part):
     """Recovery: the state that a start begins with."""
+
+    NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 
     recover_from: str = setting(
         "auto",
@@ -222,6 +238,7 @@ class RecoveryConfig(Part):
         "state, where --moe-ft-upstream-log and --moe-ft-breakpoints have kept enough, else all; local = the "
         "same, but a start where that can never happen is refused; global = all",
         choices=("auto", "local", "global"),
+        needs=("upstream_log", "breakpoints"),
     )
     repair: str = setting(
         "off",
@@ -237,6 +254,7 @@ class RecoveryConfig(Part):
         bounds=Bounds(at_least=1, at_most=86400),
         reason="a healthy rank on a busy machine may be silent for a moment",
         remedy="Give a number of seconds",
+        needs=(REPAIR,),
     )
     hang_limit: str = setting(
         "auto",
@@ -246,18 +264,21 @@ class RecoveryConfig(Part):
         "outside of iterations and evaluations, five",
         metavar="auto|SECONDS",
         bounds=Bounds(at_least=1),
+        needs=(),
     )
     spare: str = setting(
         "restart",
         "with --moe-ft-repair auto, when a node is lost and no spare node is left: restart = the job ends, "
         "and what has started it starts it again; wait = training waits for a node",
         choices=("restart", "wait"),
+        needs=(REPAIR,),
     )
     without_spare: str = setting(
         "off",
         "under `python -m moe_ft keep --nodes`, when a node is lost and no spare node is left: reroute = "
         "data-parallel peers of its ranks play their roles, at the full batch; off = as --moe-ft-spare says",
         choices=("off", "reroute"),
+        needs=(REPAIR,),
     )
     layout: str = setting(
         "same",
@@ -314,6 +335,7 @@ class FaultConfig(Part):
         "KIND kill, exception, hang, stop, lose-node or terminate; PHASE forward (default), backward, "
         "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
         metavar="KIND:RANK@ITERATION[:PHASE]",
+        needs=("event_log",),
     )
     fault_report_grace_s: float = setting(
         5.0,
@@ -366,8 +388,11 @@ class MoeFtConfig:
             parts |= value if each.name == "options" else {each.name: value}
         return parts
 
-    def validate(self, world_size: int) -> None:
+    def validate(self, world_size: int, *, allows_void: bool = False) -> None:
         """Check every part and the rules between parts, but for those of a strategy (`registry.check`).
+
+        Args:
+            allows_void: whether settings may change nothing: a plan may still lack what they need.
 
         Raises:
             ConfigError: names the flag, its value, the rule and the remedy.
@@ -378,14 +403,9 @@ class MoeFtConfig:
         for part in self.parts.values():
             part.validate(most_ranks if part is self.fault else world_size)
         check_directories(self.memory.memory_dir, self.storage.persist_dir)
-        if self.fault.inject_fault and self.observability.event_log is None:
-            raise ConfigError(
-                f"--moe-ft-inject-fault {self.fault.inject_fault[0]} needs the event log, where a "
-                "fault that fired is marked so that it fires once. Add --moe-ft-event-log DIR."
-            )
+        for problem in () if allows_void else unmet_needs(self.parts, self.options):
+            raise ConfigError(problem)
         check_rules(OF_SETTINGS, self)
-        self._check_recovery()
-        check_rules([OF_REPAIRS, *OF_PLAYING, *OF_ELASTIC], self)
         if not self.strategy.is_on:
             for fault in self.fault.faults:
                 if fault.phase not in ITERATION_PHASES or fault.kind is FaultKind.LOSE_NODE:
@@ -394,52 +414,25 @@ class MoeFtConfig:
                         "nothing is checkpointed. Name one with --moe-ft-strategy."
                     )
 
-    def _check_recovery(self) -> None:
-        """Raise ConfigError if stages are to recover alone and nothing is kept for that."""
-        missing = [
-            flag_of(name)
-            for name in ("upstream_log", "breakpoints")
-            if not getattr(self.memory, name)
-        ]
-        if self.recovery.recovery == "local" and missing:
-            raise ConfigError(
-                f"{flag_of('recovery')}=local needs {' and '.join(missing)}: a stage recovers alone from "
-                "what the others have sent to it, and they continue from breakpoints. Add them, or give "
-                f"{flag_of('recovery')} auto."
-            )
-
     def _check_given(self) -> None:
         """Raise ConfigError if a flag was given without a value: most would look like left out."""
-        for name, value, _ in self._settings(*self.parts):
-            if isinstance(value, str) and not value.strip():
-                raise ConfigError(
-                    f"{flag_of(name)}={value} is empty: an unset variable? Give a value, or leave the flag "
-                    "out."
-                )
-
-    def _settings(self, *names: str) -> Iterator[tuple[str, Any, Any]]:
-        """Yield name, value and default of the settings of some parts."""
-        for name in names:
-            part = self.parts[name]
+        for part in self.parts.values():
             for each in fields(part):
-                yield each.name, getattr(part, each.name), each.default
+                value = getattr(part, each.name)
+                if isinstance(value, str) and not value.strip():
+                    raise ConfigError(
+                        f"{flag_of(each.name)}={value} is empty: an unset variable? Give a value, or leave "
+                        "the flag out."
+                    )
 
-    def warnings(self, train_iterations: int | None) -> list[str]:
-        """Describe settings that change nothing.
+    def warnings(self, train_iterations: int | None, given: Collection[str] = ()) -> list[str]:
+        """Describe settings that change nothing, and that `validate` does not refuse.
 
         Args:
             train_iterations: at which training ends; None if that is not known.
+            given: names of settings that the user has given, perhaps with their defaults.
         """
-        strategy, users = self.strategy.strategy, {}
-        if not self.strategy.is_on:
-            users = dict.fromkeys(("precision", "memory", "storage", "recovery"), "a strategy")
-        users |= {name: name for name in self.options if name != strategy}
-        found = [
-            f"{flag_of(name)} changes nothing with --moe-ft-strategy={strategy}: it is for {user}"
-            for part, user in users.items()
-            for name, value, default in self._settings(part)
-            if value != default
-        ]
+        found = [*unmet_needs(self.parts, self.options, given)]
         for fault in self.fault.faults:
             num_iterations = fault.iteration + (fault.phase not in BACKGROUND_PHASES)
             if train_iterations is not None and num_iterations > train_iterations:

@@ -1,10 +1,8 @@
 """Settings of experts whose replicas follow their load, and of jobs whose number of ranks changes."""
 
 from dataclasses import dataclass
-from typing import override
 
-from moe_ft.config.fields import Bounds, Part, flag_of, setting
-from moe_ft.errors import ConfigError
+from moe_ft.config.fields import STRATEGY, Bounds, Part, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +13,7 @@ class ElasticConfig(Part):
         False,
         "train with the ranks that a start has, fewer or more than before: data parallelism changes, samples "
         "of an iteration do not, and ranks that are left over wait",
+        needs=(STRATEGY, "layout=any"),
     )
     expert_slots: int = setting(
         0,
@@ -30,6 +29,7 @@ class ElasticConfig(Part):
         metavar="N",
         bounds=Bounds(at_least=0),
         remedy="Give a number of iterations, or leave the flag out",
+        needs=("expert_slots",),
     )
     min_replicas: int = setting(
         1,
@@ -37,14 +37,5 @@ class ElasticConfig(Part):
         metavar="F",
         bounds=Bounds(at_least=1),
         remedy="Give a number of slots, or leave the flag out",
+        needs=("expert_slots",),
     )
-
-    @override
-    def check(self, world_size: int) -> None:
-        for name, default in (("rebalance_interval", 0), ("min_replicas", 1)):
-            value = getattr(self, name)
-            if value != default and not self.expert_slots:
-                raise ConfigError(
-                    f"{flag_of(name)}={value} needs slots, and {flag_of('expert_slots')} is 0. Give it the "
-                    f"slots of a rank, or leave {flag_of(name)} out."
-                )

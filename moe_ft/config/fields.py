@@ -6,11 +6,13 @@ A field states its choices or its range once: argparse offers the choices, and `
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ft.errors import ConfigError
 
 FLAG_PREFIX = "--moe-ft-"
+# Needs of several settings, as `setting` takes them.
+STRATEGY, PEERS, REPAIR = "strategy", "replication_factor!=0", "repair=auto"
 # Run ids of torchrun that name no job: its default, and what it draws for each start with --standalone, or on
 # one node without --rdzv-backend. It then ignores --rdzv-id.
 NO_NAME = re.compile("none|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -85,6 +87,7 @@ def setting(
     bounds: Bounds | None = None,
     reason: str = "",
     remedy: str = "",
+    needs: tuple[str, ...] | None = None,
 ) -> Any:
     """Return a dataclass field that becomes a flag.
 
@@ -93,6 +96,8 @@ def setting(
         bounds: of the number; a text with bounds is a number or `auto`.
         reason: why these are the bounds, for the error message.
         remedy: what to do about a value outside them, as a sentence without its period.
+        needs: settings without which this one changes nothing, as `unmet_needs` reads them; None for those
+            of its part.
     """
     return field(
         default=default,
@@ -103,13 +108,20 @@ def setting(
             "bounds": bounds,
             "reason": reason,
             "remedy": remedy,
+            "needs": needs,
         },
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Base of the parts of the settings, whose fields become flags."""
+    """Base of the parts of the settings, whose fields become flags.
+
+    Attributes:
+        NEEDS: of its fields that state none themselves, see `setting`.
+    """
+
+    NEEDS: ClassVar[tuple[str, ...]] = ()
 
     def validate(self, world_size: int) -> None:
         """Raise ConfigError if a value is none of its choices, out of its range, or against a rule."""

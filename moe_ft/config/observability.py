@@ -1,7 +1,7 @@
 """Settings of what a run says of itself: its event log, digests, metrics."""
 
 from dataclasses import dataclass
-from typing import override
+from typing import ClassVar, override
 
 from moe_ft.config.fields import Bounds, Part, flag_of, setting
 from moe_ft.errors import ConfigError
@@ -13,8 +13,10 @@ _FIRST_PORT = 1024  # that needs no privilege
 class ObservabilityConfig(Part):
     """Records that a run writes about itself."""
 
+    NEEDS: ClassVar[tuple[str, ...]] = ("event_log",)
+
     event_log: str | None = setting(
-        None, "directory for one JSON-lines file of events per rank", metavar="DIR"
+        None, "directory for one JSON-lines file of events per rank", metavar="DIR", needs=()
     )
     state_digest: bool = setting(
         False, "write a SHA-256 digest of the training state to the event log when training ends"
@@ -40,16 +42,11 @@ class ObservabilityConfig(Part):
         None,
         "network interface on which metrics are served, to everyone who reaches it; default: 127.0.0.1 alone",
         metavar="NAME",
+        needs=("metrics_port",),
     )
 
     @override
     def check(self, world_size: int) -> None:
-        for name in ("state_digest", "state_digest_interval", "router_log", "metrics_port"):
-            if getattr(self, name) and self.event_log is None:
-                raise ConfigError(
-                    f"{flag_of(name)} needs the event log, but there is none. "
-                    "Add --moe-ft-event-log DIR."
-                )
         if 0 < self.metrics_port < _FIRST_PORT:
             raise ConfigError(
                 f"{flag_of('metrics_port')}={self.metrics_port} must be at least {_FIRST_PORT}: lower ports "

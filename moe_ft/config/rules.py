@@ -7,9 +7,9 @@ which must be apart.
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from moe_ft.config.fields import flag_of
-from moe_ft.config.strategy import NO_STRATEGY
+from moe_ft.config.fields import STRATEGY, Part, flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -69,6 +68,73 @@ def check_rules(rules: Iterable[Rule], settings: Any) -> None:
     for rule in rules:
         if rule.is_broken(settings):
             raise ConfigError(rule.message(settings))
+
+
+def unmet_needs(
+    parts: Mapping[str, Part], options: Collection[str], given: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a refusal of each setting that changes nothing, because what it needs is off.
+
+    A need is the name of a setting that must not have its default, NAME=VALUE or NAME!=VALUE; with | between
+    several, one of them is enough.
+
+    Args:
+        options: names of the parts that also need the strategy of their name.
+        given: names of settings that also count where they have their defaults.
+    """
+    known = {
+        each.name: (each, getattr(part, each.name))
+        for part in parts.values()
+        for each in fields(part)
+    }
+    for name, part in parts.items():
+        own = (f"{STRATEGY}={name}",) if name in options else ()
+        for each in fields(part):
+            stated = each.metadata["needs"]
+            needs = (*own, *(part.NEEDS if stated is None else stated))
+            missing = [need for need in needs if not _is_met(need, known)]
+            value = getattr(part, each.name)
+            if missing and (value != each.default or each.name in given):
+                yield _as_refusal(each, value, missing, known)
+
+
+_Known = Mapping[str, tuple[Any, Any]]  # by name: the field, and its value
+
+
+def _is_met(need: str, known: _Known) -> bool:
+    for choice in need.split("|"):
+        name, is_stated, wanted = choice.partition("=")
+        each, value = known[name.removesuffix("!")]
+        is_so = str(value) == wanted if is_stated else value != each.default
+        if is_so != name.endswith("!"):
+            return True
+    return False
+
+
+def _as_refusal(each: Any, value: Any, missing: Iterable[str], known: _Known) -> str:
+    """Return why a setting changes nothing, and what helps: the first of several choices."""
+    without, remedies = [], []
+    for need in missing:
+        name, is_stated, wanted = need.partition("|")[0].partition("=")
+        flag = flag_of(name.removesuffix("!"))
+        if name.endswith("!"):
+            without.append(f"with {flag}={wanted}")
+            remedies.append(f"give {flag} another value")
+        elif is_stated:
+            without.append(f"without {flag} {wanted}")
+            remedies.append(f"give {flag} {wanted}")
+        else:
+            target = known[name][0]
+            value_name = "" if target.default is False else target.metadata["metavar"] or "NAME"
+            without.append(f"without {flag}")
+            remedies.append(f"add {flag} {value_name}".rstrip())
+    own = flag_of(each.name)
+    shown = f"{own}={' '.join(value) if isinstance(value, tuple) else value}"
+    remedy = " and ".join(remedies)
+    return (
+        f"{own if value is True else shown} changes nothing {' and '.join(without)}. "
+        f"{remedy[0].upper()}{remedy[1:]}, or leave {own} out."
+    )
 
 
 def check_holds_no_secret(flag: str, url: str) -> None:
@@ -132,17 +198,6 @@ def check_directories(memory_dir: str, persist_dir: str | None) -> None:
         )
 
 
-def _needs_strategy(flag: str, is_used: Callable[[Any], bool], without: str) -> Rule:
-    return Rule(
-        "",
-        flag,
-        lambda config: is_used(config) and not config.strategy.is_on,
-        f"with --moe-ft-strategy={NO_STRATEGY} {without}",
-        "Name one with --moe-ft-strategy, or leave it out",
-        problem="needs a strategy",
-    )
-
-
 def _of_gradients(is_broken: Callable[[Any], bool], problem: str, reason: str, remedy: str) -> Rule:
     return Rule(
         "",
@@ -158,32 +213,12 @@ _FOLLOWED = f"{flag_of('replicate')}=gradients"
 OF_SETTINGS = (
     Rule(
         "",
-        "--moe-ft-metrics-interface",
-        lambda config: (
-            config.observability.metrics_interface is not None
-            and not config.observability.metrics_port
-        ),
-        "without a port no metrics are served",
-        "Add --moe-ft-metrics-port PORT",
-        problem="needs a port",
-    ),
-    _needs_strategy(
-        "--moe-ft-breakpoints", lambda config: config.memory.breakpoints, "nothing is recovered"
-    ),
-    _needs_strategy(
-        "--moe-ft-upstream-log",
-        lambda config: config.memory.upstream_log,
-        "there is no state from which a stage could be replayed",
-    ),
-    Rule(
-        "",
         "--moe-ft-upstream-log",
         lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
         "with --moe-ft-interval=auto the number of iterations that it must hold is not known in advance",
         "Give --moe-ft-interval a number of iterations",
         problem="needs a fixed interval",
     ),
-    _needs_strategy(_FOLLOWED, lambda config: config.memory.sends_gradients, "peers keep nothing"),
     _of_gradients(
         lambda config: config.strategy.interval_iterations != 1,
         f"needs {flag_of('interval')} 1",
@@ -204,50 +239,12 @@ OF_SETTINGS = (
         "ranks must save the same slices every time",
         f"Give {flag_of('sharding')} equal, or ",
     ),
-    _of_gradients(
-        lambda config: config.memory.num_replicas == 0,
-        "needs peers",
-        f"with {flag_of('replication_factor')}=0 there are none",
-        "Give ",
-    ),
-)
-_ELASTIC = flag_of("elastic")
-OF_ELASTIC = (
-    _needs_strategy(
-        _ELASTIC, lambda config: config.elastic.elastic, "no rank finds the state of another layout"
-    ),
     Rule(
         "",
-        _ELASTIC,
-        lambda config: config.elastic.elastic and config.recovery.layout != "any",
-        "another number of ranks is another layout of the state",
-        "Add it",
-        problem=f"needs {flag_of('layout')} any",
-    ),
-)
-_PLAYED = f"{flag_of('without_spare')}=reroute"
-OF_PLAYING = (
-    Rule(
-        "",
-        _PLAYED,
-        lambda config: (
-            config.recovery.without_spare == "reroute" and config.recovery.repair == "off"
-        ),
-        "peers begin to play the role of a lost rank in a repair",
-        "Add it, or leave the flag out",
-        problem=f"needs {flag_of('repair')} auto",
-    ),
-    Rule(
-        "",
-        _PLAYED,
+        f"{flag_of('without_spare')}=reroute",
         lambda config: config.recovery.without_spare == "reroute" and config.elastic.elastic,
         "both say what happens if a node is lost, and cells of peers have one size",
         "Leave one of the two out",
-        problem=f"cannot be used with {_ELASTIC}",
+        problem=f"cannot be used with {flag_of('elastic')}",
     ),
-)
-OF_REPAIRS = _needs_strategy(
-    "--moe-ft-repair=auto",
-    lambda config: config.recovery.repair != "off",
-    "a rank that replaces a dead one has no state",
 )

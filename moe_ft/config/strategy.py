@@ -5,9 +5,9 @@ The options of a single strategy are with the strategy, in moe_ft/strategies/.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import override
+from typing import ClassVar, override
 
-from moe_ft.config.fields import Bounds, Part, flag_of, parse_size, setting
+from moe_ft.config.fields import STRATEGY, Bounds, Part, flag_of, parse_size, setting
 from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
@@ -22,7 +22,9 @@ _DEFAULT_STAGING = "64MiB"
 class StrategyConfig(Part):
     """Strategy: the state that is checkpointed, and when."""
 
-    strategy: str = setting(NO_STRATEGY, "which state is checkpointed when")
+    NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
+
+    strategy: str = setting(NO_STRATEGY, "which state is checkpointed when", needs=())
     interval: str = setting(
         "1",
         "iterations between snapshots; auto = the smallest that keeps the overhead under "
@@ -42,6 +44,7 @@ class StrategyConfig(Part):
         "fraction of the training time that checkpoints may cost with --moe-ft-interval auto",
         bounds=Bounds(above=0, below=1),
         remedy="Write 0.03 for three percent",
+        needs=("interval=auto",),
     )
     on_error: str = setting(
         "degrade",
@@ -52,6 +55,7 @@ class StrategyConfig(Part):
         None,
         f"what a start refuses as it has not run, and you want to try: some of {', '.join(UNTESTED)}",
         metavar="WHAT,...",
+        needs=(),
     )
 
     @property
@@ -77,6 +81,8 @@ class StrategyConfig(Part):
 class PrecisionConfig(Part):
     """Precision in which state is kept, and its packing."""
 
+    NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
+
     state_dtype: str | None = setting(
         None,
         "how fp32 state is kept in snapshots: master=FORMAT,exp_avg=FORMAT,exp_avg_sq=FORMAT, each exact if "
@@ -88,6 +94,7 @@ class PrecisionConfig(Part):
         False,
         "let a strategy that recovers exactly keep state in a format that does not, or have peers repeat the "
         "steps of fused Adam, which rounds otherwise; it is exact no more",
+        needs=("state_dtype|replicate=gradients",),
     )
     staging_bytes: str | None = setting(
         None,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
@@ -363,6 +364,9 @@ def _place_replicas(
     num_others = len(topology.nodes) - 1
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
+        void = without_replicas(config) if factor == 0 and facts.rank == 0 else ()
+        for line in void:
+            say(f"warning: {flag_of('replication_factor')}=auto is 0 on one node: {line}")
     elif (config.elastic.elastic or facts.seat is not None) and factor > num_others:
         if facts.rank == 0:
             say(
@@ -378,6 +382,12 @@ def _place_replicas(
         raise ConfigError(
             f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
         ) from error
+
+
+def without_replicas(config: MoeFtConfig) -> list[str]:
+    """Return lines on what the user has given for replicas, which there are none of."""
+    memory = replace(config.memory, replication_factor="0")
+    return replace(config, memory=memory).warnings(None)
 
 
 def meet_pipelines(

@@ -354,7 +354,7 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
         )
     check_sizes(args)
     check_refusals(args, refusals)
-    check_settings(args, on_gpus=False)
+    check_settings(args, on_gpus=False, allows_void=True)
     missing = [
         flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
     ]

@@ -84,14 +84,19 @@ def checked_config(
     return config
 
 
-def check_settings(args: argparse.Namespace, *, on_gpus: bool) -> MoeFtConfig:
+def check_settings(
+    args: argparse.Namespace, *, on_gpus: bool, allows_void: bool = False
+) -> MoeFtConfig:
     """Return the settings, checked with Megatron's arguments alone: a plan of a job does the same.
+
+    Args:
+        allows_void: as `MoeFtConfig.validate` takes it.
 
     Raises:
         ConfigError: as `checked_config`.
     """
     config = config_from_arguments(args)
-    config.validate(args.world_size)
+    config.validate(args.world_size, allows_void=allows_void)
     if on_gpus:
         for problem in refusals_on_gpus(flags.as_arguments(config)):
             raise ConfigError(problem)
@@ -125,11 +130,13 @@ def void_settings(
     Args:
         command_line: as given: shows a flag that is given with its default value.
     """
-    lines = config.warnings(planned_iterations(args) or None)
+    words = {word.partition("=")[0] for word in command_line}
+    given = {name for name in flags.as_arguments(config) if f"--{name.replace('_', '-')}" in words}
+    names = {name.removeprefix("moe_ft_") for name in given}
+    lines = config.warnings(planned_iterations(args) or None, names)
     if config.strategy.allow_untested is not None:
         lines += _void_permissions(args, config)
-    is_given = any(word.partition("=")[0] == "--moe-ft-sharding" for word in command_line)
-    if is_given and args.use_distributed_optimizer and config.strategy.is_on:
+    if "moe_ft_sharding" in given and args.use_distributed_optimizer and config.strategy.is_on:
         lines.append(
             f"--moe-ft-sharding={args.moe_ft_sharding} changes nothing with --use-distributed-optimizer: "
             "every rank saves the slices that the optimizer has given it (only frozen parameters are "

@@ -25,6 +25,7 @@ class PartialConfig(Part):
         bounds=Bounds(at_least=1),
         reason="an expert that never goes to storage is lost with its node",
         remedy="Give a number of experts per MoE layer",
+        needs=("persist_dir",),
     )
     selection: str = setting(
         "sequential",
@@ -44,6 +45,7 @@ class PartialConfig(Part):
         "proportion of the planned tokens that may be lost, as --moe-ft-dynamic-k tries to keep it",
         bounds=Bounds(above=0, below=1),
         remedy="Write 0.0375 for 3.75 percent",
+        needs=("dynamic_k",),
     )
 
     @property

@@ -95,7 +95,9 @@ def choices(job: PlannedJob, options: PartialConfig, build: Build) -> Mapping[st
     k_snapshot = max(1, sizes.automatic_k(job.measured.budget_bytes or 0.0))
     k_persist = min(k_snapshot, math.ceil(job.model.num_experts / 8))
     most, persisted = (sizes.plan_workload(k).bottleneck_bytes for k in (k_snapshot, k_persist))
-    flags = [f"--moe-ft-k-snapshot={k_snapshot}", f"--moe-ft-k-persist={k_persist}"]
+    flags = [f"--moe-ft-k-snapshot={k_snapshot}"]
+    if job.persists or job.measured.storage_bandwidth is not None:
+        flags.append(f"--moe-ft-k-persist={k_persist}")
     return {
         place: [*flags, *interval_flags(job, most, persisted, at_peers=at_peers)]
         for place, at_peers in places(job).items()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import override
 
-from moe_ft.config.fields import Bounds, Part, flag_of, parse_size, setting
+from moe_ft.config.fields import PEERS, Bounds, Part, flag_of, parse_size, setting
 from moe_ft.errors import ConfigError
 
 NAME = "selective"
@@ -24,6 +24,7 @@ class SelectiveConfig(Part):
         "auto",
         "bytes of a snapshot that each peer of a rank gets; auto = as many as can be sent until the next one",
         metavar="SIZE|auto",
+        needs=(PEERS,),
     )
     selective_rule: str = setting(
         AGE,
@@ -39,6 +40,7 @@ class SelectiveConfig(Part):
         bounds=Bounds(at_least=1),
         reason="an expert has an age after an iteration",
         remedy="Give a number of iterations, larger than the interval between snapshots",
+        needs=(f"selective_rule={AGE}",),
     )
 
     @property

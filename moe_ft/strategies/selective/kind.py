@@ -49,11 +49,6 @@ class Selective(StrategyKind):
             raise ConfigError(
                 f"--moe-ft-strategy={NAME} needs a model with experts (--num-experts). Use dense."
             )
-        if options.remote_bytes is not None and config.memory.num_replicas == 0:
-            raise ConfigError(
-                f"--moe-ft-remote-budget={options.remote_budget} is for peers, and "
-                "--moe-ft-replication-factor=0 keeps none. Leave one of the two out."
-            )
         if config.recovery.layout == "any":
             raise ConfigError(
                 f"--moe-ft-layout=any is not supported with --moe-ft-strategy={NAME}: with a budget, experts "

@@ -23,6 +23,7 @@ class SparseConfig(Part):
         metavar="N",
         bounds=Bounds(at_least=1),
         remedy="Give a number of snapshots",
+        needs=("window=auto",),
     )
     unit_order: str = setting(
         "count",
@@ -35,6 +36,7 @@ class SparseConfig(Part):
         "share of the average that an iteration keeps with --moe-ft-unit-order decayed",
         bounds=Bounds(at_least=0, below=1),
         remedy="Write 0.9 to remember about ten iterations",
+        needs=("unit_order=decayed",),
     )
     reorder_change: float = setting(
         0.10,

@@ -112,7 +112,9 @@ def test_megatron_and_moe_ft_accept_the_flags(
     name: str, strategy: str, parser: argparse.ArgumentParser, hopper: None
 ) -> None:
     model = read_model(name, strategy)
-    args = parser.parse_args([*model.flags, "--data-path", "corpus", "--moe-ft-job-id", "test"])
+    own = ("--moe-ft-persist-dir", "/persist") if strategy != "none" else ()  # as the batch script
+    words = [*model.flags, "--data-path", "corpus", "--moe-ft-job-id", "test", *own]
+    args = parser.parse_args(words)
     args.world_size, args.rank = model.world_size, 0
     checked_config(args, REFUSALS)
     with contextlib.redirect_stdout(io.StringIO()):

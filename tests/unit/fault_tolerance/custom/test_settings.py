@@ -39,10 +39,10 @@ def changed(**changes: Any) -> Namespace:
 
 def test_settings_reach_their_fields() -> None:
     graphs = changed(cuda_graph_impl="local")
-    config = check(graphs, interval=5, k_persist=2, allow_untested="cuda-graphs")
+    config = check(graphs, interval=5, persist_dir="/x", allow_untested="cuda-graphs")
     assert config.strategy.interval == "5"
     assert config.memory.job_id == "test"
-    assert config.options["partial"].k_persist == 2
+    assert config.storage.persist_dir == "/x"
 
 
 def test_settings_are_divided_by_what_depends_on_them() -> None:

@@ -79,8 +79,8 @@ REFUSED = {
     "--data-cache-path DIR/file": "--data-cache-path=DIR/file cannot be a folder of this job: DIR/file is a",
     "--load DIR/file": "--load=DIR/file cannot be a folder of this job: DIR/file is a file. Name",
     "--moe-ft-streams 0": "--moe-ft-streams=0 must be between 1 and 8. Give a number of connections",
-    "--moe-ft-state-digest": "--moe-ft-state-digest needs the event log, but there is none. Add "
-    "--moe-ft-event-log DIR.",
+    "--moe-ft-state-digest": "--moe-ft-state-digest changes nothing without --moe-ft-event-log. Add "
+    "--moe-ft-event-log DIR, or leave --moe-ft-state-digest out.",
     "--moe-ft-strategy sparse --moe-ft-window 0": "--moe-ft-window=0 must be a whole number, at least 1, or "
     "auto. Give one of them.",
     "--moe-ft-strategy sparse --moe-ft-max-window 0": "--moe-ft-max-window=0 must be at least 1. Give a",
@@ -149,11 +149,9 @@ WARNED = {
     "--save DIR --save-interval 4 --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce": (
         "--dist-ckpt-optim-fully-reshardable with --save=DIR: Megatron 0.19 saves the fp32 masters"
     ),
-    "--moe-ft-window 3": "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
+    "--moe-ft-window auto": "--moe-ft-window=auto changes nothing without --moe-ft-strategy sparse. Give",
     "--moe-ft-allow-untested megatron": "--moe-ft-allow-untested=megatron changes nothing: nothing is "
     "refused for a Megatron that does not fit",
-    "--moe-ft-k-snapshot 2": "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=dense: it is for "
-    "partial",
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill:0@999999": "--moe-ft-inject-fault "
     "kill:0@999999:forward never happens: training ends at iteration 4",
 }

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.fault_tolerance.program.slots import SLOT_REFUSALS, complete
 from megatron.fault_tolerance.seams.refusals import SCRIPT_REFUSALS, check_refusals
-from megatron.fault_tolerance.seams.settings import config_from_arguments
 from moe_ft.errors import ConfigError
 from tests.unit.fault_tolerance.parsing import parse
 
@@ -39,13 +38,6 @@ def test_what_slots_cannot_be_used_with_is_refused_by_name(flags: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_refusals(parse(*shlex.split(flags)), SLOT_REFUSALS)
     assert REFUSED[flags] in str(refusal.value)
-
-
-@pytest.mark.parametrize("flag", ["rebalance-interval 2", "min-replicas 2"])
-def test_settings_of_slots_are_refused_without_slots(flag: str) -> None:
-    args = parse(*shlex.split(f"--moe-ft-{flag}"))
-    with pytest.raises(ConfigError, match=f"--moe-ft-{flag.replace(' ', '=')} needs slots"):
-        config_from_arguments(args).validate(8)
 
 
 def test_script_of_ones_own_has_no_slots() -> None:

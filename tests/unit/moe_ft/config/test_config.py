@@ -34,17 +34,8 @@ def settings(**values: Any) -> MoeFtConfig:
     ("config", "message"),
     [
         (
-            settings(breakpoints=True),
-            "--moe-ft-breakpoints needs a strategy: with --moe-ft-strategy=none nothing is recovered",
-        ),
-        (settings(state_digest_interval=5), "--moe-ft-state-digest-interval needs the event log"),
-        (
             settings(state_digest_interval=-1),
             "--moe-ft-state-digest-interval=-1 must be at least 0",
-        ),
-        (
-            settings(without_spare="reroute"),
-            "--moe-ft-without-spare=reroute needs --moe-ft-repair auto",
         ),
         (
             settings(
@@ -52,28 +43,12 @@ def settings(**values: Any) -> MoeFtConfig:
             ),
             "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: both say what happens",
         ),
-        (
-            settings(inject_fault=("kill:0@1",)),
-            "--moe-ft-inject-fault kill:0@1 needs the event log",
-        ),
         (settings(on_error="ignore"), "--moe-ft-on-error=ignore must be one of degrade, raise"),
         (
             settings(persist_dense_interval=-1),
             "--moe-ft-persist-dense-interval=-1 must be at least 0",
         ),
-        (
-            settings(persist_dense_interval=50),
-            "--moe-ft-persist-dense-interval=50 writes to storage, but there is none. Add --moe-ft-pers",
-        ),
         (settings(sharding="some"), "--moe-ft-sharding=some must be one of none, equal, adaptive"),
-        (
-            settings(router_log=True),
-            "--moe-ft-router-log needs the event log, but there is none. Add --moe-ft-event-log",
-        ),
-        (
-            settings(metrics_port=9400),
-            "--moe-ft-metrics-port needs the event log, but there is none. Add --moe-ft-event-log",
-        ),
         (
             settings(event_log="e", metrics_port=80),
             "--moe-ft-metrics-port=80 must be at least 1024: lower ports are for services",
@@ -82,28 +57,11 @@ def settings(**values: Any) -> MoeFtConfig:
             settings(event_log="e", metrics_port=65536),
             "--moe-ft-metrics-port=65536 must be between 0 and 65535",
         ),
-        (
-            settings(metrics_interface="ib0"),
-            "--moe-ft-metrics-interface needs a port: without a port no metrics are served. Add ",
-        ),
         (settings(recover_from="120"), "--moe-ft-recover-from=120 must be auto, load or iter_N"),
-        (
-            settings(upstream_log=True),
-            "--moe-ft-upstream-log needs a strategy: with --moe-ft-strategy=none there is no state .* "
-            "Name one with --moe-ft-strategy",
-        ),
         (
             settings(upstream_log=True, strategy="dense", interval="auto"),
             "--moe-ft-upstream-log needs a fixed interval: with --moe-ft-interval=auto .* "
             "Give --moe-ft-interval a number of iterations",
-        ),
-        (
-            settings(upstream_log=True, strategy="dense", recovery="local"),
-            "--moe-ft-recovery=local needs --moe-ft-breakpoints: .* Add them",
-        ),
-        (
-            settings(replicate="gradients"),
-            "--moe-ft-replicate=gradients needs a strategy: .*Name one with --moe-ft-strategy",
         ),
         *(
             (
@@ -117,16 +75,8 @@ def settings(**values: Any) -> MoeFtConfig:
             "--moe-ft-replicate=gradients cannot be used with --moe-ft-state-dtype: .*Leave --moe-ft-s",
         ),
         (
-            settings(replicate="gradients", replication_factor="0", strategy="dense"),
-            "--moe-ft-replicate=gradients needs peers: .*factor=0 .*Give --moe-ft-replicate state",
-        ),
-        (
             settings(replicate="updates"),
             "--moe-ft-replicate=updates must be one of state, gradients",
-        ),
-        (
-            settings(repair="auto"),
-            "--moe-ft-repair=auto needs a strategy: .* Name one with --moe-ft-strategy",
         ),
         (
             settings(repair_heartbeat_s=0.5),
@@ -226,23 +176,11 @@ def test_defaults_warn_of_nothing() -> None:
     ("config", "warning"),
     [
         (
-            settings(strategy="dense", window="3"),
-            "--moe-ft-window changes nothing with --moe-ft-strategy=dense: it is for sparse",
-        ),
-        (
-            settings(strategy="sparse", k_snapshot="2"),
-            "--moe-ft-k-snapshot changes nothing with --moe-ft-strategy=sparse: it is for partial",
-        ),
-        (
-            settings(persist_dir="/x"),
-            "--moe-ft-persist-dir changes nothing with --moe-ft-strategy=none: it is for a strategy",
-        ),
-        (
-            settings(inject_fault=("kill:0@10",)),
+            settings(event_log="e", inject_fault=("kill:0@10",)),
             "--moe-ft-inject-fault kill:0@10:forward never happens: training ends at iteration 10",
         ),
         (
-            settings(inject_fault=("kill:0@11:persist",)),
+            settings(event_log="e", inject_fault=("kill:0@11:persist",)),
             "--moe-ft-inject-fault kill:0@11:persist never happens: training ends at iteration 10",
         ),
     ],
@@ -257,7 +195,7 @@ def test_setting_that_changes_nothing_is_warned_about(config: MoeFtConfig, warni
         settings(strategy="sparse", window="3"),
         settings(strategy="partial", k_snapshot="2"),
         settings(strategy="dense", persist_dir="/x"),
-        settings(inject_fault=("kill:0@9", "kill:0@10:persist")),
+        settings(event_log="e", inject_fault=("kill:0@9", "kill:0@10:persist")),
     ],
 )
 def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
@@ -265,7 +203,7 @@ def test_setting_that_is_used_is_not_warned_about(config: MoeFtConfig) -> None:
 
 
 def test_fault_of_a_run_of_unknown_length_is_not_warned_about() -> None:
-    config = settings(inject_fault=("kill:0@1000",))
+    config = settings(event_log="e", inject_fault=("kill:0@1000",))
     assert config.warnings(None) == []
 
 

@@ -54,6 +54,17 @@ def test_node_whose_name_cannot_be_a_directory_is_refused(
         meet_alone(config, opened)
 
 
+def test_setting_for_replicas_is_named_where_one_node_is_why_there_are_none(
+    tmp_path: Path, opened: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path)
+    meet_alone(replace(config, memory=replace(config.memory, streams=3)), opened)
+    line = (
+        "--moe-ft-replication-factor=auto is 0 on one node: --moe-ft-streams=3 changes nothing with"
+    )
+    assert line in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("node", ["gpu-1", "gpu-2"])
 def test_rank_knows_the_failure_domain_of_each_node_or_the_job_is_refused(
     tmp_path: Path, opened: ExitStack, node: str, capsys: pytest.CaptureFixture[str]

@@ -65,9 +65,11 @@ def test_wrong_setting_of_windows_is_named_with_its_rule(
     "config",
     [
         SparseConfig(),
-        SparseConfig(window="1", max_window=1),
+        SparseConfig(window="1"),
+        SparseConfig(max_window=1),
         SparseConfig(window="12"),  # auto's limit does not limit a fixed window
-        SparseConfig(popularity_decay=0.0, reorder_change=0.0, reorder_fraction=0.0),
+        SparseConfig(unit_order="decayed", popularity_decay=0.0),
+        SparseConfig(reorder_change=0.0, reorder_fraction=0.0),
         SparseConfig(reorder_change=2.0, reorder_fraction=1.0),
         *(SparseConfig(unit_order=order) for order in MEASURES),
     ],
