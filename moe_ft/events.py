@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moe_ft.calls import looks_again, write_all
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.saying import say
@@ -112,7 +113,7 @@ class EventLog:
             if self._events_fd is None:
                 return
             try:
-                os.write(self._events_fd, json.dumps(line).encode() + b"\n")
+                write_all(self._events_fd, json.dumps(line).encode() + b"\n")
             except OSError as error:
                 self._give_up(error)
 
@@ -259,6 +260,7 @@ def _open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
+@looks_again()
 def _open(path: Path) -> BinaryIO:
     _check_is_file(path.stat(), path)
     return path.open("rb")

@@ -56,8 +56,8 @@ class Format(Protocol):
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
         """Return the tensors to write; raise ConfigError if the format cannot hold them."""
 
-    def name_of(self, item: Item) -> str:
-        """Return the name of an item in the destination."""
+    def names_of(self, item: Item) -> Sequence[str]:
+        """Return the names of an item in the destination: it may be several tensors there."""
 
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
@@ -96,8 +96,9 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
         raise ConfigError(
             f"DST={destination.place} could not be written from {model.place}: {error}. {destination.left}"
         ) from error
+    num_tensors = sum(len(written.names_of(item)) for item in items)
     lines = [
-        f"{destination.place}: iteration {model.iteration} as {request.to}, {len(items)} tensors, "
+        f"{destination.place}: iteration {model.iteration} as {request.to}, {num_tensors} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
     ]
     if model.kind == "hf":
@@ -184,7 +185,7 @@ def _list(written: Format, shards: Shards) -> str:
         (
             item.tensor.unit,
             item.tensor.iterations[item.kind],
-            written.name_of(item),
+            " ".join(written.names_of(item)),
             "x".join(map(str, item.tensor.shape)),
             item.dtype,
             number + 1,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moe_ft.calls import looks_again
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.patience import PATIENCE_S
 from moe_ft.files.storage import Storage
@@ -145,6 +146,7 @@ def read_range(path: AnyPath, offset: int, num_bytes: int) -> memoryview:
     return content[:num_read]
 
 
+@looks_again()
 def _open(path: Path) -> int:
     """Return a descriptor of a regular file."""
     # Without waiting: a named pipe would block, and is refused below.

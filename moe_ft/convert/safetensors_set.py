@@ -174,8 +174,11 @@ class SafetensorsSet:
             )
         return tensors
 
-    def name_of(self, item: Item) -> str:
-        """Return the name of an item in the files."""
+    def names_of(self, item: Item) -> Sequence[str]:
+        """Return the one name of an item in the files."""
+        return (self._name_of(item),)
+
+    def _name_of(self, item: Item) -> str:
         name = f"{item.tensor.unit}/{item.tensor.name}"
         return name if item.kind == "weight" else f"{name}/{item.kind}"
 
@@ -184,9 +187,9 @@ class SafetensorsSet:
     ) -> WrittenFile:
         """Write one file."""
         described = {
-            self.name_of(item): Description(item.dtype, item.tensor.shape) for item in items
+            self._name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
-        tensors = ((self.name_of(item), tensor) for item, tensor in read_ahead(items, self._model))
+        tensors = ((self._name_of(item), tensor) for item, tensor in read_ahead(items, self._model))
         return write_file(folder, number, count, described, tensors, self._model)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:

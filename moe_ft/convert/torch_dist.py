@@ -63,10 +63,10 @@ class TorchDist:
         """Return all."""
         return tensors
 
-    def name_of(self, item: Item) -> str:
+    def names_of(self, item: Item) -> Sequence[str]:
         """Return the key of an item, with the index of an expert in its stack."""
         key = self._key(item)
-        return f"{key}[{','.join(map(str, item.tensor.index))}]" if item.tensor.index else key
+        return (f"{key}[{','.join(map(str, item.tensor.index))}]" if item.tensor.index else key,)
 
     def _key(self, item: Item) -> str:
         if item.kind == "weight":

@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from moe_ft.calls import looks_again, write_all
 from moe_ft.errors import UnsafePathError
 
 _CHUNK_BYTES = 16 << 20
@@ -33,18 +33,23 @@ def _directory_of(root: str, full: str) -> Iterator[tuple[int, str]]:
     *names, name = full.removeprefix(root).strip("/").split("/")
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with ExitStack() as opened:
-        directory, path = os.open(root, flags), Path(root)
+        directory, path = _open(root, flags), Path(root)
         opened.callback(os.close, directory)
         for each in names:
             path /= each
             try:
-                directory = os.open(each, flags | os.O_NOFOLLOW, dir_fd=directory)
+                directory = _open(each, flags | os.O_NOFOLLOW, directory)
             except OSError as error:
                 if path.is_symlink():
                     raise UnsafePathError(f"{path} is a symbolic link") from error
                 raise
             opened.callback(os.close, directory)
         yield directory, name
+
+
+@looks_again()
+def _open(path: str, flags: int, directory: int | None = None) -> int:
+    return os.open(path, flags, 0o666, dir_fd=directory)
 
 
 def remove_here(root: str, full: str) -> None:
@@ -60,11 +65,14 @@ def write_here(root: str, full: str, pieces: Iterable[memoryview]) -> None:
         part = f"{name}.{secrets.token_hex(4)}.part"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(part, flags, 0o666, dir_fd=directory), "wb") as file:
+            file = _open(part, flags, directory)
+            try:
                 write_past_cache(file, pieces)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            rename = looks_again()(os.replace)
+            rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
         except (Exception, KeyboardInterrupt):
             with suppress(OSError):  # on a full disk every try would leave one
                 os.unlink(part, dir_fd=directory)
@@ -77,15 +85,15 @@ def write_here(root: str, full: str, pieces: Iterable[memoryview]) -> None:
 
 def sync_file(path: str) -> None:
     """Wait until a file or directory of this machine is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = _open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_past_cache(file: Any, pieces: Iterable[memoryview]) -> None:
-    """Write pieces one after the other at the end of an open local file; the caller syncs it."""
+def write_past_cache(file: int, pieces: Iterable[memoryview]) -> None:
+    """Write pieces one after the other to the descriptor of a new local file; the caller syncs it."""
     for block in page_blocks(pieces):
         _write_block(file, block)
 
@@ -114,27 +122,28 @@ def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     yield room[:filled]
 
 
-def _write_block(file: Any, block: memoryview) -> None:
+def _write_block(file: int, block: memoryview) -> None:
     """Write past the page cache where the file system can: it is faster and takes less of the processor."""
-    is_direct = len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0
-    start = file.tell()
-    if is_direct and _set_direct(file, True):
+    # What is left after a call that wrote a part may not be whole pages: no such write is possible then.
+    while len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0:
         try:
-            file.write(block)
-            return
+            count = os.write(file, block) if _set_direct(file, True) else 0
         except OSError as error:
             if error.errno != errno.EINVAL:  # such as of an alignment beyond that of pages
                 raise
-            file.seek(start)
+            count = 0
+        if not count:
+            break
+        block = block[count:]
     _set_direct(file, False)
-    file.write(block)
+    write_all(file, block)
 
 
-def _set_direct(file: Any, is_direct: bool) -> bool:
+def _set_direct(file: int, is_direct: bool) -> bool:
     """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
-    flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT
+    flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
     except OSError:  # such as of FUSE
         return False
     return True

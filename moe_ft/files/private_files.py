@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from moe_ft.calls import looks_again, write_all
 from moe_ft.errors import CorruptStateError, ForeignPathError, UnsafePathError
 
 PRIVATE_MODE = 0o700
@@ -119,6 +120,7 @@ def read_private(path: Path) -> bytes:
         return file.read()
 
 
+@looks_again()
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading, whoever owns it.
 
@@ -169,9 +171,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, _FILE_MODE, dir_fd=directory)
             try:
-                view = memoryview(content)
-                while view:
-                    view = view[os.write(descriptor, view) :]
+                write_all(descriptor, content)
             finally:
                 os.close(descriptor)
             os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)

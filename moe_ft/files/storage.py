@@ -12,6 +12,7 @@ engine/persist/storage_lock.py. Used by the writer process and by recovery; no t
 """
 
 import copy
+import errno
 import inspect
 import os
 import random
@@ -26,6 +27,7 @@ from typing import Any
 import fsspec
 from fsspec.utils import get_protocol
 
+from moe_ft.calls import looks_again
 from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import CorruptStateError, MoeFtError
 from moe_ft.files.apart import Helper
@@ -143,6 +145,7 @@ class Storage:
     def within_patience[Result](self, operation: str, act: Callable[[], Result]) -> Result:
         """Return what an operation returns; raise TimeoutError if it takes too long."""
         with self._translating(operation):
+            act = looks_again()(act)
             if self._patience_s is None:
                 return act()
             return call_within(act, self._patience_s, f"{self.url}: {operation}")
@@ -197,7 +200,7 @@ class Storage:
 
     def _make_root(self) -> None:
         is_new = self._is_local and not os.path.isdir(self._root)
-        self._file_system.makedirs(self._root, exist_ok=True)
+        _make_directory(self._file_system, self._root)
         if is_new:
             sync_file(os.path.dirname(self._root))
 
@@ -205,7 +208,7 @@ class Storage:
         """Write a large file; a local one whole or not at all, and it is on the disk when this returns."""
         full = self._full(path)
         with self._translating(f"write {path}"):
-            self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+            _make_directory(self._file_system, full.rpartition("/")[0])
             if self._is_local:
                 write_here(self._root, full, pieces)
             else:
@@ -220,7 +223,7 @@ class Storage:
 
     def _write_atomically(self, path: str, content: bytes) -> None:
         full = self._full(path)
-        self._file_system.makedirs(full.rpartition("/")[0], exist_ok=True)
+        _make_directory(self._file_system, full.rpartition("/")[0])
         if self._is_local:
             write_here(self._root, full, [memoryview(content)])
         else:  # object stores show an object only when it is complete
@@ -251,8 +254,7 @@ class Storage:
         if end is None and self._works_apart:
             return bytes(self._small(f"read {path}", "_read", full, offset, end))
         if self._patience_s is None:
-            with self._translating(f"read {path}"):
-                return self._read(full, offset, end)
+            return self.within_patience(f"read {path}", partial(self._read, full, offset, end))
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
         if end is None:
             _check_length(full, expected_end)
@@ -328,6 +330,7 @@ class Storage:
         found: list[Any] = self._small(f"list {full}", "_listed", full, has_sizes)
         return found
 
+    @looks_again(errno.ENOENT)  # of a file that was listed and has gone
     def _listed(self, full: str, has_sizes: bool) -> list[Any]:
         self._file_system.invalidate_cache()
         return list(self._file_system.ls(full, detail=has_sizes))
@@ -384,6 +387,11 @@ class Storage:
 def call_on(url: str, method: str, *arguments: Any) -> Any:
     """Return what a method of a persist directory returns."""
     return getattr(Storage(url), method)(*arguments)
+
+
+@looks_again(errno.EEXIST)  # as of one that did not look like a directory just then
+def _make_directory(file_system: Any, path: str) -> None:
+    file_system.makedirs(path, exist_ok=True)
 
 
 def links_in(root: str, names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 from moe_ft import saying
+from moe_ft.calls import receive_all
 
 IMPORTING = "moe_ft_imports"  # the name of the zygote's process until it answers
 
@@ -103,10 +104,7 @@ def send_answer(connection: socket.socket, answer: Answer, number: int = 0) -> N
 
 def receive_answer(connection: socket.socket) -> tuple[Answer, int]:
     """Return an answer and its number; raise ConnectionError if the connection was closed."""
-    found = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
-    if len(found) < _ANSWER.size:
-        raise ConnectionError("the other end has closed the connection")
-    answer, number = _ANSWER.unpack(found)
+    answer, number = _ANSWER.unpack(receive_all(connection, _ANSWER.size))
     return Answer(answer), number
 
 

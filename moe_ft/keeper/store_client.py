@@ -15,6 +15,7 @@ from typing import override
 
 import torch.distributed as dist
 
+from moe_ft.calls import receive_all
 from moe_ft.engine.links.tcp import keep_alive
 from moe_ft.errors import RepairError
 from moe_ft.keeper.store_wire import (
@@ -78,7 +79,7 @@ class JobStore(dist.Store):
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce + proof(token, b"client", greeted, nonce))
-            theirs = _receive(connection, PROOF_BYTES)
+            theirs = receive_all(connection, PROOF_BYTES)
             if not hmac.compare_digest(theirs, proof(token, b"server", greeted, nonce)):
                 raise ConnectionError("the token is wrong")
         except BaseException:
@@ -94,8 +95,8 @@ class JobStore(dist.Store):
             try:
                 self._socket.settimeout(request.wait_s + _ANSWER_S)
                 self._socket.sendall(self._outgoing.seal(request))
-                header = _receive(self._socket, HEADER_BYTES)
-                body = _receive(self._socket, length_of(header))
+                header = receive_all(self._socket, HEADER_BYTES)
+                body = receive_all(self._socket, length_of(header))
                 self._incoming.check(header, body)
             except BaseException as error:  # the next answer would be that to this request
                 self._socket.close()
@@ -189,7 +190,7 @@ def ask_for_token(address: Address, run: str, rank: int) -> str:
     with connection:
         connection.sendall(asks_for_token(greeted, rank))
         try:
-            return _receive(connection, TOKEN_BYTES).decode()
+            return receive_all(connection, TOKEN_BYTES).decode()
         except ConnectionError as error:
             raise RepairError(
                 f"the store at {address[0]}:{address[1]} has a rank {rank} already: it is of another job or "
@@ -204,7 +205,7 @@ def _meet(address: Address, run: str) -> tuple[socket.socket, bytes]:
         connection = socket.create_connection(address, timeout=_ANSWER_S)
         try:
             keep_alive(connection)
-            greeted = _receive(connection, GREETING_BYTES)
+            greeted = receive_all(connection, GREETING_BYTES)
             break
         except ConnectionError:  # it has too many strangers
             connection.close()
@@ -222,17 +223,6 @@ def _meet(address: Address, run: str) -> tuple[socket.socket, bytes]:
         f"the store at {address[0]}:{address[1]} {what} {run!r} (torchrun --rdzv-id): it had taken the port "
         "before"
     )
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next bytes; raises ConnectionError if the other side closes before."""
-    content = bytearray(num_bytes)
-    rest = memoryview(content)
-    while rest:
-        if not (count := connection.recv_into(rest)):
-            raise ConnectionError("the other side closed the connection")
-        rest = rest[count:]
-    return bytes(content)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -22,6 +22,7 @@ from tests.unit.source import (
 BASE = (
     "arithmetic",
     "errors",
+    "calls",
     "config",
     "units",
     "topology",

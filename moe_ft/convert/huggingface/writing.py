@@ -70,10 +70,10 @@ class HuggingFace:
                 )
         return found
 
-    def name_of(self, item: Item) -> str:
+    def names_of(self, item: Item) -> Sequence[str]:
         """Return the names of an item on the hub."""
         mapped = self._mapped[item.tensor.name]
-        return " ".join((*mapped.names, *mapped.copies))
+        return (*mapped.names, *mapped.copies)
 
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]

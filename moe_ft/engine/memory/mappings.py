@@ -5,6 +5,7 @@ it many seconds. What is in the files is engine/memory/regions.py and pool.py.
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -160,7 +161,9 @@ def _map(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
     memory = memory or mmap.mmap(descriptor, num_bytes)
     try:
         _populate(memory)
-    except OSError:  # Linux before 5.14
+    except OSError as error:  # Linux before 5.14
+        if error.errno == errno.EFAULT:  # a page that cannot be had: touching it ends the process
+            raise
         pages = np.frombuffer(memory, dtype=np.uint8)[:: mmap.PAGESIZE]
         pages |= 0
     return memory

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from moe_ft.calls import looks_again
 from moe_ft.engine.persist.origin import Origin
 from moe_ft.errors import LockLostError
 from moe_ft.files.storage import Storage
@@ -32,6 +33,7 @@ from moe_ft.files.storage import Storage
 LOCK_NAME = "moe_ft.lock"
 LOCK_STALE_S = 30.0  # three renewals
 LOCK_RENEWAL_S = 10.0
+_AGAIN_S = 1.0  # after a renewal that failed: three that are missed cost the lock
 _SETTLE_S = 2.0  # in which those who write to an object store at the same time have written
 _GAP_S = 1.0
 _END_S = 2.0
@@ -166,7 +168,7 @@ class StorageLock:
         # Nobody waits for this thread, so it may wait for storage; else it would leave a thread every time.
         lock = StorageLock(self._storage.with_patience(None), self.owner)
         is_failing = False
-        while not self._should_end.wait(LOCK_RENEWAL_S):
+        while not self._should_end.wait(_AGAIN_S if is_failing else LOCK_RENEWAL_S):
             try:
                 lock.renew()
                 is_failing = False
@@ -264,19 +266,20 @@ def _remove(path: str, before: bytes) -> bool:
         Path(path).rename(taken)
     except FileNotFoundError:
         return False
+    found = None
     try:
-        if taken.read_bytes() == before:
-            return True
-        with suppress(FileExistsError):  # whose it was notices that another has it
-            _give_name(taken, Path(path))
-        return False
-    finally:
+        found = taken.read_bytes()
+    finally:  # also if nobody can tell whose it is
+        if found != before:
+            with suppress(FileExistsError):  # whose it was notices that another has it
+                _give_name(taken, Path(path))
         taken.unlink()
+    return found == before
 
 
 def _give_name(file: Path, path: Path) -> None:
     try:
-        os.link(file, path)
+        looks_again()(os.link)(file, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without links

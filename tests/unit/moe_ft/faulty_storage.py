@@ -17,6 +17,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from moe_ft.calls import write_all
 from moe_ft.files.patience import call_within
 
 LOCAL_PROTOCOL, OBJECT_PROTOCOL = "faulty-local", "faulty-objects"
@@ -60,15 +61,15 @@ class Injector:
 INJECTOR = Injector()
 
 
-def _write(file: Any, pieces: Iterable[memoryview]) -> None:
+def _write(file: int, pieces: Iterable[memoryview]) -> None:
     """Count, then write; if that fails, half of a piece."""
     for piece in pieces:
         try:
-            INJECTOR.step("write", os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            INJECTOR.step("write", os.readlink(f"/proc/self/fd/{file}"))
         except (OSError, KilledError):
-            file.write(piece[: len(piece) // 2])
+            os.write(file, piece[: len(piece) // 2])
             raise
-        file.write(piece)
+        write_all(file, piece)
 
 
 def _open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:

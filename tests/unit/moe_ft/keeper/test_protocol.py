@@ -77,7 +77,7 @@ def test_answers_and_signals_arrive_and_an_end_is_noticed() -> None:
         assert receive_answer(other) == (Answer.ENDED, 9)
         assert receive_signal(other) == signal.SIGTERM
         assert receive_signal(other) is None
-        with pytest.raises(ConnectionError, match="has closed the connection"):
+        with pytest.raises(ConnectionError, match="closed the connection"):
             receive_answer(other)
 
 

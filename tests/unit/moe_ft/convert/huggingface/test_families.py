@@ -132,7 +132,8 @@ def test_numbers_of_two_bytes_come_back(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     random_model(MIXTRAL).to(torch.bfloat16).save_pretrained(saved)
     checkpoint, _ = converted(saved, "torch_dist")
-    back, _ = converted(checkpoint, "hf")
+    back, printed = converted(checkpoint, "hf")
+    assert f" {len(tensors_of(back))} tensors, " in printed
     assert {each.dtype for each in tensors_of(back).values()} == {torch.bfloat16}
     check_is_equal(back, saved)
 

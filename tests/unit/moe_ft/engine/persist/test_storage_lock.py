@@ -224,7 +224,8 @@ def test_lock_on_storage_that_fails_is_not_lost(storage: Storage, injector: Inje
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.005)
+    for name in ("LOCK_RENEWAL_S", "_AGAIN_S"):
+        monkeypatch.setattr(storage_lock, name, 0.005)
     # Another start waits for the disk in the first, and a renewal in the other.
     monkeypatch.setattr(storage_lock, "_GAP_S", 5.0)
     monkeypatch.setattr(storage_lock, "_END_S", 60.0)
@@ -267,6 +268,41 @@ def test_lock_that_cannot_be_renewed_for_a_while_is_reported_once_and_kept(
     assert [line.partition(":")[0] for line in lines] == [
         f"{LOCK_NAME} in {storage.url.partition(':')[0]}"
     ]
+
+
+def test_renewal_that_fails_is_made_again_long_before_another_start_may_take_the_lock(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, waits = taken(directory), list[float]()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) > 4
+
+    def renew(lock: StorageLock) -> None:
+        if len(waits) in (1, 2):
+            raise OSError(errno.EIO, "for now")
+
+    monkeypatch.setattr(lock, "_should_end", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(StorageLock, "renew", renew)
+    lock._keep(lambda line: None)
+    assert waits == [storage_lock.LOCK_RENEWAL_S, 1.0, 1.0, *[storage_lock.LOCK_RENEWAL_S] * 2]
+
+
+def test_lock_that_cannot_be_read_in_the_hands_of_another_start_is_given_back(
+    directory: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, other = taken(directory), StorageLock(directory)
+    seen = lock.look()
+    assert seen is not None
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "not this time")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="not this time"):
+        other._file.remove(seen.content)
+    lock.check()
 
 
 # Watching
