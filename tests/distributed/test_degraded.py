@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.loop.refusing import EXIT_NOT_SAVED
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
+from tests.failing_calls import Rule, build_library, environment
 from tests.jobs import NUM_RANKS, TWO_NODES, CheckpointJob
 from tests.references import Digests
 from tests.waiting import wait_for
@@ -62,12 +64,22 @@ def train_with_short_pauses(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
-def test_full_disk_leaves_the_last_good_checkpoint_and_training_goes_on(
+def train_where_writes_are_short(library: Path, storage: Path, flags: list[str]) -> None:
+    """Train; processes that the ranks start write little at a time to storage. Runs on every rank."""
+    os.environ.update(
+        environment(library, Rule(place=str(storage), call="write", most=4096, every=1))
+    )
+    train_with_short_pauses(flags)
+
+
+def test_full_disk_with_short_writes_leaves_the_last_good_checkpoint_and_training_goes_on(
     job: CheckpointJob,
     expected: Digests,
     mount_small: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    job.storage, job.train = mount_small("6m") / "storage", train_with_short_pauses
+    job.storage = mount_small("6m") / "storage"
+    job.train = partial(train_where_writes_are_short, build_library(tmp_path), job.storage)
     job.run("--moe-ft-keep", "9", storage=True)
     assert "No space left on device" in reasons(job, "persist")
     assert job.digests() == expected

@@ -6,7 +6,6 @@ moment. Sockets between a worker and its zygote are pipes without descriptors.
 
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections import defaultdict, deque
@@ -128,12 +127,16 @@ class Connection:
     def is_readable(self) -> bool:
         return bool(self.content) or self.peer.is_closed
 
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        """Return what has come; wait for all of it if the flags say so."""
-        least = size if flags & socket.MSG_WAITALL else 1
-        self.machine.wait_for(lambda: len(self.content) >= least or self.peer.is_closed, None)
+    def recv(self, size: int) -> bytes:
+        """Wait for something to come, and return it."""
+        self.machine.wait_for(lambda: bool(self.content) or self.peer.is_closed, None)
         found, self.content = self.content[:size], self.content[size:]
         return found
+
+    def recv_into(self, buffer: memoryview) -> int:
+        found = self.recv(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
     def sendall(self, content: bytes) -> None:
         self.machine.world.kernel.event("keeper: send")
