@@ -286,6 +286,12 @@ class RecoveryConfig(Part):
         "divided again among the ranks of this start",
         choices=("same", "any"),
     )
+    data: str = setting(
+        "same",
+        "same = state that has seen data or a tokenizer of other content is refused; any = training goes on "
+        "with those of this start",
+        choices=("same", "any"),
+    )
     capacity_boost: float = setting(
         0.0,
         "by how much of its capacity (--moe-expert-capacity-factor) an expert may exceed it after a recovery "

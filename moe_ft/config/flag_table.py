@@ -181,17 +181,18 @@ FLAGS: dict[str, dict[str, str]] = {
     "data": {
         "fingerprint": """
             data_args_path data_path mock_data seed split tokenizer_type""",
-        "fingerprint untested": "per_split_data_args_path train_data_path",
+        "fingerprint untested": """
+            merge_file metadata_path per_split_data_args_path tokenizer_model train_data_path
+            vocab_file""",
         "record untested": "phase_transition_iterations",
         "replay": """
             data_sharding dataloader_type eod_mask_loss reset_attention_mask reset_position_ids""",
         "replay untested": """
-            allow_ambiguous_pad_tokens create_attention_mask_in_dataloader merge_file
-            metadata_path mid_level_dataset_surplus null_tokenizer_eod_id null_tokenizer_pad_id
-            special_tokens tiktoken_num_special_tokens tiktoken_pattern
-            tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast tokenizer_model
-            tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
-            vocab_file""",
+            allow_ambiguous_pad_tokens create_attention_mask_in_dataloader
+            mid_level_dataset_surplus null_tokenizer_eod_id null_tokenizer_pad_id special_tokens
+            tiktoken_num_special_tokens tiktoken_pattern tokenizer_hf_no_include_special_tokens
+            tokenizer_hf_no_use_fast tokenizer_sentencepiece_ignore_extra_whitespaces
+            tokenizer_sentencepiece_legacy""",
         "neutral": """
             chat_template data_cache_path mmap_bin_files num_dataset_builder_threads num_workers
             test_data_path trust_remote_code valid_data_path""",
@@ -388,7 +389,7 @@ TESTED_VALUES = {
     for name, _, values in (word.partition("=") for word in _VALUES.split())
 }
 
-# Of these paths the last part alone is kept and compared: where files lie may change.
+# Of these paths the name and the content are kept (seams/contents.py): where files lie may change.
 PATHS = frozenset(
     {
         *("tokenizer_model", "vocab_file", "merge_file", "metadata_path"),

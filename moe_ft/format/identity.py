@@ -11,6 +11,10 @@ import msgspec
 MOST_RANKS = 1 << 17
 # A setting besides the flags that decides which slices a rank has, such as the sizes of buckets.
 CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
+# By flag that names files, each word as `name: what it holds`, or as the name alone where that is not known.
+CONTENTS = "contents of files"
+EVALUATION = ("--valid-data-path", "--test-data-path")  # in the contents; it decides no state
+_FILES = msgspec.msgpack.Decoder(dict[str, list[str]])
 # Only jobs that have slots have the setting.
 _SLOTS = "--moe-ft-expert-slots"
 # Settings that decide how state is divided among ranks and in which order numbers are summed up, not what the
@@ -47,6 +51,15 @@ _LAYOUT = frozenset(
         "distributed_backend",
     ]
 ) | {CUTS, _SLOTS}
+# Settings that decide what a run reads.
+_DATA = frozenset(
+    "--" + name.replace("_", "-")
+    for name in [
+        *("data_args_path", "data_path", "merge_file", "metadata_path", "mock_data"),
+        *("per_split_data_args_path", "split", "tokenizer_model", "tokenizer_type"),
+        *("train_data_path", "vocab_file"),
+    ]
+) | {CONTENTS}
 
 
 class Start(NamedTuple):
@@ -130,13 +143,49 @@ def layout_of(identity: Identity) -> str:
     return sys.intern(msgspec.json.encode(values).decode())
 
 
+def of_data(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide what a run reads."""
+    return {name: value for name, value in settings.items() if name in _DATA}
+
+
 def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that both fingerprints have, with different values."""
-    return [
+    """Describe the settings that both fingerprints have, with different values.
+
+    Of files whose content both know, names do not matter.
+    """
+    there, now = _contents(theirs), _contents(ours)
+    by_content = there.keys() & now.keys()
+    differences = [
         f"{name}: {theirs.get(name, 0)} there, {ours.get(name, 0)} now"
-        for name in sorted(_compared(ours, theirs))
+        for name in sorted(_compared(ours, theirs) - by_content - {CONTENTS})
         if ours.get(name, 0) != theirs.get(name, 0)
     ]
+    for flag in sorted(by_content):
+        if len(there[flag]) != len(now[flag]):
+            differences.append(f"{flag}: {len(there[flag])} words there, {len(now[flag])} now")
+        differences += [
+            f"{flag} {old} there, {new} now"
+            for old, new in zip(there[flag], now[flag], strict=False)
+            if _differ(old, new)
+        ]
+    return differences
+
+
+def _differ(old: str, new: str) -> bool:
+    (old_name, old_content), (name, content) = _parts(old), _parts(new)
+    return old_content != content if old_content and content else old_name != name
+
+
+def _parts(word: str) -> tuple[str, str]:
+    name, colon, content = word.rpartition(": ")
+    return (name, content) if colon else (content, "")
+
+
+def _contents(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    try:
+        return _FILES.decode(msgspec.msgpack.encode(settings.get(CONTENTS, {})))
+    except msgspec.ValidationError:  # of somebody else's file
+        return {}
 
 
 def incomparable_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

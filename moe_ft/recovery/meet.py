@@ -44,7 +44,7 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.attempts import Failure, attempt
-from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.facts import OF_FILES, JobFacts, with_files
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.state.catalog import UnitCatalog
@@ -198,6 +198,7 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
+    facts = with_files(facts, *ranks.on_first(facts.read_files, OF_FILES))
     job_id, node, host = ranks.check_together(
         lambda: (
             config.memory.resolve_job_id(os.environ),

@@ -24,6 +24,7 @@ class Notices:
         self._site, self._wish = site, wish
         self._incomparable: set[str] = set()
         self._has_said_changes = False
+        self._has_said_data = False
         self._looked_at = (
             f"the memory of job '{site.job_id}' on nodes {', '.join(site.topology.nodes)}"
         )
@@ -114,6 +115,12 @@ class Notices:
                 f"no longer equal to an undisturbed one: {_shorten(changes, ', ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
+
+    def say_other_data(self, differences: Sequence[str]) -> None:
+        """Print, once, what is read now and was not when a state was written."""
+        if differences and self._site.rank == 0 and not self._has_said_data:
+            say(f"continuing with other data: {_shorten(differences, '; ')}")
+        self._has_said_data = self._has_said_data or bool(differences)
 
     def check_is_empty(
         self, inventory: Inventory, plans: Sequence[Plan], problems: Sequence[str]

@@ -13,11 +13,13 @@ import msgspec
 
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.format.identity import (
+    EVALUATION,
     Identity,
     changed_settings,
     differing_settings,
     has_other_layout,
     incomparable_settings,
+    of_data,
     without_layout,
 )
 from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
@@ -31,6 +33,11 @@ from moe_ft.recovery.notices import Notices
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
+_WHOLE_FIRST = (
+    "Start with the settings of that run; to change them, end it first, with --exit-interval and "
+    "--moe-ft-persist-dir, where the last state is written as a whole. Or ignore it with "
+    "--moe-ft-recover-from load."
+)
 _DRAWING = ("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps")
 
 
@@ -196,6 +203,7 @@ def check_plan(candidate: Plan, found: Found, met: Met, notices: Notices) -> Non
     for _, identity in found.inventory.identities:
         if identity.start == candidate.start:
             check_settings(identity, found.inventory, met, notices)
+            _check_replays_same_data(candidate, _differing_data(identity, met))
             changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
             notices.say_changed(changes)
     if not candidate.is_local:  # which was planned with what has the settings of this start
@@ -250,8 +258,17 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
         )
     unknown = incomparable_settings(met.fingerprint, identity.fingerprint)
     notices.say_incomparable(where, unknown)
-    theirs = without_layout(identity.fingerprint)
-    differences = differing_settings(without_layout(met.fingerprint), theirs)
+    differences = differing_settings(
+        without_layout(met.fingerprint), without_layout(identity.fingerprint)
+    )
+    other_data = _differing_data(identity, met)
+    allowed = [
+        each
+        for each in other_data
+        if met.config.recovery.data == "any" or each.startswith(EVALUATION)
+    ]
+    differences = [each for each in differences if each not in allowed]
+    notices.say_other_data(allowed)
     is_other = has_other_layout(identity, met.fingerprint, met.facts.world_size)
     hint = ""
     if not differences and is_other and met.config.recovery.layout == "same":
@@ -261,6 +278,8 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
         hint = "To divide it again among the ranks of now, add --moe-ft-layout any. Otherwise start"
     elif any(name.startswith("--padded-vocab-size") for name in differences):
         hint = "Choose --make-vocab-size-divisible-by so that the vocabulary is padded alike. Start"
+    elif differences and all(each in other_data for each in differences):
+        hint = "To continue with the data of now, add --moe-ft-data any. Otherwise start"
     if differences:
         raise ConfigError(
             f"{where} holds the state of another model, layout or data: "
@@ -268,6 +287,10 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
             "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
             "clean`, or ignore it with --moe-ft-recover-from load."
         )
+
+
+def _differing_data(identity: Identity, met: Met) -> list[str]:
+    return differing_settings(of_data(met.fingerprint), of_data(identity.fingerprint))
 
 
 def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: Notices) -> None:
@@ -287,9 +310,17 @@ def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: N
         raise ConfigError(
             f"iteration {candidate.iteration} is in a window of {candidate.version.window} snapshots, and "
             "recovering it runs iterations again, with settings that have changed: "
-            f"{'; '.join(differences[:5])}. Start with the settings of that run; to change them, end it "
-            "first, with --exit-interval and --moe-ft-persist-dir, where the last state is written as a "
-            "whole. Or ignore it with --moe-ft-recover-from load."
+            f"{'; '.join(differences[:5])}. {_WHOLE_FIRST}"
+        )
+
+
+def _check_replays_same_data(candidate: Plan, differences: Sequence[str]) -> None:
+    """Raise ConfigError if a plan runs iterations again, and they would read other data."""
+    trained_on = [each for each in differences if not each.startswith(EVALUATION)]
+    if candidate.num_replays and trained_on:
+        raise ConfigError(
+            f"--moe-ft-data=any: recovering iteration {candidate.iteration} runs iterations again, which "
+            f"need the data of that run ({'; '.join(trained_on[:5])}). {_WHOLE_FIRST}"
         )
 
 

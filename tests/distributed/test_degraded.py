@@ -1,5 +1,6 @@
 """Training continues without storage, memory, peers or the writer, and reports what is missing."""
 
+import email
 import os
 import shutil
 import threading
@@ -13,6 +14,8 @@ import pytest
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.launch import pretraining
+from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
+from megatron.fault_tolerance.seams.contents import content_of
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist import writer
@@ -21,7 +24,7 @@ from moe_ft.loop.refusing import EXIT_NOT_SAVED
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.state.record import CapturedRecord, IterationFacts
 from tests.failing_calls import Rule, build_library, environment
-from tests.jobs import NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.jobs import NUM_RANKS, TWO_NODES, CheckpointJob, refusal
 from tests.references import Digests
 from tests.waiting import wait_for
 
@@ -217,7 +220,7 @@ def train_with_broken_agreement(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
-def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_next_start(
+def test_ranks_that_cannot_agree_any_more_recover_at_the_next_start_on_equal_data_alone(
     job: CheckpointJob, expected: Digests
 ) -> None:
     job.train = train_with_broken_agreement
@@ -229,7 +232,16 @@ def test_ranks_that_cannot_agree_any_more_train_to_the_end_and_recover_at_the_ne
         told = [line for line in job.events("degraded", rank) if line["part"] == "agreement"]
         assert "checkpointing is off until the next start" in told[0]["reason"]
         assert "RuntimeError" in told[0]["traceback"]
-    job.train = None
+    job.train, word = None, job.base.index("--data-path") + 1
+    own, elsewhere = Path(job.base[word]), job.folder / "elsewhere" / "text"
+    job.base[word] = str(elsewhere)
+    write_dataset(TextSource(paths=(str(Path(email.__file__).parent),)), elsewhere)
+    line = refusal(job.run(storage=True))
+    there, now = content_of(str(own)), content_of(str(elsewhere))
+    assert f"--data-path text: {there} there, text: {now} now" in line
+    job.base[word] = str(elsewhere.with_name("copy"))
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{own}{suffix}", f"{job.base[word]}{suffix}")
     job.resume(storage=True)
     ((restored, _),) = job.recovered()
     assert BROKEN_AT - 2 <= restored <= BROKEN_AT

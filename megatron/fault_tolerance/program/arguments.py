@@ -27,6 +27,7 @@ from megatron.fault_tolerance.program.text_dataset import (
     prepare_cached,
 )
 from megatron.fault_tolerance.seams import elastic
+from megatron.fault_tolerance.seams.contents import PATH_LISTS, is_number
 from megatron.fault_tolerance.seams.flag_classes import untested_lines
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
@@ -287,14 +288,14 @@ def _check_data(args: argparse.Namespace) -> None:
             "tokenized as bytes, or with the Hugging Face tokenizer of --tokenizer-model. "
             "Leave --tokenizer-type out."
         )
-    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    for flag in PATH_LISTS:
         _check_prefixes("--" + flag.replace("_", "-"), getattr(args, flag) or [])
 
 
 def _check_prefixes(flag: str, words: list[str]) -> None:
     """Check every dataset prefix of a blend, which may have weights between the prefixes."""
     for word in words:
-        if _is_number(word) or "://" in word:
+        if is_number(word) or "://" in word:
             continue
         for suffix in (".idx", ".bin"):
             path = Path(word + suffix)
@@ -308,11 +309,3 @@ def _check_prefixes(flag: str, words: list[str]) -> None:
                 f"{flag} {word}: {word}.bin is empty, a dataset must hold at least one token. "
                 "Prepare it again with tools/prepare_text.py."
             )
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

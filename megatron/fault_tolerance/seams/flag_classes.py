@@ -22,13 +22,12 @@ are accepted otherwise.
 
 import argparse
 import itertools
-import re
 import textwrap
 from collections.abc import Container
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
+from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, last_part
 from moe_ft.config.flag_table import (
     DERIVED,
     FLAGS,
@@ -45,10 +44,7 @@ from moe_ft.format.identity import digest_setting
 SCRIPT_FLAGS = "moe_ft_script_flags"
 UNKNOWN = "unknown to moe_ft"  # the subject of flags that the table lacks
 
-_PATH_LISTS = frozenset({"data_path", "train_data_path"})
 _OF_THE_END = "--exit-"  # they decide when a run ends, not what an iteration does
-# Files that list paths, with weights: what they say counts.
-_LISTING_FILES = frozenset({"data_args_path", "per_split_data_args_path"})
 
 
 def names_of(kind: Kind) -> list[str]:
@@ -134,7 +130,8 @@ def _is_tested(name: str) -> bool:
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that the training state depends on, by flag, as JSON values.
 
-    State of a run that differs in one of them is another run's. Call it after Megatron's validation.
+    State of a run that differs in one of them is another run's; contents.py has those that are in files. Call
+    it after Megatron's validation.
     """
     return _settings_as_used(args, Kind.FINGERPRINT)
 
@@ -194,7 +191,7 @@ def _settings_as_used(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     return {  # what a Megatron does not have is left out, so that it is compared with nothing
         _flag(name): _as_used(name, _setting(name, getattr(args, name)), args)
         for name in names_of(kind)
-        if hasattr(args, name)
+        if hasattr(args, name) and name not in LISTING_FILES
     }
 
 
@@ -216,18 +213,11 @@ def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
 
 
 def _setting(name: str, value: Any) -> Any:
-    if name in _PATH_LISTS:
-        return [_last_part(str(word)) for word in value or ()]
+    if name in PATH_LISTS:
+        return [last_part(str(word)) for word in value or ()]
     if name in PATHS and value is not None:
-        return _last_part(value)
-    if name in _LISTING_FILES and value is not None:
-        words = re.findall(r"[^\s\"\[\]{}:,]+", Path(value).read_text(encoding="utf-8"))
-        return [_last_part(word) for word in words]
+        return last_part(value)
     return _as_json(value)
-
-
-def _last_part(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
 
 
 def _as_json(value: Any) -> Any:

@@ -23,6 +23,7 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
+from megatron.fault_tolerance.seams.contents import settings_of_files
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
     record_settings,
@@ -104,6 +105,7 @@ class MegatronLoop(CoreLoop):
                 **_slot_settings(args, "rebalance_interval", "min_replicas"),
             },
             record_settings=record_settings(args),
+            read_files=lambda: settings_of_files(args),
             script_settings=script_settings(args, defaults),
             experts=ExpertFacts(
                 num_experts=args.num_experts or 0,

@@ -167,7 +167,7 @@ def test_tested_values_are_those_that_jobs_of_tests_have(
 
 PLACES = {
     fingerprint: """kv_lora_rank moe_router_score_function rotary_base rope_scaling_factor
-        pipeline_model_parallel_layout data_args_path mtp_use_repeated_layer context_parallel_size
+        pipeline_model_parallel_layout mtp_use_repeated_layer context_parallel_size
         world_size virtual_pipeline_model_parallel_size""",
     replay_settings: """ddp_reduce_scatter_with_fp32_accumulation ddp_average_in_collective
         clip_grad fp8 moe_z_loss_coeff bias_swiglu_fusion train_iters deterministic_mode""",
@@ -184,9 +184,8 @@ def test_setting_is_where_its_meaning_belongs_and_nowhere_else(
     args.world_size, args.virtual_pipeline_model_parallel_size = 1, None  # Megatron derives them
     flag = f"--{name.replace('_', '-')}"
     assert [each for each in PLACES if flag in each(args)] == [place]
-    if name != "data_args_path":
-        setattr(args, name, 7)
-        assert place(args)[flag] == 7
+    setattr(args, name, 7)
+    assert place(args)[flag] == 7
 
 
 def test_when_a_run_ends_does_not_matter_for_an_iteration(args: argparse.Namespace) -> None:
@@ -232,30 +231,6 @@ def test_rate_of_decoupled_parameters_may_change_but_not_whether_there_are_any(
 def test_setting_that_a_megatron_does_not_have_is_not_compared(args: argparse.Namespace) -> None:
     del args.rotary_base
     assert "--rotary-base" not in fingerprint(args)
-
-
-def test_data_may_be_moved_but_not_exchanged(args: argparse.Namespace, tmp_path: Path) -> None:
-    lists = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    for path, text in zip(
-        lists,
-        ("0.3 /here/one 0.7 /here/two\n", "0.3 /x/one 0.7 /x/two", "0.3 one 0.7 other"),
-        strict=True,
-    ):
-        path.write_text(text)
-    found = []
-    for path, data in zip(lists, ("/here/data", "/there/data", "/there/other"), strict=True):
-        args.data_args_path, args.data_path = str(path), [data]
-        found.append(fingerprint(args))
-    assert found[0] == found[1]
-    assert found[1]["--data-path"] != found[2]["--data-path"]
-    assert found[1]["--data-args-path"] != found[2]["--data-args-path"]
-
-
-def test_data_lists_of_all_splits_are_read(args: argparse.Namespace, tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    path.write_text('{"train": ["1.0", "/data/a"], "valid": ["/data/b"]}')
-    args.per_split_data_args_path = str(path)
-    assert fingerprint(args)["--per-split-data-args-path"] == ["train", "1.0", "a", "valid", "b"]
 
 
 def test_settings_of_a_script_are_its_own_flags_and_those_that_no_gpt_of_ours_reads(
