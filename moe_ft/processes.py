@@ -30,7 +30,7 @@ def boot_id() -> str:
 def process_namespace() -> str:
     """Return a name of the boot and the process numbers that this process can see; empty if unknown."""
     with suppress(OSError):
-        return f"{_BOOT_ID.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
+        return f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}" if boot_id() else ""
     return ""
 
 

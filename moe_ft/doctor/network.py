@@ -4,7 +4,6 @@ Nodes talk over the connections that training will use: the server side is a `Pe
 address, port and proof of the token as that of training.
 """
 
-import ipaddress
 import socket
 import struct
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
+from moe_ft.engine.links.addresses import is_loopback
 from moe_ft.engine.links.messages import pass_over, receive
 from moe_ft.engine.links.peers import open_connection
 from moe_ft.engine.links.transport import CHUNK_BYTES, PROGRESS_TIMEOUT_S, Connection, Deadline
@@ -221,16 +221,9 @@ def check_group(
         addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
     except OSError:
         addresses = set()
-    loopback = {each for each in addresses if _is_loopback(each)}
-    if addresses - loopback or _is_loopback(own):
+    loopback = {each for each in addresses if is_loopback(each)}
+    if addresses - loopback or is_loopback(own):
         return [passed(_GROUP, node, "the host name leads to the interface")]
     what = f"leads to {', '.join(sorted(loopback))}" if loopback else "has no address"
     found = f"the host name {host} {what}: groups of gloo cannot reach other nodes"
     return [failed(_GROUP, node, found, "Set GLOO_SOCKET_IFNAME to the network's interface.")]
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
-        return address == "localhost"

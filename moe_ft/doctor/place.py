@@ -4,7 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from moe_ft.engine.persist.origin import restart_counts
 from moe_ft.errors import ConfigError
+from moe_ft.failure_domains import expand
 
 TOKEN_NAME = "MOE_FT_DOCTOR_TOKEN"
 _LEAST_TOKEN = 16  # characters: the proofs in the store let strangers try tokens at leisure
@@ -68,7 +70,8 @@ def find_place(environment: Mapping[str, str]) -> Place:
 
 def _check_is_first_start(environment: Mapping[str, str]) -> None:
     """Refuse a restart: torchrun's store still has what the processes before have shown."""
-    if (count := environment.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+    _, count = restart_counts(environment)
+    if count:
         raise ConfigError(
             f"TORCHELASTIC_RESTART_COUNT={count} must be 0: doctor has already run. Its table is above. "
             "Start it with torchrun --max-restarts 0, then it runs once."
@@ -119,5 +122,4 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def _first_node(nodes: str) -> str:
     """Return the first of SLURM's list of nodes, such as gpu[003-007,9],login."""
-    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else nodes
+    return next(expand(nodes), nodes)

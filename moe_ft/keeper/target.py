@@ -131,6 +131,7 @@ def _of_node(options: Mapping[str, str], environment: Mapping[str, str]) -> dict
     if is_range and _number("nodes", least, 1) > nodes:
         _refuse(f"--nodes {options['nodes']} must be MIN:N with MIN at most N. Correct it")
     host, colon, port = options["meet"].rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not host or not colon or not 0 < _digits(port) < 1 << 16:
         _refuse(
             f"--meet {options['meet'][:80]} must be HOST:PORT of the node that keeps the job's store, node 0 "

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.persist.origin import agent_name, is_kept
+from moe_ft.engine.persist.origin import agent_name, is_kept, restart_counts
 from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.planning.recovery import Plan, Rejection
@@ -228,11 +228,7 @@ def is_counted_restart(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str]) -> tuple[str, int, int]:
-    requeues, restarts = (
-        int(count) if (count := environment.get(f"{name}_RESTART_COUNT", "")).isdecimal() else 0
-        for name in ("SLURM", "TORCHELASTIC")
-    )
-    return environment.get("SLURM_JOB_ID", ""), requeues, restarts
+    return environment.get("SLURM_JOB_ID", ""), *restart_counts(environment)
 
 
 def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher | None:
@@ -241,11 +237,11 @@ def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher 
     if known is None:
         return None
     process = agent_name(environment)
-    is_requeued = environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    requeues, _ = restart_counts(environment)
     is_same = known.process == process
     if not process or is_kept(environment):
         is_same = is_counted_restart(environment)
-    return known if is_same or is_requeued else None
+    return known if is_same or requeues else None
 
 
 def has_last_start(node_dir: Path, environment: Mapping[str, str]) -> bool:

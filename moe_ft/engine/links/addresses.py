@@ -25,8 +25,8 @@ def own_host(master_addr: str) -> str:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 1))  # sends nothing
             address = str(probe.getsockname()[0])
-            is_others_name = not _is_address(master_addr) and not _is_localhost(master_addr)
-            return master_addr if is_others_name and _is_loopback(address) else address
+            is_others_name = not _is_address(master_addr) and not is_loopback(master_addr)
+            return master_addr if is_others_name and is_loopback(address) else address
     return socket.gethostname()
 
 
@@ -103,8 +103,8 @@ def listen(host: str, port: int = 0, *, is_alone: bool = False) -> list[socket.s
         family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
         return [socket.create_server((host, port), family=family, backlog=_BACKLOG)]
     addresses = _resolve(host)
-    if not _is_localhost(host) and not is_alone:
-        addresses = [each for each in addresses if not _is_loopback(each[1])]
+    if not is_loopback(host) and not is_alone:
+        addresses = [each for each in addresses if not is_loopback(each[1])]
     num_tries = 0
     while True:
         num_tries += 1
@@ -159,10 +159,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _is_localhost(name: str) -> bool:
-    """Return whether a name means the loopback interface on every host (RFC 6761)."""
-    return name in ("localhost", "localhost.localdomain") or name.endswith(".localhost")
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or a name, means the loopback interface on every host (RFC 6761)."""
+    if _is_address(host):
+        return ipaddress.ip_address(host).is_loopback
+    return host in ("localhost", "localhost.localdomain") or host.endswith(".localhost")

@@ -50,14 +50,14 @@ def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Or
     is_torchruns = _is_torchruns(environment)
     pids = [os.getpid(), os.getppid()] if is_torchruns else [os.getpid()]
     is_counted = not is_torchruns or is_kept(environment)  # by a script, for all nodes
-    count = _count(environment, "TORCHELASTIC_RESTART_COUNT") if is_counted else 0
+    requeues, restarts = restart_counts(environment)
     job = environment.get("SLURM_JOB_ID", "")
     return Origin(
         system=process_namespace(),
         processes=tuple((pid, start_ticks(pid)) for pid in pids),
         agents=tuple(dict.fromkeys(filter(None, agents)))[:_MAX_AGENTS],
         scheduled=f"{environment.get('SLURM_CLUSTER_NAME', '')} {job}" if job else "",
-        counts=(_count(environment, "SLURM_RESTART_COUNT"), count),
+        counts=(requeues, restarts if is_counted else 0),
     )
 
 
@@ -77,6 +77,10 @@ def _is_torchruns(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment
 
 
-def _count(environment: Mapping[str, str], name: str) -> int:
-    value = environment.get(name, "")
-    return int(value) if value.isdecimal() else 0
+def restart_counts(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how often SLURM has requeued this job, and torchrun or keep started its ranks again."""
+    requeues, restarts = (
+        int(count) if (count := environment.get(f"{name}_RESTART_COUNT", "")).isdecimal() else 0
+        for name in ("SLURM", "TORCHELASTIC")
+    )
+    return requeues, restarts

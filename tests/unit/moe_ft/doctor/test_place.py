@@ -45,7 +45,22 @@ def test_master_that_is_given_wins_over_the_nodes_of_slurm() -> None:
     assert find_place(given).master == ("head", 1)
 
 
-@pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("a1,a2", "a1"), ("r[8,9]", "r8")])
+FIRST_NODES = {  # the last three as Cray's machines have them
+    "a1": "a1",
+    "a1,a2": "a1",
+    "r[8,9]": "r8",
+    "n[001,003],m": "n001",
+    "jean-zay-ia8": "jean-zay-ia8",
+    "on-demand-dy-[1-4]": "on-demand-dy-1",
+    "b24-[1-3,5-9],b25-[1,4]": "b24-1",
+    "q1-p5[1-2]-h100": "q1-p51-h100",
+    "rack[0-1]_blade[0-3]": "rack0_blade0",
+    "cray[0-1]c[2-3]s0": "cray0c2s0",
+    "x[1000-1001]c[0-7]s0b0n[0-1]": "x1000c0s0b0n0",
+}
+
+
+@pytest.mark.parametrize(("nodes", "first"), FIRST_NODES.items())
 def test_first_node_of_a_list(nodes: str, first: str) -> None:
     assert find_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).master[0] == first
 

@@ -112,6 +112,8 @@ def test_node_has_the_variables_of_its_ranks(script: str, monkeypatch: pytest.Mo
     assert expected.items() <= found.items()
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("node0", "29500")
     assert not read_target([script]).of_node
+    found = read_target(words_of({**NODE, "--meet": "[fd00::1]:29500"}, script)).of_node
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("fd00::1", "29500")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
     monkeypatch.setattr(socket, "getaddrinfo", fake)
     monkeypatch.setattr(
-        "moe_ft.engine.links.addresses._is_loopback", lambda address: address in (LOOPBACK, "::1")
+        "moe_ft.engine.links.addresses.is_loopback",
+        lambda host: host in (LOOPBACK, "::1", "localhost"),
     )
     return names
 
