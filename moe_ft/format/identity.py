@@ -51,15 +51,6 @@ _LAYOUT = frozenset(
         "distributed_backend",
     ]
 ) | {CUTS, _SLOTS}
-# Settings that decide what a run reads.
-_DATA = frozenset(
-    "--" + name.replace("_", "-")
-    for name in [
-        *("data_args_path", "data_path", "merge_file", "metadata_path", "mock_data"),
-        *("per_split_data_args_path", "split", "tokenizer_model", "tokenizer_type"),
-        *("train_data_path", "vocab_file"),
-    ]
-) | {CONTENTS}
 
 
 class Start(NamedTuple):
@@ -143,16 +134,8 @@ def layout_of(identity: Identity) -> str:
     return sys.intern(msgspec.json.encode(values).decode())
 
 
-def of_data(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide what a run reads."""
-    return {name: value for name, value in settings.items() if name in _DATA}
-
-
 def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that both fingerprints have, with different values.
-
-    Of files whose content both know, names do not matter.
-    """
+    """Describe, flag first, the settings that both have with different values, or files of other content."""
     there, now = _contents(theirs), _contents(ours)
     by_content = there.keys() & now.keys()
     differences = [
@@ -172,13 +155,9 @@ def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
 
 
 def _differ(old: str, new: str) -> bool:
-    (old_name, old_content), (name, content) = _parts(old), _parts(new)
+    """Compare the contents of two words, or their names if not both contents are known."""
+    (old_name, _, old_content), (name, _, content) = old.partition(": "), new.partition(": ")
     return old_content != content if old_content and content else old_name != name
-
-
-def _parts(word: str) -> tuple[str, str]:
-    name, colon, content = word.rpartition(": ")
-    return (name, content) if colon else (content, "")
 
 
 def _contents(settings: Mapping[str, Any]) -> dict[str, list[str]]:

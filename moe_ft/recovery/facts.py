@@ -1,10 +1,8 @@
 """Facts about a job and a rank that a training loop passes to a start."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-from msgspec.msgpack import Decoder
 
 from moe_ft.engine.seats import Seat
 from moe_ft.planning.boundary_log import PipelineTraffic
@@ -12,10 +10,6 @@ from moe_ft.planning.couplings import CouplingReport
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.state.parameters import StatePlaces
 from moe_ft.state.random_states import Randomness
-
-# Parts of the fingerprint and of the replay settings.
-OfFiles = tuple[dict[str, Any], dict[str, Any]]
-OF_FILES = Decoder(OfFiles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +22,7 @@ class JobFacts:
         replay_settings: further settings that the result of an iteration depends on, by flag.
         record_settings: settings that decide what the records of iterations hold, and which states are
             evaluated, by flag.
-        read_files: returns the settings that are in files. Rank 0 alone calls it: blends have thousands.
+        read_files: returns facts to replace, with settings that are in files. Rank 0 alone calls it.
         script_settings: digests of a training script's own flags; nobody can tell what depends on them.
         iteration: where training continues if nothing is recovered; --load may have set it.
         began_with: flags with values that begin a run from the weights of another run, such as --finetune;
@@ -55,7 +49,7 @@ class JobFacts:
     is_deterministic: bool
     timeout_s: float
     record_settings: dict[str, Any] = field(default_factory=dict)
-    read_files: Callable[[], OfFiles] = lambda: ({}, {})
+    read_files: Callable[[], dict[str, dict[str, Any]]] = dict
     script_settings: dict[str, str] = field(default_factory=dict)
     traffic: PipelineTraffic | None = None
     couplings: CouplingReport | None = None
@@ -64,12 +58,3 @@ class JobFacts:
     is_evaluated: Callable[[int], bool] = lambda iteration: False
     seat: Seat | None = None
     randomness: Randomness | None = None
-
-
-def with_files(facts: JobFacts, of_state: dict[str, Any], of_replays: dict[str, Any]) -> JobFacts:
-    """Return facts with the settings that are in files."""
-    return replace(
-        facts,
-        fingerprint={**facts.fingerprint, **of_state},
-        replay_settings={**facts.replay_settings, **of_replays},
-    )

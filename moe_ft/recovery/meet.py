@@ -44,7 +44,7 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.attempts import Failure, attempt
-from moe_ft.recovery.facts import OF_FILES, JobFacts, with_files
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.state.catalog import UnitCatalog
@@ -177,6 +177,7 @@ _NAMES = Decoder(tuple[str, StartNames])
 _PLACE = Decoder(tuple[int, int, int])
 _INFO = Decoder(RankInfo)
 _DOMAINS = Decoder(dict[str, str])
+_OF_FILES = Decoder(dict[str, dict[str, Any]])
 _PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
 
 
@@ -198,7 +199,7 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    facts = with_files(facts, *ranks.on_first(facts.read_files, OF_FILES))
+    facts = replace(facts, **ranks.on_first(facts.read_files, _OF_FILES))  # thousands, in blends
     job_id, node, host = ranks.check_together(
         lambda: (
             config.memory.resolve_job_id(os.environ),

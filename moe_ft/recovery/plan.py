@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.config.flag_table import FLAGS, names_in
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.format.identity import (
     EVALUATION,
@@ -19,7 +20,6 @@ from moe_ft.format.identity import (
     differing_settings,
     has_other_layout,
     incomparable_settings,
-    of_data,
     without_layout,
 )
 from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
@@ -33,11 +33,12 @@ from moe_ft.recovery.notices import Notices
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
-_WHOLE_FIRST = (
-    "Start with the settings of that run; to change them, end it first, with --exit-interval and "
-    "--moe-ft-persist-dir, where the last state is written as a whole. Or ignore it with "
-    "--moe-ft-recover-from load."
-)
+# What a run reads, and evaluates.
+_DATA = {
+    "--" + name.replace("_", "-")
+    for heading in ("fingerprint", "fingerprint untested")
+    for name in names_in(FLAGS["data"][heading])
+} - {"--seed"}
 _DRAWING = ("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps")
 
 
@@ -133,7 +134,8 @@ def _plan_local(
         return None, never if is_behind(plans, versions) else ""
 
     def can_replay(settings: str) -> bool:
-        return not differing_settings(met.facts.replay_settings, msgspec.json.decode(settings))
+        differences = differing_settings(met.facts.replay_settings, msgspec.json.decode(settings))
+        return not differences and met.config.recovery.data == "same"
 
     def has_same_records(settings: str) -> bool:
         return not differing_settings(met.facts.record_settings, msgspec.json.decode(settings))
@@ -200,14 +202,14 @@ def check_plan(candidate: Plan, found: Found, met: Met, notices: Notices) -> Non
         StorageAwayError: if something that could not be read may be newer.
     """
     check_all_is_read(candidate, found)
+    other_data: list[str] = []
     for _, identity in found.inventory.identities:
         if identity.start == candidate.start:
-            check_settings(identity, found.inventory, met, notices)
-            _check_replays_same_data(candidate, _differing_data(identity, met))
+            other_data += check_settings(identity, found.inventory, met, notices)
             changes = changed_settings(met.facts.script_settings, identity.script_settings or {})
             notices.say_changed(changes)
     if not candidate.is_local:  # which was planned with what has the settings of this start
-        check_replay(candidate, met.facts.replay_settings, notices)
+        check_replay(candidate, met.facts.replay_settings, notices, other_data)
 
 
 def unread(candidate: Plan | None, found: Found) -> str:
@@ -246,8 +248,13 @@ def check_all_is_read(candidate: Plan | None, found: Found) -> None:
     )
 
 
-def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: Notices) -> None:
-    """Raise ConfigError if an identity is that of another model, layout or data."""
+def check_settings(
+    identity: Identity, inventory: Inventory, met: Met, notices: Notices
+) -> list[str]:
+    """Raise ConfigError if an identity is that of another model, layout or data.
+
+    Returns: differences of data that --moe-ft-data allows.
+    """
     where = next(where for where, each in inventory.identities if each is identity)
     division = chosen(met.config).division(met.config)
     if division and identity.division and division != identity.division:
@@ -258,17 +265,13 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
         )
     unknown = incomparable_settings(met.fingerprint, identity.fingerprint)
     notices.say_incomparable(where, unknown)
-    differences = differing_settings(
-        without_layout(met.fingerprint), without_layout(identity.fingerprint)
-    )
-    other_data = _differing_data(identity, met)
-    allowed = [
-        each
-        for each in other_data
-        if met.config.recovery.data == "any" or each.startswith(EVALUATION)
-    ]
-    differences = [each for each in differences if each not in allowed]
-    notices.say_other_data(allowed)
+    theirs = without_layout(identity.fingerprint)
+    differences = differing_settings(without_layout(met.fingerprint), theirs)
+    other_data = [each for each in differences if _flag_in(each) in _DATA]
+    allowed = other_data if met.config.recovery.data == "any" else []
+    evaluated = [each for each in differences if _flag_in(each) in EVALUATION]
+    notices.say_other_data([*allowed, *evaluated])
+    differences = [each for each in differences if each not in (*allowed, *evaluated)]
     is_other = has_other_layout(identity, met.fingerprint, met.facts.world_size)
     hint = ""
     if not differences and is_other and met.config.recovery.layout == "same":
@@ -278,7 +281,7 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
         hint = "To divide it again among the ranks of now, add --moe-ft-layout any. Otherwise start"
     elif any(name.startswith("--padded-vocab-size") for name in differences):
         hint = "Choose --make-vocab-size-divisible-by so that the vocabulary is padded alike. Start"
-    elif differences and all(each in other_data for each in differences):
+    elif differences == other_data:
         hint = "To continue with the data of now, add --moe-ft-data any. Otherwise start"
     if differences:
         raise ConfigError(
@@ -287,13 +290,19 @@ def check_settings(identity: Identity, inventory: Inventory, met: Met, notices: 
             "--moe-ft-persist-dir or --moe-ft-job-id, remove its memory with `python -m moe_ft "
             "clean`, or ignore it with --moe-ft-recover-from load."
         )
+    return allowed
 
 
-def _differing_data(identity: Identity, met: Met) -> list[str]:
-    return differing_settings(of_data(met.fingerprint), of_data(identity.fingerprint))
+def _flag_in(difference: str) -> str:
+    return difference.split()[0].removesuffix(":")
 
 
-def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: Notices) -> None:
+def check_replay(
+    candidate: Plan,
+    replay_settings: Mapping[str, Any],
+    notices: Notices,
+    other_data: Sequence[str] = (),
+) -> None:
     """Raise ConfigError if a plan replays iterations and they would not be the same."""
     if candidate.num_replays == 0:
         return
@@ -306,21 +315,13 @@ def check_replay(candidate: Plan, replay_settings: Mapping[str, Any], notices: N
         f"the window of iteration {candidate.iteration}",
         incomparable_settings(replay_settings, theirs),
     )
-    if differences := differing_settings(replay_settings, theirs):
+    if differences := [*other_data, *differing_settings(replay_settings, theirs)]:
         raise ConfigError(
             f"iteration {candidate.iteration} is in a window of {candidate.version.window} snapshots, and "
             "recovering it runs iterations again, with settings that have changed: "
-            f"{'; '.join(differences[:5])}. {_WHOLE_FIRST}"
-        )
-
-
-def _check_replays_same_data(candidate: Plan, differences: Sequence[str]) -> None:
-    """Raise ConfigError if a plan runs iterations again, and they would read other data."""
-    trained_on = [each for each in differences if not each.startswith(EVALUATION)]
-    if candidate.num_replays and trained_on:
-        raise ConfigError(
-            f"--moe-ft-data=any: recovering iteration {candidate.iteration} runs iterations again, which "
-            f"need the data of that run ({'; '.join(trained_on[:5])}). {_WHOLE_FIRST}"
+            f"{'; '.join(differences[:5])}. Start with the settings of that run; to change them, end it "
+            "first, with --exit-interval and --moe-ft-persist-dir, where the last state is written as a "
+            "whole. Or ignore it with --moe-ft-recover-from load."
         )
 
 

@@ -40,6 +40,11 @@ _MOST_NAMED = 3
 _OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".md"}
 
 
+def flag_of(name: str) -> str:
+    """Return a flag, as it is usually written, of its ``dest``."""
+    return "--" + name.replace("_", "-")
+
+
 def last_part(path: str) -> str:
     """Return the name of a file or folder."""
     return path.rstrip("/").rpartition("/")[2]
@@ -54,8 +59,10 @@ def is_number(word: str) -> bool:
     return True
 
 
-def settings_of_files(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parts of the fingerprint and of the replay settings that are in files, as JSON values.
+def add_files(
+    args: argparse.Namespace, of_state: dict[str, Any], of_replays: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the fingerprint and the replay settings with those that are in files, as JSON values.
 
     One line names the paths of which nothing can be read here, such as those in an object store.
 
@@ -68,25 +75,27 @@ def settings_of_files(args: argparse.Namespace) -> tuple[dict[str, Any], dict[st
         **{name: found for name, found in listed.items() if found is not None},
         **{name: [value] for name in PATHS if (value := getattr(args, name, None)) is not None},
     }
-    paths = [word for found in words.values() for word in found if not _is_plain(word)]
+    paths = [
+        word
+        for found in words.values()
+        for word in found
+        if word not in _SPLITS and not is_number(word)
+    ]
     with ThreadPoolExecutor(_NUM_READERS) as readers:
         contents = dict(zip(paths, readers.map(content_of, paths), strict=True))
-    if unread := [path for path in contents if not contents[path]]:
+    if unread := [path for path, content in contents.items() if not content]:
         named = ", ".join([*unread[:_MOST_NAMED], *["..."] * (len(unread) > _MOST_NAMED)])
-        say(
-            f"data and tokenizers are compared by name alone where they cannot be read here: {named}"
-        )
-    of_state: dict[str, Any] = {CONTENTS: {}}
-    of_replays: dict[str, Any] = {CONTENTS: {}}
+        say(f"data and tokenizers are compared by name alone where they cannot be read: {named}")
+    of_state, of_replays = of_state | {CONTENTS: {}}, of_replays | {CONTENTS: {}}
     for name, found in words.items():
         is_of_replays = flag_classes()[name].kind is Kind.REPLAY
         held = [": ".join(filter(None, (last_part(each), contents.get(each)))) for each in found]
-        (of_replays if is_of_replays else of_state)[CONTENTS][_flag(name)] = held
+        (of_replays if is_of_replays else of_state)[CONTENTS][flag_of(name)] = held
     for name, of_file in listed.items():
         # As versions without contents noted them, which took a protocol for a word.
         parts = [last_part(part) for word in of_file or () for part in word.split("://")]
-        of_state[_flag(name)] = None if of_file is None else parts
-    return of_state, of_replays
+        of_state[flag_of(name)] = None if of_file is None else parts
+    return {"fingerprint": of_state, "replay_settings": of_replays}
 
 
 def _listed(name: str, path: str | None) -> list[str] | None:
@@ -97,18 +106,10 @@ def _listed(name: str, path: str | None) -> list[str] | None:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{_flag(name)}={path} cannot be read ({error}): it must be a text file that lists data sets. "
+            f"{flag_of(name)}={path} cannot be read ({error}): it must be a text file that lists data sets. "
             "Name a file that rank 0 can read."
         ) from error
     return re.findall(r"[^\s\"\[\]{}:,]+(?:://[^\s\"\[\]{},]+)?", text)
-
-
-def _is_plain(word: str) -> bool:
-    return word in _SPLITS or is_number(word)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @functools.cache  # training goes on with what it has opened, also after a repair
@@ -117,15 +118,12 @@ def content_of(path: str) -> str:
     try:
         if Path(f"{path}.idx").is_file():
             return _content_of_data_set(path)
-        if Path(path).is_dir():
-            return _content_of_files(
-                sorted(
-                    each
-                    for each in Path(path).iterdir()
-                    if each.is_file() and each.suffix not in _OF_MODELS and each.name[0] != "."
-                )
-            )
-        return _content_of_files([Path(path)]) if Path(path).is_file() else ""
+        if not Path(path).is_dir():
+            return _content_of_files([Path(path)]) if Path(path).is_file() else ""
+        of_tokenizer = (each for each in Path(path).iterdir() if each.suffix not in _OF_MODELS)
+        return _content_of_files(
+            sorted(each for each in of_tokenizer if each.is_file() and each.name[0] != ".")
+        )
     except (OSError, ValueError, struct.error):
         return ""
 

@@ -27,7 +27,7 @@ from collections.abc import Container
 from enum import Enum
 from typing import Any
 
-from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, last_part
+from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, flag_of, last_part
 from moe_ft.config.flag_table import (
     DERIVED,
     FLAGS,
@@ -167,7 +167,7 @@ def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> d
     names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}
     missing = object()
     return {
-        _flag(name): digest_setting(_flag(name), _as_text(value))
+        flag_of(name): digest_setting(flag_of(name), _as_text(value))
         for name in sorted(names)
         if (value := getattr(args, name, missing)) is not missing
         if value != getattr(defaults, name, missing)
@@ -183,20 +183,18 @@ def _as_text(value: Any) -> str:
 def settings_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     """Return the settings of a class, by flag, as JSON values."""
     return {
-        _flag(name): _as_json(getattr(args, name)) for name in names_of(kind) if hasattr(args, name)
+        flag_of(name): _as_json(getattr(args, name))
+        for name in names_of(kind)
+        if hasattr(args, name)
     }
 
 
 def _settings_as_used(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     return {  # what a Megatron does not have is left out, so that it is compared with nothing
-        _flag(name): _as_used(name, _setting(name, getattr(args, name)), args)
+        flag_of(name): _as_used(name, _setting(name, getattr(args, name)), args)
         for name in names_of(kind)
         if hasattr(args, name) and name not in LISTING_FILES
     }
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:

@@ -23,7 +23,7 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.contents import settings_of_files
+from megatron.fault_tolerance.seams.contents import add_files
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
     record_settings,
@@ -93,19 +93,21 @@ class MegatronLoop(CoreLoop):
         num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         defaults = parser.parse_args([])
+        of_state = {**fingerprint(args), **_slot_settings(args, "expert_slots")}
+        of_replays = {
+            **replay_settings(args),
+            **_slot_settings(args, "rebalance_interval", "min_replicas"),
+        }
         return JobFacts(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             stage=groups.pp.rank(),
             places=state_places(groups),
             groups=groups,
-            fingerprint={**fingerprint(args), **_slot_settings(args, "expert_slots")},
-            replay_settings={
-                **replay_settings(args),
-                **_slot_settings(args, "rebalance_interval", "min_replicas"),
-            },
+            fingerprint=of_state,
+            replay_settings=of_replays,
             record_settings=record_settings(args),
-            read_files=lambda: settings_of_files(args),
+            read_files=lambda: add_files(args, of_state, of_replays),
             script_settings=script_settings(args, defaults),
             experts=ExpertFacts(
                 num_experts=args.num_experts or 0,

@@ -25,11 +25,9 @@ def data_set(prefix: Path, text: str = SENTENCE * 9000) -> str:
 
 
 def settings(**flags: Any) -> dict[str, Any]:
-    """Return the settings of a new process."""
+    """Return the fingerprint of a new process."""
     contents.content_of.cache_clear()
-    of_state, of_replays = contents.settings_of_files(argparse.Namespace(**flags))
-    assert of_replays == {CONTENTS: {}} or not of_state[CONTENTS]
-    return of_state | of_replays if of_replays[CONTENTS] else of_state
+    return contents.add_files(argparse.Namespace(**flags), {}, {})["fingerprint"]
 
 
 @pytest.mark.parametrize("flag", ["data_path", "train_data_path", "valid_data_path"])
@@ -96,7 +94,7 @@ def test_path_that_cannot_be_read_here_is_compared_by_name_and_named(
         "--data-path": ["text", "text", "text"],
         "--tokenizer-model": ["broken"],
     }
-    line = "by name alone where they cannot be read here: s3://bucket/text, msc://profile/text"
+    line = "by name alone where they cannot be read: s3://bucket/text, msc://profile/text"
     assert line in capsys.readouterr().err
     known = settings(data_path=[data_set(tmp_path / "text", SENTENCE)])
     assert differing_settings(known, settings(data_path=["s3://bucket/text"])) == []
@@ -123,6 +121,7 @@ def test_tokenizer_is_known_by_its_files_and_not_by_the_weights_beside_them(tmp_
 def test_content_of_other_files_counts_only_for_iterations_that_run_again(tmp_path: Path) -> None:
     path = tmp_path / "overlap.yaml"
     path.write_text("qkv_fprop: {}")
-    _, of_replays = contents.settings_of_files(argparse.Namespace(tp_comm_overlap_cfg=str(path)))
-    (word,) = of_replays[CONTENTS]["--tp-comm-overlap-cfg"]
+    found = contents.add_files(argparse.Namespace(tp_comm_overlap_cfg=str(path)), {}, {})
+    assert found["fingerprint"] == {CONTENTS: {}}
+    (word,) = found["replay_settings"][CONTENTS]["--tp-comm-overlap-cfg"]
     assert word.startswith("overlap.yaml: 13 bytes, sha256 ")
