@@ -49,7 +49,7 @@ class JobFacts:
     is_deterministic: bool
     timeout_s: float
     record_settings: dict[str, Any] = field(default_factory=dict)
-    read_files: Callable[[], dict[str, dict[str, Any]]] = dict
+    read_files: Callable[[], dict[str, Any]] = dict
     script_settings: dict[str, str] = field(default_factory=dict)
     traffic: PipelineTraffic | None = None
     couplings: CouplingReport | None = None

@@ -177,7 +177,7 @@ _NAMES = Decoder(tuple[str, StartNames])
 _PLACE = Decoder(tuple[int, int, int])
 _INFO = Decoder(RankInfo)
 _DOMAINS = Decoder(dict[str, str])
-_OF_FILES = Decoder(dict[str, dict[str, Any]])
+_OF_FILES = Decoder(dict[str, Any])
 _PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
 
 
