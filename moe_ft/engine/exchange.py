@@ -20,7 +20,7 @@ from moe_ft.errors import ExchangeError
 _MOST_BYTES = 1 << 30  # what the nodes of 16,384 ranks have found is some 100 MB
 _MET_BYTES = 256
 
-BOOL, INT, TEXT = Decoder(bool), Decoder(int), Decoder(str)
+BOOL, INT, TEXT, SETTINGS = Decoder(bool), Decoder(int), Decoder(str), Decoder(dict[str, Any])
 # Encoded values, as ranks pass them on: in the order of their ranks, and by rank.
 CONTENTS, BY_RANK = Decoder(list[bytes]), Decoder(dict[int, bytes])
 

@@ -60,7 +60,6 @@ from moe_ft.topology import RankInfo, Topology
 # Model chunks, Megatron's outermost optimizer and its scheduler.
 Built = tuple[Any, Any, Any]
 
-
 _PROBLEM = Decoder(Failure | None)
 _OUTCOME = Decoder(Failure | bytes)
 
@@ -177,7 +176,6 @@ _NAMES = Decoder(tuple[str, StartNames])
 _PLACE = Decoder(tuple[int, int, int])
 _INFO = Decoder(RankInfo)
 _DOMAINS = Decoder(dict[str, str])
-_OF_FILES = Decoder(dict[str, Any])
 _PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
 
 
@@ -199,7 +197,9 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    facts = replace(facts, **ranks.on_first(facts.read_files, _OF_FILES))  # thousands, in blends
+    facts = replace(
+        facts, **ranks.on_first(facts.read_files, exchange.SETTINGS)
+    )  # thousands, in blends
     job_id, node, host = ranks.check_together(
         lambda: (
             config.memory.resolve_job_id(os.environ),
