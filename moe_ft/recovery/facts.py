@@ -22,7 +22,8 @@ class JobFacts:
         replay_settings: further settings that the result of an iteration depends on, by flag.
         record_settings: settings that decide what the records of iterations hold, and which states are
             evaluated, by flag.
-        read_files: returns facts to replace, with settings that are in files. Rank 0 alone calls it.
+        read_files: returns facts to replace, with settings that are in files. Rank 0 alone calls it: in
+            blends there are thousands.
         script_settings: digests of a training script's own flags; nobody can tell what depends on them.
         iteration: where training continues if nothing is recovered; --load may have set it.
         began_with: flags with values that begin a run from the weights of another run, such as --finetune;

@@ -197,9 +197,7 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    facts = replace(
-        facts, **ranks.on_first(facts.read_files, exchange.SETTINGS)
-    )  # thousands, in blends
+    facts = replace(facts, **ranks.on_first(facts.read_files, exchange.SETTINGS))
     job_id, node, host = ranks.check_together(
         lambda: (
             config.memory.resolve_job_id(os.environ),
