@@ -20,8 +20,10 @@ from moe_ft.state.record import current_num_microbatches
 from moe_ft.state.tensors import inner_optimizers
 
 # Values of a parameter group that say which parameters are in it. The optimizers of experts come and go with
-# expert parallelism, so the last one is not compared where nothing fits it.
-_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+# expert parallelism, so the last one is not compared where nothing fits it. Groups of their own rates differ
+# in these alone, which a start may change: they are compared first.
+_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr", "default_config", "is_expert_parallel")
+_RATES = ("max_lr", "min_lr", "eps")
 _SEEDS_APART = 1_000_003
 
 
@@ -109,9 +111,10 @@ def _optimizers(records: Sequence[IterationRecord], met: Met) -> Iterator[Optimi
 
 def _group_like(live: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values that a group of the optimizer gets: those of one with such parameters."""
-    own = {name: to_json(copied(live[name])) for name in _GROUP if name in live}
-    for names in (_GROUP, _GROUP[:-1]):
-        wanted = {name: own[name] for name in names if name in own}
+    values = {name: to_json(copied(live[name])) for name in (*_GROUP, *_RATES) if name in live}
+    own = {name: values[name] for name in _GROUP if name in values}
+    for names in ((*_RATES, *_GROUP), (*_RATES, *_GROUP[:-1]), _GROUP, _GROUP[:-1]):
+        wanted = {name: values[name] for name in names if name in values}
         for group in groups:
             if all(group.get(name) == value for name, value in wanted.items()):
                 return {**group, **own}

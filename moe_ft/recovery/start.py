@@ -31,7 +31,7 @@ from moe_ft.files.patience import waiting
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.agree import fetch_together
+from moe_ft.recovery.agree import Agreed, fetch_together
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
@@ -46,6 +46,7 @@ from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import say
+from moe_ft.state import schedule
 from moe_ft.strategies.registry import chosen
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
@@ -196,6 +197,7 @@ def _recover(
             notices.say_others(inventory, candidate.lineage)
             notices.say_divided(candidate)
             notices.say_blocked_by(candidate, offer.blocked_by)
+            _check_schedule(met, agreed)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, offer.kept)
             if inventory.is_unreadable:
@@ -214,6 +216,19 @@ def _recover(
             _wait_for_nodes(met, error)
         raise
     return _Recovery(restored=None, is_chosen=wish.is_choice, problems=problems())
+
+
+def _check_schedule(met: Met, agreed: Agreed) -> None:
+    """Refuse a state of another schedule, or say whose settings count. Called by all ranks.
+
+    Nothing is put back yet, and no failure is noted: it is not the state that is wrong.
+    """
+    assert agreed.fetched.index is not None
+    _, optimizer, scheduler = met.live.built
+    records = agreed.fetched.index.records[-len(agreed.slices) :]
+    line = met.ranks.check_together(lambda: schedule.check_changes(records, optimizer, scheduler))
+    if line and met.site.rank == 0:
+        say(line)
 
 
 def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:

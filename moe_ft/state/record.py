@@ -6,10 +6,8 @@ to the form in files and may run on any thread. `apply` restores a record but fo
 random_states.py does. `step_ahead` makes a record of an iteration whose scheduler has not stepped yet.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +17,7 @@ from megatron.core import num_microbatches_calculator
 from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import IterationRecord, JobNumbers, OptimizerRecord
-from moe_ft.state import fp8_state
+from moe_ft.state import fp8_state, schedule
 from moe_ft.state.packed_values import copied, from_json, on_cpu, pack, to_json, unpack
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.random_states import Randomness, capture_rng, encode_rng
@@ -30,10 +28,6 @@ from moe_ft.state.tensors import (
     is_derived,
     state_scales,
 )
-
-# Values of a parameter group that come from the command line, where each start may change them. They are in
-# the record for the readers of converted checkpoints, and are not put back.
-_SETTINGS = ("max_lr", "min_lr")
 
 
 def current_num_microbatches() -> int | None:
@@ -114,7 +108,7 @@ class RecordTaker:
         values = {
             "grad_norms_by_group": _grad_norms(self._optimizer),
             "optimizers": [_capture_scalars(inner) for inner in self._inner],
-            "scheduler": dict(self._scheduler.state_dict()),
+            "scheduler": schedule.state_of(self._scheduler),
             "rng": self._randomness.capture() if self._randomness else capture_rng(),
             "buffers": {
                 name: buffer.detach().clone()
@@ -263,12 +257,8 @@ def step_ahead(captured: CapturedRecord, scheduler: Any, increment: int) -> None
         captured: shares no memory with the training state.
         scheduler: Megatron's OptimizerParamScheduler; stays as it is.
     """
-    ahead = copy.copy(scheduler)
     groups = [group for each in captured.values["optimizers"] for group in each["groups"]]
-    ahead.optimizer = SimpleNamespace(param_groups=groups)
-    # Not its own `step`, if somebody has wrapped that of the scheduler: it would step the scheduler itself.
-    type(scheduler).step(ahead, increment)
-    captured.values["scheduler"] = dict(ahead.state_dict())
+    captured.values["scheduler"] = schedule.state_of(schedule.step(scheduler, groups, increment))
 
 
 def _encode_optimizer(values: Mapping[str, Any]) -> OptimizerRecord:
@@ -318,8 +308,7 @@ def apply(
         else:  # the router converts its expert bias to fp32 in the first forward pass
             buffer.data = value.to(buffer.device)
     _apply_extra_state(record, model)
-    # load_state_dict would add the steps to those of a checkpoint that was loaded before.
-    scheduler.num_steps = record.scheduler["num_steps"]
+    schedule.put_back(record, optimizer, scheduler)
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
         _apply_optimizer(inner, saved, parameters)
 
@@ -345,12 +334,6 @@ def _apply_optimizer(
     inner: Any, saved: OptimizerRecord, parameters: Sequence[LocalParameter]
 ) -> None:
     torch_optimizer = inner.optimizer
-    for group, values in zip(torch_optimizer.param_groups, saved.groups, strict=True):
-        for key, value in values.items():
-            if key not in _SETTINGS and not (isinstance(value, dict) and "other" in value):
-                restored = from_json(value)
-                old = group.get(key)
-                group[key] = tuple(restored) if isinstance(old, tuple) else restored
     if saved.scaler:
         inner.grad_scaler.load_state_dict(from_json(saved.scaler))
     by_name = {each.name: each for each in parameters if each.optimizer is inner}

@@ -24,7 +24,7 @@ from tests.references import Place
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((), ("--lr", "5e-4")),
+        ((), ("--lr", "5e-4", "--override-opt_param-scheduler")),
         (
             ("--eval-interval", "5", "--eval-iters", "1", "--moe-router-force-load-balancing"),
             ("--eval-interval", "1000"),

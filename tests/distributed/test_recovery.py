@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.demo_model import event_flags
 from tests.harness import digests, run_training
-from tests.jobs import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob
+from tests.jobs import NUM_ITERATIONS, NUM_RANKS, TWO_NODES, CheckpointJob, refusal
 
 OVERHEAD_LIMIT = 0.05
 
@@ -27,6 +27,8 @@ def test_undisturbed_run_takes_every_snapshot_and_leaves_its_last_state_on_stora
     assert not (job.memory_dir / "test").exists()
     assert (job.storage / f"iter_{NUM_ITERATIONS:07d}" / "manifest.json").exists()
     assert not (job.storage / "moe_ft.lock").exists()
+    line = refusal(job.run("--lr", "5e-4", storage=True))
+    assert "--lr: 0.001 there, 0.0005 now. It continues with its own" in line
 
 
 @pytest.mark.rest

@@ -14,6 +14,7 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
 from moe_ft.config.strategy import StrategyConfig
+from moe_ft.errors import ConfigError
 from moe_ft.recovery.checkpointing import Checkpointing
 from moe_ft.recovery.start import start
 from moe_ft.state.digest import digest_state
@@ -25,6 +26,7 @@ from tests.shares import share_of
 NUM_RANKS = 2
 NUM_STARTS = 3
 NUM_ITERATIONS = 4  # in each start
+RATE = 0.0005  # of the last start
 Built = tuple[Any, Any, Any]
 
 
@@ -63,6 +65,20 @@ class Process:
         )
         running.engine.end_iteration(iteration, 0.1, lambda: running.capture(facts))
 
+    def change_rate(self) -> None:
+        """Have the rate that another --lr would give, which a start takes only if it is told to."""
+        _, optimizer, scheduler = self._built
+        scheduler.max_lr = RATE
+        for group in optimizer.param_groups:
+            group["max_lr"] = RATE
+        with pytest.raises(ConfigError, match=f"--lr: 0.001 there, {RATE} now"):
+            self.start()
+        scheduler.override_opt_param_scheduler = True
+
+    def rates(self) -> set[float]:
+        """Return the rates of the next step."""
+        return {group["lr"] for group in self._built[1].param_groups}
+
     def digest(self) -> str:
         return digest_state(*self._built, {}).sha256
 
@@ -86,12 +102,15 @@ def start_again_and_again(flags: list[str], folder: Path, memory_dir: Path) -> N
     def build_and_train(*args: Any, **kwargs: Any) -> None:
         process = Process(setup(*args, **kwargs), config)
         found = []
-        for _ in range(NUM_STARTS):
+        for number in range(NUM_STARTS):
+            if number == NUM_STARTS - 1:
+                process.change_rate()
             running = process.start()
             first = running.outcome.iteration
             sources = {tier.value for tier in running.outcome.sources}
             is_same = first == 0 or process.digest() == process.digests[first]
-            found.append((first, running.outcome.start, sorted(sources), is_same))
+            rates = sorted(process.rates())
+            found.append((first, running.outcome.start, sorted(sources), is_same, rates))
             for iteration in range(first, first + NUM_ITERATIONS):
                 process.train(running, iteration)
             running.close()
@@ -117,9 +136,10 @@ def test_each_start_in_a_process_recovers_what_the_one_before_has_left(
         json.loads((tmp_path / f"found_{rank}.json").read_text()) for rank in range(NUM_RANKS)
     )
     assert first == second
-    assert first[0] == [0, 0, [], True]
+    assert first[0][:4] == [0, 0, [], True]
+    assert first[-1][4] == [RATE], "the first step after a start has the new rate"
     for number, (before, after) in enumerate(zip(first, first[1:], strict=False), 1):
-        iteration, start_number, sources, is_same = after
+        iteration, start_number, sources, is_same, _ = after
         # The last snapshots may not have been complete on all ranks.
         assert before[0] + 1 <= iteration <= before[0] + NUM_ITERATIONS
         assert (start_number, sources, is_same) == (number, ["memory"], True)

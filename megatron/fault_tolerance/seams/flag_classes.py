@@ -11,7 +11,7 @@ Every flag is in one class, which holds for any value except its default:
     - replay: decides what an iteration computes. An iteration can be run again only with the same value. With
       a strategy that replays nothing, the value may change from start to start.
     - record: decides values that change during training and are in the record of every iteration (learning
-      rates, loss scales, positions). The flag may change at any start.
+      rates, loss scales, positions). docs/changed_flags.md says which may change, and by which flags.
     - beginning: decides the weights that a run begins with. Afterwards they are state.
 - refused, always or with some strategies: refusals.py has one rule with a remedy for each.
 

@@ -107,6 +107,13 @@ def test_groups_get_the_values_of_groups_with_such_parameters() -> None:
         make_record(indexes, met({**DENSE, "lr_mult": 2.0}), -1)
 
 
+def test_groups_that_differ_in_their_rates_alone_are_told_apart_by_them() -> None:
+    groups = ({**DENSE, "max_lr": 0.1, "lr": 0.1}, {**DENSE, "max_lr": 0.3, "lr": 0.2})
+    live = met({**EXPERTS, "max_lr": 0.3}, {**DENSE, "max_lr": 0.1}, {**DENSE, "max_lr": 0.7})
+    (found,) = make_record({0: index_of(4, groups=groups)}, live, -1).optimizers
+    assert [each["lr"] for each in found.groups] == [0.2, 0.1, 0.1]
+
+
 def test_steps_are_one_number_that_all_ranks_have_or_none() -> None:
     (found,) = make_record(
         {0: index_of(4), 1: index_of(5, steps={"a": 3.0})}, met(ANY_GROUP), -1

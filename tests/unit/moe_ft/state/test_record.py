@@ -28,6 +28,7 @@ from moe_ft.state.record import (
     encode,
     step_ahead,
 )
+from moe_ft.state.schedule import state_of
 from moe_ft.state.tensors import buffer_places
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_parameter, make_record
@@ -160,17 +161,6 @@ def test_record_of_one_rank_makes_another_one_the_same(cpu: None) -> None:
     assert taken_again == record
 
 
-def test_settings_of_a_group_are_recorded_and_not_put_back(cpu: None) -> None:
-    saved, live = Rank(2), Rank(5)
-    saved.adam.param_groups[0]["max_lr"], live.adam.param_groups[0]["max_lr"] = 0.5, 0.75
-    taker, captured = saved.capture()
-    taker.complete(captured)
-    record = written(encode(captured))
-    live.put_back(record)
-    assert record.optimizers[0].groups[0]["max_lr"] == 0.5
-    assert live.adam.param_groups[0]["max_lr"] == 0.75
-
-
 def test_captured_record_does_not_follow_the_state(cpu: None) -> None:
     rank = Rank(2)
     taker, captured = rank.capture()
@@ -222,7 +212,7 @@ def captured(scheduler: Any) -> CapturedRecord:
         for group in scheduler.optimizer.param_groups
     ]
     optimizers = [{"groups": groups[:1]}, {"groups": groups[1:]}]
-    values = {"scheduler": dict(scheduler.state_dict()), "optimizers": optimizers}
+    values = {"scheduler": state_of(scheduler), "optimizers": optimizers}
     return CapturedRecord(facts=FACTS, values=values)
 
 

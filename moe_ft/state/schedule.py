@@ -1,0 +1,188 @@
+"""Settings of learning rates, weight decay and the optimizer that another start may have: whose count.
+
+Megatron's scheduler compares its own with those of a checkpoint that it loads. Recovered state is not loaded
+by it, so the same rules are here: a difference is refused, or a flag says whose settings count from the first
+step on. Values of groups of parameters follow the same flags. docs/changed_flags.md has the table. record.py
+puts back what is no setting.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from moe_ft.errors import ConfigError
+from moe_ft.format.records import IterationRecord
+from moe_ft.state.packed_values import from_json
+from moe_ft.state.tensors import inner_optimizers
+
+OVERRIDE = "--override-opt_param-scheduler"
+KEEP = "--use-checkpoint-opt_param-scheduler"
+
+# Those that Megatron's scheduler compares: the flags by the names of its attributes, as in its state_dict.
+_COMPARED = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "samples of --lr-warmup-iters, -fraction or -samples",
+    "lr_decay_steps": "samples of --lr-decay-iters, -samples or of the run",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+    "wd_incr_style": "--weight-decay-incr-style",
+    "wd_incr_steps": "samples of the run, over which --weight-decay-incr-style changes",
+}
+# A length decides nothing where its style is constant: the run may become longer.
+_LENGTHS = (("lr_decay_style", "lr_decay_steps"), ("wd_incr_style", "wd_incr_steps"))
+# Those that it neither saves nor compares: every start has its own.
+_OF_THE_START = {
+    "init_lr": "--lr-warmup-init",
+    "wsd_decay_steps": "samples of --lr-wsd-decay-iters or -samples",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+}
+# Those of a group of parameters; the rates of default groups are the scheduler's.
+_OF_GROUPS = {
+    "max_lr": "--decoupled-lr",
+    "min_lr": "--decoupled-min-lr",
+    "start_wd": "start_wd of a group of parameters",
+    "end_wd": "end_wd of a group of parameters",
+    "betas": "--{optimizer}-beta1, --{optimizer}-beta2",
+    "eps": "--{optimizer}-eps",
+    "momentum": "--{optimizer}-momentum",
+}
+
+
+class Change(NamedTuple):
+    """A setting that a state was not trained with."""
+
+    flag: str
+    theirs: Any
+    ours: Any
+
+    def __str__(self) -> str:
+        """Return it as messages show it, like all settings that differ between starts."""
+        return f"{self.flag}: {self.theirs} there, {self.ours} now"
+
+
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """Return what a record holds of a scheduler: its state, and the settings that are not in that."""
+    names = (name for name in _OF_THE_START if hasattr(scheduler, name))
+    return {**scheduler.state_dict(), **{name: getattr(scheduler, name) for name in names}}
+
+
+def find_changes(record: IterationRecord, optimizer: Any, scheduler: Any) -> list[Change]:
+    """Return the settings that Megatron compares, or that an optimizer loads, and that differ."""
+    void = {
+        _COMPARED[length]
+        for style, length in _LENGTHS
+        if record.scheduler.get(style) == getattr(scheduler, style, None) == "constant"
+    }
+    found = [each for each in _differences(record, scheduler, _COMPARED) if each.flag not in void]
+    if _COMPARED["wd_incr_steps"] in void:  # one flag sets both ends
+        ends = (_COMPARED["start_wd"], _COMPARED["end_wd"])
+        found = [
+            each._replace(flag="--weight-decay") if each.flag in ends else each for each in found
+        ]
+    return [*dict.fromkeys([*found, *_of_groups(record, optimizer)])]
+
+
+def _differences(record: IterationRecord, scheduler: Any, flags: Mapping[str, str]) -> list[Change]:
+    theirs = from_json(record.scheduler)
+    both = ((name, flag) for name, flag in flags.items() if name in theirs)
+    return [
+        Change(flag, theirs[name], ours)
+        for name, flag in both
+        if (ours := getattr(scheduler, name, theirs[name])) != theirs[name]
+    ]
+
+
+def _of_groups(record: IterationRecord, optimizer: Any) -> Iterator[Change]:
+    for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
+        kind = getattr(getattr(inner, "config", None), "optimizer", "adam")
+        for group, values in zip(inner.optimizer.param_groups, saved.groups, strict=True):
+            for name in (each for each in _OF_GROUPS if each in group and each in values):
+                theirs, ours = from_json(values[name]), group[name]
+                theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+                if theirs != ours:
+                    is_default = group.get("default_config", True) and name in _COMPARED
+                    flag = (_COMPARED if is_default else _OF_GROUPS)[name]
+                    yield Change(flag.format(optimizer=kind), theirs, ours)
+
+
+def check_changes(records: Sequence[IterationRecord], optimizer: Any, scheduler: Any) -> str:
+    """Return a line on whose settings count where they differ, empty if none does.
+
+    Args:
+        records: of a window; all but the last are of iterations that are run again.
+
+    Raises:
+        ConfigError: if no flag says it, or iterations would be run again with other settings.
+    """
+    last = records[-1]
+    changes = find_changes(last, optimizer, scheduler)
+    if changes and not (takes_new(scheduler) or takes_old(scheduler)):
+        raise ConfigError(
+            f"the state of iteration {last.iteration} was trained with other settings: {_texts(changes)}. It "
+            f"continues with its own, as with Megatron's --load. Start with these, or add {OVERRIDE} to take "
+            f"those of this start, or {KEEP} to keep those of the state."
+        )
+    again = [] if takes_old(scheduler) else changes
+    again = [*again, *_differences(last, scheduler, _OF_THE_START)]
+    if again and len(records) > 1:
+        raise ConfigError(
+            f"iteration {last.iteration} is in a window of {len(records)} snapshots, and recovering it runs "
+            f"iterations again, with settings that have changed: {_texts(again)}. Start with the settings of "
+            "that run; to change them, end it first, with --exit-interval and --moe-ft-persist-dir, where "
+            "the last state is written as a whole."
+        )
+    whose = f"{OVERRIDE} takes" if takes_new(scheduler) else f"{KEEP} does not take"
+    others = f"other settings than the state of iteration {last.iteration}: {_texts(changes)}"
+    return f"{whose} {others}" if changes else ""
+
+
+def _texts(changes: Sequence[Change]) -> str:
+    return "; ".join(map(str, changes))
+
+
+def takes_new(scheduler: Any) -> bool:
+    """Return whether the settings of this start count; Megatron asks for this first."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def takes_old(scheduler: Any) -> bool:
+    """Return whether the settings of the state count."""
+    is_told = bool(getattr(scheduler, "use_checkpoint_opt_param_scheduler", False))
+    return is_told and not takes_new(scheduler)
+
+
+def put_back(record: IterationRecord, optimizer: Any, scheduler: Any) -> None:
+    """Set the position of a scheduler and the values of all groups, and the settings if the state's count.
+
+    Not by the scheduler's load_state_dict, which would add the steps to those of a checkpoint that was loaded
+    before. Where no setting differs the record's rates are right, whoever has set them.
+    """
+    has_new = takes_new(scheduler) and bool(find_changes(record, optimizer, scheduler))
+    is_stale = has_new or bool(_differences(record, scheduler, _OF_THE_START))
+    saved = from_json(record.scheduler)
+    scheduler.num_steps = saved["num_steps"]
+    if takes_old(scheduler):
+        for name in _COMPARED.keys() & saved.keys():
+            setattr(scheduler, name, saved[name])
+    for inner, of_inner in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
+        groups = inner.optimizer.param_groups
+        for group, values in zip(groups, of_inner.groups, strict=True):
+            for key, value in values.items():
+                is_kept = has_new and key in _OF_GROUPS
+                if not is_kept and not (isinstance(value, dict) and "other" in value):
+                    restored = from_json(value)
+                    group[key] = tuple(restored) if isinstance(group.get(key), tuple) else restored
+        if is_stale:
+            step(scheduler, groups, 0)
+
+
+def step(scheduler: Any, groups: Sequence[dict[str, Any]], increment: int) -> Any:
+    """Step a copy of a scheduler on groups of parameters, and return it; the scheduler stays as it is."""
+    ahead = copy.copy(scheduler)
+    ahead.optimizer = SimpleNamespace(param_groups=groups)
+    # Not its own `step`, if somebody has wrapped that of the scheduler: it would step the scheduler itself.
+    type(scheduler).step(ahead, increment)
+    return ahead
