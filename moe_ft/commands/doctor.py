@@ -7,7 +7,12 @@ from dataclasses import replace
 
 from moe_ft.commands.command_line import Launch, TrainingCommand, plan_job, read_command
 from moe_ft.config.fields import parse_size
-from moe_ft.config.stock_defects import lines_on_defects, read_saves
+from moe_ft.config.stock_defects import (
+    check_schedule,
+    lines_on_defects,
+    lines_on_load,
+    read_saves,
+)
 from moe_ft.doctor.examination import Request, examine
 from moe_ft.doctor.job import Job
 from moe_ft.doctor.place import Place, find_place
@@ -92,10 +97,16 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
     """Return the job whose command line is given, with rows on what a start would refuse."""
     if not words:
         return Job()
+    known = read_saves(words)
     defects = [
-        warned("saves", "command line", *line.split(". Instead, "))
-        for line in lines_on_defects(read_saves(words))
+        warned(check, "command line", *line.split(". Instead, "))
+        for check, lines in (("saves", lines_on_defects(known)), ("loads", lines_on_load(known)))
+        for line in lines
     ]
+    try:
+        check_schedule(known)
+    except ConfigError as error:
+        defects.append(refused("flags", "command line", error))
     command = read_command(words)
     ranks = _ranks(options, command.launch, place)
     job, footprint, rows = _plan(command, ranks)

@@ -1,11 +1,18 @@
-"""Defects of stock Megatron that the flags of a job show, and that cost it what it saves.
+"""Defects of stock Megatron that the flags of a job show: what they cost, and what it fails with later.
 
-Names of flags in, lines for people out: no Megatron and no torch. moe_ft/convert/model.py finds the damage
-in a checkpoint.
+Names of flags in, lines for people out: no torch, and of Megatron only the text. moe_ft/convert/model.py
+finds the damage in a checkpoint.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from moe_ft.errors import ConfigError
 
 FLAG = "--dist-ckpt-optim-fully-reshardable"
 _FLAG_NAME = "dist_ckpt_optim_fully_reshardable"
@@ -13,7 +20,19 @@ SHIFTED_MASTERS = (
     f"Megatron 0.19 saves the fp32 masters and the moments of later gradient buckets from shifted places "
     f"with {FLAG} and --overlap-grad-reduce"
 )
+# PR 6858 to Megatron-LM, of 2026-08-25, mends it; all released versions have it.
+SHARED_RANDOM_STATE = (
+    "Megatron keeps one random state for all expert-parallel ranks in a checkpoint, so all but the first "
+    "continue with random numbers of experts that are not theirs (--moe-router-force-load-balancing and "
+    "dropout in experts draw them)"
+)
 SHIFTED_REMEDY = f"save without {FLAG} or without --overlap-grad-reduce"
+
+_LENGTHS = [
+    f"{name}-{kind}"
+    for name in ("train", "lr-warmup", "lr-decay", "lr-wsd-decay")
+    for kind in ("iters", "samples")
+]
 
 
 def lines_on_defects(args: argparse.Namespace) -> list[str]:
@@ -29,11 +48,71 @@ def lines_on_defects(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def lines_on_load(args: Any) -> list[str]:
+    """Return one line for each defect that damages what a job continues with from `--load`."""
+    has_state = args.load and not args.finetune and not args.no_load_rng
+    if not has_state or (args.expert_model_parallel_size or 1) < 2 or not _shares_random_state():
+        return []
+    return [
+        f"--load={args.load}: {SHARED_RANDOM_STATE}. Instead, continue from state of moe_ft, which has those "
+        "of every rank"
+    ]
+
+
+def _shares_random_state() -> bool:
+    """Return whether the Megatron that an import would take has one random state for a pipeline place."""
+    spec = find_spec("megatron.core")
+    place = Path((spec and spec.origin) or ".").parent.parent / "training" / "checkpointing.py"
+    text = place.read_text(encoding="utf-8") if place.is_file() else ""
+    function = text.partition("def get_rng_state(")[2].partition("\nclass ")[0]
+    return bool(re.search(r"\(pp_size, tp_size\),\s*\(pp_rank, tp_rank\),\s*replica_id=", function))
+
+
+def check_schedule(args: Any) -> None:
+    """Check what Megatron's scheduler asserts without a word, once the model is built.
+
+    Raises:
+        ConfigError: with flag, value, rule and remedy.
+    """
+    kind = "iters" if args.train_iters else "samples"
+    warmup, wsd = (getattr(args, f"lr_{name}_{kind}") for name in ("warmup", "wsd_decay"))
+    decay = getattr(args, f"lr_decay_{kind}")
+    flag = f"--train-{kind}" if decay is None else f"--lr-decay-{kind}"
+    length = getattr(args, f"train_{kind}") if decay is None else decay
+    problem = ""
+    if length and warmup and warmup >= length:
+        problem = (
+            f"--lr-warmup-{kind}={warmup:g} must be less than {flag}={length:g}, where decay ends"
+        )
+    elif (args.lr_warmup_fraction or 0) >= 1:
+        problem = f"--lr-warmup-fraction={args.lr_warmup_fraction:g} must be less than 1"
+    elif args.lr is not None and (args.lr_warmup_init or 0) > args.lr:
+        problem = f"--lr-warmup-init={args.lr_warmup_init:g} must be at most --lr={args.lr:g}"
+    elif args.lr_decay_style == "WSD" and wsd is None:
+        raise ConfigError(f"--lr-decay-style=WSD needs --lr-wsd-decay-{kind}. Add it.")
+    if problem:
+        raise ConfigError(f"{problem}. Lower the first, or raise the second.")
+
+
 def read_saves(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments that `lines_on_defects` reads, of a command line that starts training."""
+    """Return the arguments that the functions above read, of a command line that starts training."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--no-save-optim", FLAG, "--overlap-grad-reduce", "--use-distributed-optimizer"):
+    for flag in (
+        *("--no-save-optim", FLAG, "--overlap-grad-reduce", "--use-distributed-optimizer"),
+        *("--no-load-rng", "--finetune"),
+    ):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--save", nargs="?")
+    for flag in ("--save", "--load", "--lr-decay-style"):
+        parser.add_argument(flag, nargs="?")
     parser.add_argument("--ckpt-format", nargs="?", default="torch_dist")
+    for name in ("lr", "lr-warmup-init", "lr-warmup-fraction", *_LENGTHS):
+        parser.add_argument(f"--{name}", type=_number, nargs="?")
+    parser.add_argument("--expert-model-parallel-size", type=_number, nargs="?", default=1)
     return parser.parse_known_args(list(words))[0]
+
+
+def _number(text: str) -> float | None:
+    """Return a number, None for what a start of training refuses."""
+    with suppress(ValueError):
+        return float(text)
+    return None

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from tabulate import tabulate
 from tqdm import tqdm
 
+from moe_ft.config.stock_defects import SHARED_RANDOM_STATE
 from moe_ft.convert.destination import Destination, LocalDestination, RemoteDestination
 from moe_ft.convert.foreign_files import path_of
 from moe_ft.convert.huggingface.mapping import flags_of
@@ -101,6 +102,9 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
         f"{destination.place}: iteration {model.iteration} as {request.to}, {num_tensors} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
     ]
+    own_ep = int(model.settings.get("--expert-model-parallel-size") or 1)
+    if request.to == "torch_dist" and with_optimizer and (request.for_ep or own_ep) > 1:
+        lines.append(SHARED_RANDOM_STATE)
     if model.kind == "hf":
         lines += ["flags of the model:", " ".join(flags_of(model.settings))]
     return "\n".join(lines)

@@ -105,9 +105,10 @@ class Checkpoints(LoopListener):
             ConfigError: if the flags do not fit this machine, or the state that is there.
             UnrecoverableError: if there is state, and none of it is usable.
         """
-        if not self._config.strategy.is_on or built[1] is None:
-            return
         training = self._training
+        if not self._config.strategy.is_on or built[1] is None:
+            _warn_of_load(training, self.log.rank)
+            return
         if self._facts is None:
             self._facts = training.job_facts(self._began_with)
         running = start(
@@ -126,6 +127,8 @@ class Checkpoints(LoopListener):
             )
         if running.outcome.record is not None:
             self._resumption = Resumption(training, self._loop, running, self._note_replayed)
+        else:
+            _warn_of_load(training, self.log.rank)
 
         engine = running.engine
         breakpoints = self._breakpoints = engine.breakpoints
@@ -419,3 +422,8 @@ def _node_of(site: Site) -> Node:
     node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
     pids = tuple(info.pid for info in site.topology.on_node(node))
     return Node(pids=pids, directory=site.node_dir)
+
+
+def _warn_of_load(training: TrainingLoop, rank: int) -> None:
+    for line in training.lines_on_load() if rank == 0 else ():
+        say(f"warning: {line}")

@@ -78,6 +78,10 @@ class TrainingLoop(ABC):
         """
         return ""
 
+    def lines_on_load(self) -> list[str]:
+        """Return what differs in this run from the one whose checkpoint the loop has loaded itself."""
+        return []
+
     @abstractmethod
     def job_facts(self, began_with: str) -> JobFacts:
         """Return the facts of the job; `began_with` was called before the model was built."""

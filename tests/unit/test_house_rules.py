@@ -48,7 +48,6 @@ LONELY = {
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
-    "moe_ft/recovery/new_record.py": "makes state; its user reads it",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
 }

@@ -1,10 +1,11 @@
 """Seams into Megatron's training loop: wrapped functions that call the listeners of the run.
 
 `installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step`, `train`, `evaluate`,
-`save_checkpoint` and `build_pretraining_data_loader` of megatron.training.training, what reads a batch, and
-`zero_grad` of the outermost optimizer, and restores the originals on exit. iteration_seams.py wraps its step.
-In models with slots of experts the optimizer's `step` is wrapped, too, and what DDP does before an iteration
-and when backward is over. moe_ft/loop/listeners.py says in which order listeners are called.
+`save_checkpoint`, `training_log` and `build_pretraining_data_loader` of megatron.training.training, what
+reads a batch, and `zero_grad` of the outermost optimizer, and restores the originals on exit.
+iteration_seams.py wraps its step. In models with slots of experts the optimizer's `step` is wrapped, too, and
+what DDP does before an iteration and when backward is over.
+moe_ft/loop/listeners.py says in which order listeners are called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ def installed(
         patches.wrap(training, "train", seams.train)
         patches.wrap(training, "evaluate", seams.evaluate)
         patches.wrap(training, "save_checkpoint", seams.save)
+        patches.wrap(training, "training_log", seams.log)
         patches.wrap(training, "build_pretraining_data_loader", load_cells)
         _watch_reading(patches)
         try:
@@ -157,6 +159,12 @@ class _Seams:
     def save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self._listeners.in_section(Section.CHECKPOINT):
             return original(*args, **kwargs)
+
+    def log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Log the first iteration of a start like any other, if a line is due: it is not part of the next."""
+        if self._loop.iteration % get_args().log_interval == 0:
+            kwargs["is_first_iteration"] = False
+        return original(*args, **kwargs)
 
     def _forward(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._iteration.begin_forward()

@@ -36,6 +36,7 @@ from megatron.fault_tolerance.seams.reruns import begin_reruns_again
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.config.fields import flag_of
+from moe_ft.config.stock_defects import lines_on_load
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
 from moe_ft.loop.training_loop import LoopParts, state_places
@@ -85,6 +86,11 @@ class MegatronLoop(CoreLoop):
         if args.pretrained_checkpoint is not None:
             flags.append(f"--pretrained-checkpoint {args.pretrained_checkpoint}")
         return " ".join(flags)
+
+    @override
+    def lines_on_load(self) -> list[str]:
+        args = get_args()
+        return lines_on_load(args) if args.iteration else []
 
     @override
     def job_facts(self, began_with: str) -> JobFacts:

@@ -21,7 +21,7 @@ from megatron.fault_tolerance.seams.refusals import (
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
-from moe_ft.config.stock_defects import lines_on_defects
+from moe_ft.config.stock_defects import check_schedule, lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.config.untested import MEGATRON, UNTESTED, Feature, lines_of_features, refusals_on_gpus
 from moe_ft.errors import ConfigError
@@ -189,6 +189,7 @@ def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_
     versions.check_seams(allow_misfit=MEGATRON.is_allowed(args.moe_ft_allow_untested))
     check_sizes(args)
     check_refusals(args, refusals)
+    check_schedule(args)
     check_event_log(args.moe_ft_event_log)
     check_folders(args)
 

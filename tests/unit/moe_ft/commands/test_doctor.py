@@ -105,6 +105,15 @@ def test_job_that_saves_shifted_masters_is_warned_of(
     assert "without --overlap-grad-reduce" in rows["saves"]["remedy"]
 
 
+def test_job_that_megatron_would_fail_with_or_continue_wrongly_is_warned_of(doctor: Doctor) -> None:
+    loads = ("--load", "out", "--expert-model-parallel-size", "2")
+    words = (*loads, "--train-iters", "3", "--lr-warmup-iters", "4")
+    code, rows = doctor.run(*TORCHRUN, *SMALL, *words, "--moe-ft-strategy", "dense")
+    assert code == 1
+    assert rows["loads"]["found"].startswith("--load=out: Megatron keeps one random state")
+    assert "must be less than --train-iters=3" in rows["flags"]["found"]
+
+
 def test_warnings_are_failures_if_strict(memory_dir: Path) -> None:
     words = ("--", "--moe-ft-memory-dir", str(memory_dir / "a"), "--moe-ft-node-id", "0123456789ab")
     assert main([*OWN, *words, "--moe-ft-job-id", "a"]) == 0

@@ -1,8 +1,19 @@
-"""A job whose `--save` would write shifted masters is told so."""
+"""A job is told what Megatron would write wrongly, or give it from `--load`, or fail with after a while."""
+
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
-from moe_ft.config.stock_defects import FLAG, lines_on_defects, read_saves
+from moe_ft.config import stock_defects
+from moe_ft.config.stock_defects import (
+    FLAG,
+    check_schedule,
+    lines_on_defects,
+    lines_on_load,
+    read_saves,
+)
+from moe_ft.errors import ConfigError
 
 MET = ("--save", "out", FLAG, "--overlap-grad-reduce", "--use-distributed-optimizer")
 
@@ -22,3 +33,58 @@ def test_job_without_one_of_the_flags_is_not_warned_about(left_out: str) -> None
 def test_job_that_saves_no_such_masters_is_not_warned_about(others: tuple[str, ...]) -> None:
     assert lines_on_defects(read_saves([*MET, *others])) == []
     assert lines_on_defects(read_saves(MET[2:])) == []
+
+
+LOADS = ("torchrun", "x.py", "--load", "out", "--expert-model-parallel-size", "2")
+
+
+def test_start_from_a_checkpoint_with_one_random_state_for_all_experts_is_told_so() -> None:
+    (line,) = lines_on_load(read_saves(LOADS))
+    assert line.startswith("--load=out: Megatron keeps one random state for all expert-parallel")
+    for others in (
+        LOADS[:-1],
+        LOADS[:2] + LOADS[4:],
+        (*LOADS, "--no-load-rng"),
+        (*LOADS, "--finetune"),
+    ):
+        assert lines_on_load(read_saves(others)) == []
+
+
+def test_megatron_that_keeps_the_random_state_of_every_rank_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModuleSpec("megatron.core", None, origin=str(tmp_path / "core" / "__init__.py"))
+    monkeypatch.setattr(stock_defects, "find_spec", lambda name: spec)
+    assert lines_on_load(read_saves(LOADS)) == []  # no training loop, so no checkpoint of its own
+    text = tmp_path / "training" / "checkpointing.py"
+    text.parent.mkdir()
+    shape = "(pp_size, tp_size, ep_size),\n (pp_rank, tp_rank, ep_rank),\n replica_id=0"
+    for own, count in ((shape, 0), (shape.replace(", ep_size", "").replace(", ep_rank", ""), 1)):
+        text.write_text(f"def get_rng_state():\n ShardedObject('rng_state', {own})\nclass Other:\n")
+        assert len(lines_on_load(read_saves(LOADS))) == count
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "--train-iters 3 --lr-warmup-iters 4",
+            "--lr-warmup-iters=4 must be less than --train-iters=3",
+        ),
+        ("--train-iters 9 --lr-decay-iters 4 --lr-warmup-iters 4", "less than --lr-decay-iters=4"),
+        ("--train-samples 8 --lr-warmup-samples 9", "=9 must be less than --train-samples=8"),
+        ("--train-iters 8 --lr-warmup-fraction 1", "--lr-warmup-fraction=1 must be less than 1"),
+        ("--train-iters 8 --lr 1 --lr-warmup-init 2", "--lr-warmup-init=2 must be at most --lr=1"),
+        ("--train-iters 8 --lr-decay-style WSD", "=WSD needs --lr-wsd-decay-iters. Add it"),
+    ],
+)
+def test_schedule_that_megatron_would_only_assert_is_refused_in_words(
+    words: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_schedule(read_saves(words.split()))
+
+
+def test_schedule_that_fits_or_cannot_be_read_passes() -> None:
+    for words in ("--train-iters 4 --lr-warmup-iters 3", "--train-iters x --lr-warmup-iters", ""):
+        check_schedule(read_saves(words.split()))

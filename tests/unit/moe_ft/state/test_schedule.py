@@ -69,12 +69,12 @@ class Start:
         adam = torch.optim.AdamW(groups, lr=flags.schedule["max_lr"], **flags.adam)
         self.inner = SimpleNamespace(optimizer=adam, config=SimpleNamespace(optimizer="adam"))
         given: Any = {**flags.schedule, **NEITHER, **asked}
-        self.scheduler = OptimizerParamScheduler(adam, **given)  # type: ignore[arg-type]
+        self.scheduler = OptimizerParamScheduler(adam, **given)
         self.scheduler.step(num_steps)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """What the next step of the optimizer uses."""
+        """Values of the next step of the optimizer."""
         groups = self.inner.optimizer.param_groups
         return [{key: each for key, each in group.items() if key != "params"} for group in groups]
 
