@@ -105,10 +105,9 @@ class Checkpoints(LoopListener):
             ConfigError: if the flags do not fit this machine, or the state that is there.
             UnrecoverableError: if there is state, and none of it is usable.
         """
-        training = self._training
         if not self._config.strategy.is_on or built[1] is None:
-            _warn_of_load(training, self.log.rank)
             return
+        training = self._training
         if self._facts is None:
             self._facts = training.job_facts(self._began_with)
         running = start(
@@ -127,8 +126,6 @@ class Checkpoints(LoopListener):
             )
         if running.outcome.record is not None:
             self._resumption = Resumption(training, self._loop, running, self._note_replayed)
-        else:
-            _warn_of_load(training, self.log.rank)
 
         engine = running.engine
         breakpoints = self._breakpoints = engine.breakpoints
@@ -151,6 +148,7 @@ class Checkpoints(LoopListener):
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
         self._write_elastic()
+        _warn_of_load(self._training, self.log.rank, self._resumption)
         if self._running and self._resumption and not self._resumption.is_due:
             self._write_recovery(self._running.outcome, 0)
             self._loop.grad_norm = self._resumption.grad_norm
@@ -424,6 +422,7 @@ def _node_of(site: Site) -> Node:
     return Node(pids=pids, directory=site.node_dir)
 
 
-def _warn_of_load(training: TrainingLoop, rank: int) -> None:
-    for line in training.lines_on_load() if rank == 0 else ():
+def _warn_of_load(training: TrainingLoop, rank: int, resumption: Resumption | None) -> None:
+    """Print what differs where the loop continues from its own checkpoint."""
+    for line in training.lines_on_load() if rank == 0 and resumption is None else ():
         say(f"warning: {line}")
