@@ -40,7 +40,7 @@ def looks_again[**Arguments, Result](
     """Have a function called again, at once, if a file was replaced meanwhile; it may have succeeded then.
 
     Args:
-        others: numbers of errors besides ESTALE that mean this here, such as ENOENT of a file just listed.
+        others: numbers of errors besides ESTALE that mean this here, such as EEXIST of a directory.
     """
 
     def decorated(act: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

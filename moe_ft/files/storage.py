@@ -330,7 +330,6 @@ class Storage:
         found: list[Any] = self._small(f"list {full}", "_listed", full, has_sizes)
         return found
 
-    @looks_again(errno.ENOENT)  # of a file that was listed and has gone
     def _listed(self, full: str, has_sizes: bool) -> list[Any]:
         self._file_system.invalidate_cache()
         return list(self._file_system.ls(full, detail=has_sizes))

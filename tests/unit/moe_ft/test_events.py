@@ -58,6 +58,17 @@ def test_lines_of_several_threads_are_whole_and_closing_drops_the_rest(tmp_path:
     assert len(lines) >= num_events
 
 
+def test_line_of_which_the_file_system_writes_a_part_at_a_time_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write = started(tmp_path), os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, bytes(content[:9])))
+    for number in range(2):
+        log.write("note", number)
+    assert [each["iteration"] for each in read_events(event_path(tmp_path, 0))] == [0, 1]
+    log.close()
+
+
 def test_files_can_be_read_by_their_user_only(tmp_path: Path) -> None:
     started(tmp_path).close()
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}

@@ -27,6 +27,7 @@ from moe_ft.recovery.persist_directory import (
 )
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
+from tests.failing_calls import Rule, build_library, environment
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,19 @@ def test_lock_of_another_job_that_does_not_change_is_taken_over(
 
 
 def test_lock_of_another_job_that_changes_is_refused(opener: Opener) -> None:
+    alive = opener.open("alive")
+    with pytest.raises(ConfigError, match="is used by job 'alive' on .*Name another one, or wait"):
+        opener.open("new")
+    alive.check()
+
+
+def test_lock_of_another_job_is_refused_and_kept_where_its_file_is_stale_now_and_then(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"{opener.url}/{LOCK_NAME}"
+    rule = Rule(place=place, call="open", error=errno.ESTALE, every=3)
+    for name, value in environment(build_library(tmp_path), rule).items():
+        monkeypatch.setenv(name, value)  # of the processes that look and renew
     alive = opener.open("alive")
     with pytest.raises(ConfigError, match="is used by job 'alive' on .*Name another one, or wait"):
         opener.open("new")

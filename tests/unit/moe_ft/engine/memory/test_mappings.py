@@ -1,5 +1,6 @@
 """Mapped memory: what a later start of a process takes up and what not, and what CUDA refuses to pin."""
 
+import errno
 import mmap
 import os
 import threading
@@ -148,6 +149,23 @@ def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_ra
     kept.open(tmp_path / "file", 5 * SIZE + 1)
     assert sorted(counts.touched) == [1, *[SIZE] * 5]
     assert len(threads) == 3
+    kept.close()
+
+
+def test_page_that_cannot_be_had_is_an_error_and_an_old_kernel_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter((errno.EFAULT, errno.EINVAL))
+
+    def refuse(*args: int) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(mappings, "_populate_slice", refuse)
+    with pytest.raises(OSError, match="Bad address"):
+        Mappings().open(tmp_path / "file", SIZE)
+    kept = Mappings()
+    assert len(kept.open(tmp_path / "file", SIZE)) == SIZE
     kept.close()
 
 

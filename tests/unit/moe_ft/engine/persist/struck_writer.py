@@ -1,10 +1,11 @@
-"""A program: writes checkpoints and keeps a lock while system calls fail. See test_struck_writer.py.
+"""A program: commits regions, writes checkpoints and keeps a lock while system calls fail.
 
-Prints a line for each rule: what came of it.
+Prints a line for each rule: what came of it. See test_struck_writer.py.
 """
 
 import errno
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import checkpoints
 from moe_ft.engine.persist.soundness import Listings, check_checkpoint, check_data
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -157,6 +159,49 @@ def _locks(root: Path) -> Iterator[tuple[Rule, Line]]:
         yield from _each_call(strike, call, errno.ESTALE)
 
 
+def _regions(data: Path, root: Path) -> Iterator[tuple[Rule, Line]]:
+    """Yield what comes of a region that is made and committed in memory; it is made again after a failure."""
+    content, index = data.read_bytes(), data.with_suffix(".json").read_bytes()
+    directory = root / data.parent.name
+
+    def commit() -> None:
+        region = Region(directory, 0, len(content))
+        try:
+            region.open()
+            region.begin(content[:8])
+            region.mapping[:] = content
+            region.commit(index, 1)
+        finally:
+            region.close()
+
+    def strike(**rule: Any) -> Line:
+        set_failing(Rule(place=str(root), **rule))
+        failure: Exception | None = None
+        try:
+            commit()
+        except Exception as error:
+            failure = error
+        num_calls = set_failing(None)
+        is_there = (directory / "region_0.json").exists()
+        if not is_there:
+            assert isinstance(failure, OSError), failure
+            commit()
+        assert (directory / "region_0.json").read_bytes() == index
+        assert (directory / "region_0.safetensors").read_bytes() == content
+        shutil.rmtree(directory)
+        return {"num_calls": num_calls, "failure": repr(failure), "is_there": is_there}
+
+    for call in ("fallocate", *_FAILING):
+        yield from _each_call(strike, call, *_ERRORS)
+    for call in ("fallocate", "write", "open"):
+        yield from _each_call(strike, call, errno.EINTR)
+    for most in _PARTS:
+        yield (
+            Rule(place="", call="write", most=most, every=1),
+            strike(call="write", most=most, every=1),
+        )
+
+
 def main(large: Path, disk: Path, small: Path, memory: Path) -> None:
     """Print what comes of all rules.
 
@@ -168,6 +213,7 @@ def main(large: Path, disk: Path, small: Path, memory: Path) -> None:
         "parts": _parts(Writer(large, disk)),
         "errors": _errors(Writer(small, memory)),
         "locks": _locks(memory.with_name("locks")),
+        "regions": _regions(small, memory.with_name("regions")),
     }
     for table, found in tables.items():
         for rule, line in found:
