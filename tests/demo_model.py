@@ -38,6 +38,7 @@ _MODEL: dict[str, str | int | float | None] = {
     "--make-vocab-size-divisible-by": 64,
     "--distributed-timeout-minutes": 5,
     "--seed": 1234,
+    "--num-workers": 0,  # they cost cores; tests of repairs and restarts have some
 }
 
 # Inject a failed check of the gradients into every iteration but the first: Megatron runs those twice.

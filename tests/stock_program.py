@@ -57,7 +57,6 @@ CPU_FLAGS = [
     "--no-bias-gelu-fusion",
     "--no-bias-dropout-fusion",
     "--no-rope-fusion",
-    *("--num-workers", "0"),  # a forked test rank cannot start workers
 ]
 
 

@@ -22,6 +22,7 @@ def test_ranks_killed_in_a_log_line_and_stopped_in_an_iteration_are_replaced_one
     repaired.run(
         "stop:3@6:forward",
         strategy=(*SPARSE, *heartbeat),
+        extra=("--num-workers", "2"),
         script=str(ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"),
         env={
             "DYING": "kill:2@5",  # of iteration 4, counted from 0

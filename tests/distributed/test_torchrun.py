@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_its_peer(
     tmp_path: Path, memory_dir: Path, references: References
 ) -> None:
-    job = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
+    changes = {"train_iters": 6, "hidden_dropout": 0.1, "num_workers": 2}
+    job = [*model_flags(**changes), *layout_flags({"ep": 2})]
     flags = [
         *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
         *("--moe-ft-memory-dir", str(memory_dir)),

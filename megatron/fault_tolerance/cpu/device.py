@@ -32,7 +32,6 @@ CPU_DEFAULTS = {
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
-    "num_workers": 0,
 }
 # Features that need the kernels of Transformer Engine or Apex; fused rope, those of the former.
 UNFUSED_DEFAULTS = {
@@ -224,8 +223,8 @@ def _answer_cuda_module() -> None:
     _replace(torch.optim.Optimizer, _accelerator_graph_capture_health_check=nothing)
 
 
-def _keep_data_loaders_from_drawing() -> None:
-    """Keep a DataLoader from advancing the CPU's generator, which here is also the device's.
+def _answer_data_loaders() -> None:
+    """Keep a DataLoader from pinning memory, and from advancing the generator, which is also the device's.
 
     A loader draws a seed when it is iterated. On a GPU, dropout would not notice. Here training would not
     continue with the RNG state of a checkpoint, which is loaded before the loaders are built.
@@ -233,6 +232,7 @@ def _keep_data_loaders_from_drawing() -> None:
     original = torch.utils.data.DataLoader.__iter__
 
     def iterate(loader: Any) -> Any:
+        loader.pin_memory = False  # its thread asks the driver for a device
         state = torch.get_rng_state()
         iterator = original(loader)
         torch.set_rng_state(state)
@@ -256,7 +256,7 @@ def _answer_rng() -> None:
     for module in (torch.cuda, torch.cuda.random):
         _replace(module, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
     _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
-    _keep_data_loaders_from_drawing()
+    _answer_data_loaders()
     # The tracker would warn at each use that the CPU's generator moves while it switches the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: not record.getMessage().startswith("CPU RNG state changed")

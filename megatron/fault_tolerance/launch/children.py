@@ -1,20 +1,26 @@
-"""Processes that a rank starts, such as Megatron's checkpoint writers: they end soon after the rank.
+"""Processes that a rank starts, such as Megatron's checkpoint writers: they end with the rank, or soon after.
 
 Megatron's checkpoint writers wait for work forever. The writers of a killed rank would keep its memory and
-its output pipe, and a launcher waits for the pipe to close.
+its output pipe, and a launcher waits for the pipe to close. Forked ones, such as those that load data, also
+keep its connections open, whose end tells other ranks that it is dead: they are killed with it.
+
+SLURM sends SIGTERM to all processes of a job. A rank uses the time to save its state, and would fail if what
+loads its data had ended: those processes obey the rank alone.
 """
 
 import importlib
 import os
+import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from moe_ft.keeper.forked_rank import follow_parent
 from moe_ft.processes import has_ended
 
 RANK_POLL_S = 1.0
+_LOADING = "_worker_loop"  # of torch's DataLoader
 _start, _bootstrap = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]
 _watching_pid = 0  # the process in which a thread watches; a fork has this and not the thread
 
@@ -28,10 +34,16 @@ def end_children_with(rank_pid: int, *, on_cpu: bool) -> None:
 
     def start(process: Any) -> None:
         process.moe_ft_rank = _Follower(rank_pid, on_cpu)  # is pickled with it, if anything is
+        # The kernel takes the end of a thread for that of the parent.
+        process.moe_ft_may_die = threading.current_thread() is threading.main_thread()
         _start(process)
 
     def bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
-        _watch(rank_pid)  # a fork; what is pickled watches already
+        if (
+            process.moe_ft_may_die and _watching_pid != os.getpid()
+        ):  # a fork; what is pickled watches
+            follow_parent(process._parent_pid)
+        _watch(rank_pid, loads_data=getattr(process._target, "__name__", "") == _LOADING)
         return _bootstrap(process, *args, **kwargs)
 
     for name, function in (("start", start), ("_bootstrap", bootstrap)):
@@ -56,15 +68,19 @@ def follow(rank_pid: int, on_cpu: bool) -> None:
     _watch(rank_pid)
 
 
-def _watch(rank_pid: int) -> None:
+def _watch(rank_pid: int, *, loads_data: bool = False) -> None:
     global _watching_pid
     if _watching_pid == os.getpid():
         return
     _watching_pid = os.getpid()
+    signals = {signal.SIGTERM} if loads_data else set[signal.Signals]()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
     def watch() -> None:
         while not has_ended(rank_pid):
-            time.sleep(RANK_POLL_S)
+            told = signal.sigtimedwait(signals, RANK_POLL_S)
+            if told is not None and told.si_pid == os.getppid():
+                os._exit(0)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

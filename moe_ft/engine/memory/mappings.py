@@ -159,6 +159,7 @@ def _map(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
             os.ftruncate(descriptor, 0)  # else it would look like one with room
         raise
     memory = memory or mmap.mmap(descriptor, num_bytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # what loads data would keep memory that was let go
     try:
         _populate(memory)
     except OSError as error:  # Linux before 5.14

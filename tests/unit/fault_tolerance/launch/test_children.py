@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from megatron.fault_tolerance.launch import children
 from tests.shares import share_of
@@ -59,6 +63,36 @@ def test_worker_ends_soon_after_its_rank_however_it_was_started(
     rank.kill()
     worker.wait(DEADLINE_S)
     rank.join(DEADLINE_S)
+
+
+def _read_data(calls: "Connection[Any, Any]") -> None:
+    # So that no poll explains an end, neither ours nor torch's.
+    children.RANK_POLL_S = torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = DEADLINE_S
+    children.end_children_with(os.getpid(), on_cpu=False)
+    loader = DataLoader(list(range(99)), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    batches: Any = iter(loader)
+    calls.send(batches._workers[0].pid)
+    while calls.recv():
+        calls.send(int(next(batches)))
+
+
+def test_process_that_loads_data_obeys_its_rank_alone_and_is_killed_with_it() -> None:
+    for is_killed in (True, False):
+        calls, of_rank = _context.Pipe()
+        rank = _context.Process(target=_read_data, args=(of_rank,))
+        rank.start()
+        worker = psutil.Process(calls.recv())
+        for number in range(3):
+            calls.send(True)
+            assert calls.recv() == number
+            worker.terminate()  # as SLURM does, with all processes of a job
+        if is_killed:
+            rank.kill()
+        else:
+            calls.send(False)
+        rank.join(DEADLINE_S / 2)
+        worker.wait(DEADLINE_S / 2)
+        assert rank.exitcode == (-signal.SIGKILL if is_killed else 0)
 
 
 def _count_devices(on_cpu: bool, counts: "SimpleQueue[int]") -> None:
