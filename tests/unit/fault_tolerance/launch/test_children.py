@@ -67,10 +67,11 @@ def test_worker_ends_soon_after_its_rank_however_it_was_started(
 
 def _read_data(calls: "Connection[Any, Any]") -> None:
     # So that no poll explains an end, neither ours nor torch's.
-    children.RANK_POLL_S = torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = DEADLINE_S
+    children.RANK_POLL_S = DEADLINE_S
+    vars(torch.utils.data._utils.worker)["MP_STATUS_CHECK_INTERVAL"] = DEADLINE_S
     children.end_children_with(os.getpid(), on_cpu=False)
-    loader = DataLoader(list(range(99)), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
-    batches: Any = iter(loader)
+    numbers: Any = list(range(99))
+    batches: Any = iter(DataLoader[int](numbers, num_workers=1, persistent_workers=True))
     calls.send(batches._workers[0].pid)
     while calls.recv():
         calls.send(int(next(batches)))
