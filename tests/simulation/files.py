@@ -221,7 +221,7 @@ class Files(FileFaults):
         return number
 
     def write(self, found: OpenFile, data: Any, offset: int | None = None) -> int:
-        """Write, maybe in two parts; return how many bytes were written."""
+        """Write, maybe in two parts or a part only; return how many bytes were written."""
         path = found.path
         assert path is not None
         view = memoryview(data).cast("B")
@@ -244,7 +244,9 @@ class Files(FileFaults):
                 self.deadly = ""
                 self._kernel.kill(found.process)
             self._kernel.event(f"files: write the rest of {path}")
-            self._put(found, view[cut:], None if offset is None else offset + cut)
+            if offset is None:
+                return cut  # whoever calls has to go on
+            self._put(found, view[cut:], offset + cut)
             return total
         return self._put(found, view, offset)
 
