@@ -7,13 +7,14 @@ puts back what is no setting.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_ft.errors import ConfigError
+from moe_ft.format.identity import differing_settings
 from moe_ft.format.records import IterationRecord
-from moe_ft.state.packed_values import from_json
+from moe_ft.state.packed_values import from_json, to_json
 from moe_ft.state.tensors import inner_optimizers
 
 OVERRIDE = "--override-opt_param-scheduler"
@@ -31,81 +32,71 @@ _COMPARED = {
     "wd_incr_style": "--weight-decay-incr-style",
     "wd_incr_steps": "samples of the run, over which --weight-decay-incr-style changes",
 }
-# A length decides nothing where its style is constant: the run may become longer.
-_LENGTHS = (("lr_decay_style", "lr_decay_steps"), ("wd_incr_style", "wd_incr_steps"))
 # Those that it neither saves nor compares: every start has its own.
 _OF_THE_START = {
     "init_lr": "--lr-warmup-init",
     "wsd_decay_steps": "samples of --lr-wsd-decay-iters or -samples",
     "lr_wsd_decay_style": "--lr-wsd-decay-style",
 }
-# Those of a group of parameters; the rates of default groups are the scheduler's.
+# Those of a group of parameters; {} is a kind of optimizer. Rates of default groups are the scheduler's.
 _OF_GROUPS = {
     "max_lr": "--decoupled-lr",
     "min_lr": "--decoupled-min-lr",
-    "start_wd": "start_wd of a group of parameters",
-    "end_wd": "end_wd of a group of parameters",
-    "betas": "--{optimizer}-beta1, --{optimizer}-beta2",
-    "eps": "--{optimizer}-eps",
-    "momentum": "--{optimizer}-momentum",
+    "start_wd": "--start-weight-decay of some parameters",
+    "end_wd": "--end-weight-decay of some parameters",
+    "betas": "--{}-beta1, --{}-beta2",
+    "eps": "--{}-eps",
+    "momentum": "--{}-momentum",
 }
-
-
-class Change(NamedTuple):
-    """A setting that a state was not trained with."""
-
-    flag: str
-    theirs: Any
-    ours: Any
-
-    def __str__(self) -> str:
-        """Return it as messages show it, like all settings that differ between starts."""
-        return f"{self.flag}: {self.theirs} there, {self.ours} now"
 
 
 def state_of(scheduler: Any) -> dict[str, Any]:
     """Return what a record holds of a scheduler: its state, and the settings that are not in that."""
-    names = (name for name in _OF_THE_START if hasattr(scheduler, name))
-    return {**scheduler.state_dict(), **{name: getattr(scheduler, name) for name in names}}
+    return {**scheduler.state_dict(), **_attributes(scheduler, _OF_THE_START)}
 
 
-def find_changes(record: IterationRecord, optimizer: Any, scheduler: Any) -> list[Change]:
-    """Return the settings that Megatron compares, or that an optimizer loads, and that differ."""
-    void = {
-        _COMPARED[length]
-        for style, length in _LENGTHS
-        if record.scheduler.get(style) == getattr(scheduler, style, None) == "constant"
-    }
-    found = [each for each in _differences(record, scheduler, _COMPARED) if each.flag not in void]
-    if _COMPARED["wd_incr_steps"] in void:  # one flag sets both ends
-        ends = (_COMPARED["start_wd"], _COMPARED["end_wd"])
-        found = [
-            each._replace(flag="--weight-decay") if each.flag in ends else each for each in found
-        ]
-    return [*dict.fromkeys([*found, *_of_groups(record, optimizer)])]
+def _attributes(scheduler: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(scheduler, name) for name in names if hasattr(scheduler, name)}
 
 
-def _differences(record: IterationRecord, scheduler: Any, flags: Mapping[str, str]) -> list[Change]:
-    theirs = from_json(record.scheduler)
-    both = ((name, flag) for name, flag in flags.items() if name in theirs)
-    return [
-        Change(flag, theirs[name], ours)
-        for name, flag in both
-        if (ours := getattr(scheduler, name, theirs[name])) != theirs[name]
-    ]
-
-
-def _of_groups(record: IterationRecord, optimizer: Any) -> Iterator[Change]:
+def find_changes(record: IterationRecord, optimizer: Any, scheduler: Any) -> list[str]:
+    """Describe the settings that Megatron compares, or that an optimizer loads, and that differ."""
+    ours, theirs = _flags(_attributes(scheduler, _COMPARED)), _flags(from_json(record.scheduler))
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
         kind = getattr(getattr(inner, "config", None), "optimizer", "adam")
-        for group, values in zip(inner.optimizer.param_groups, saved.groups, strict=True):
-            for name in (each for each in _OF_GROUPS if each in group and each in values):
-                theirs, ours = from_json(values[name]), group[name]
-                theirs = tuple(theirs) if isinstance(theirs, list) else theirs
-                if theirs != ours:
-                    is_default = group.get("default_config", True) and name in _COMPARED
-                    flag = (_COMPARED if is_default else _OF_GROUPS)[name]
-                    yield Change(flag.format(optimizer=kind), theirs, ours)
+        _add_groups(ours, inner.optimizer.param_groups, kind)
+        _add_groups(theirs, saved.groups, kind)
+    return differing_settings(ours, theirs)
+
+
+def _flags(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a scheduler that decide something, by flag."""
+    found = {flag: scheduler[name] for name, flag in _COMPARED.items() if name in scheduler}
+    if scheduler.get("lr_decay_style") == "constant":  # the run may become longer
+        del found[_COMPARED["lr_decay_steps"]]
+    if scheduler.get("wd_incr_style") == "constant":
+        found["--weight-decay"] = found.pop(_COMPARED["start_wd"])
+        del found[_COMPARED["end_wd"]], found[_COMPARED["wd_incr_steps"]]
+    return found
+
+
+def _add_groups(found: dict[str, Any], groups: Sequence[Mapping[str, Any]], kind: str) -> None:
+    """Add the settings of groups of parameters, by flag; with MuP some of them have several values."""
+    for group in groups:
+        for name, flag in _OF_GROUPS.items():
+            if name in group and not (name in _COMPARED and group.get("default_config", True)):
+                values = found.setdefault(flag.format(kind, kind), [])
+                value = from_json(to_json(group[name]))
+                values += [] if value in values else [value]
+
+
+def _new_of_the_start(record: IterationRecord, scheduler: Any) -> list[str]:
+    """Describe the settings that differ and that every start has of its own."""
+    both = (_attributes(scheduler, _OF_THE_START), from_json(record.scheduler))
+    ours, theirs = (
+        {_OF_THE_START[n]: each[n] for n in _OF_THE_START if n in each} for each in both
+    )
+    return differing_settings(ours, theirs)
 
 
 def check_changes(records: Sequence[IterationRecord], optimizer: Any, scheduler: Any) -> str:
@@ -118,29 +109,25 @@ def check_changes(records: Sequence[IterationRecord], optimizer: Any, scheduler:
         ConfigError: if no flag says it, or iterations would be run again with other settings.
     """
     last = records[-1]
-    changes = find_changes(last, optimizer, scheduler)
+    changes = "; ".join(find_changes(last, optimizer, scheduler))
     if changes and not (takes_new(scheduler) or takes_old(scheduler)):
         raise ConfigError(
-            f"the state of iteration {last.iteration} was trained with other settings: {_texts(changes)}. It "
+            f"the state of iteration {last.iteration} was trained with other settings: {changes}. It "
             f"continues with its own, as with Megatron's --load. Start with these, or add {OVERRIDE} to take "
             f"those of this start, or {KEEP} to keep those of the state."
         )
-    again = [] if takes_old(scheduler) else changes
-    again = [*again, *_differences(last, scheduler, _OF_THE_START)]
+    again = _new_of_the_start(last, scheduler)
+    again += [changes] if changes and takes_new(scheduler) else []
     if again and len(records) > 1:
         raise ConfigError(
             f"iteration {last.iteration} is in a window of {len(records)} snapshots, and recovering it runs "
-            f"iterations again, with settings that have changed: {_texts(again)}. Start with the settings of "
+            f"iterations again, with settings that have changed: {'; '.join(again)}. Start with those of "
             "that run; to change them, end it first, with --exit-interval and --moe-ft-persist-dir, where "
             "the last state is written as a whole."
         )
     whose = f"{OVERRIDE} takes" if takes_new(scheduler) else f"{KEEP} does not take"
-    others = f"other settings than the state of iteration {last.iteration}: {_texts(changes)}"
+    others = f"other settings than the state of iteration {last.iteration}: {changes}"
     return f"{whose} {others}" if changes else ""
-
-
-def _texts(changes: Sequence[Change]) -> str:
-    return "; ".join(map(str, changes))
 
 
 def takes_new(scheduler: Any) -> bool:
@@ -161,7 +148,7 @@ def put_back(record: IterationRecord, optimizer: Any, scheduler: Any) -> None:
     before. Where no setting differs the record's rates are right, whoever has set them.
     """
     has_new = takes_new(scheduler) and bool(find_changes(record, optimizer, scheduler))
-    is_stale = has_new or bool(_differences(record, scheduler, _OF_THE_START))
+    is_stale = has_new or bool(_new_of_the_start(record, scheduler))
     saved = from_json(record.scheduler)
     scheduler.num_steps = saved["num_steps"]
     if takes_old(scheduler):

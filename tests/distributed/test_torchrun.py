@@ -50,6 +50,15 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
     assert sorted([*one["sources"], *other["sources"]]) == ["memory", "peer"]
     assert one["restored_iteration"] == other["restored_iteration"] in range(1, 5)
     assert digests(tmp_path, 2) == references.digests(job, 2, run_own)
+    # Each line has the loss of its iteration, also the one after the first of a start.
+    losses = {
+        each["iteration"]: f"{each['loss']:.6E}"
+        for rank in range(2)
+        for each in events(tmp_path, rank, "iteration")
+    }
+    logged = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", "".join(logs))
+    assert {int(number) for number, _ in logged} == set(range(1, 7))
+    assert [loss for _, loss in logged] == [losses[int(number)] for number, _ in logged]
 
 
 def test_command_that_plan_prints_starts_as_it_stands_and_replaces_a_dead_rank(

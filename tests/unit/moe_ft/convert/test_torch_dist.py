@@ -4,6 +4,7 @@ Training that continues from one is tests/distributed/test_convert.py.
 """
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moe_ft.config.stock_defects import SHARED_RANDOM_STATE
 from moe_ft.convert import torch_dist
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.errors import CorruptStateError
@@ -29,6 +31,18 @@ def converted(checkpoints: Path, folder: Path, **options: Any) -> Path:
     request = Request(source=str(checkpoints), destination=str(folder), to="torch_dist", **options)
     convert(request)
     return folder
+
+
+def test_one_random_state_for_all_expert_parallel_ranks_is_said(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    for number, (for_ep, what, is_said) in enumerate(
+        [(2, "all", True), (1, "all", False), (2, "weights", False)]
+    ):
+        folder = str(tmp_path / str(number))
+        given = Request(source=str(checkpoints), destination=folder, to="torch_dist")
+        lines = convert(replace(given, for_ep=for_ep, what=what)).splitlines()
+        assert (lines[-1] == SHARED_RANDOM_STATE) == is_said
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,18 +1,22 @@
 """Settings that another start has: each through Megatron's own scheduler and torch's Adam, by flag."""
 
+import re
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from moe_ft.config.flag_table import FLAGS, names_in
+from moe_ft.config.flag_table import FLAGS, Kind, flag_classes, names_in
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.packed_values import to_json
+from moe_ft.state.record import _capture_scalars, _encode_optimizer, apply
 from moe_ft.state.schedule import KEEP, OVERRIDE, check_changes, put_back, state_of
 from tests.unit.moe_ft.builders import make_record
 from tests.unit.source import text_of
@@ -142,7 +146,7 @@ def test_change_that_no_flag_asks_for_is_refused_as_megatron_refuses_it(name: st
     record, start = Start(OLD, STEPS).record(), Start(OLD.changed(**COMPARED[name]))
     flag = f"--{name}".replace("_", "-").replace("warmup-samples", "warmup-iters")
     flag = flag.removesuffix("-fraction").replace("decay-samples", "decay-iters")
-    flag = "--start-weight-decay: .*--end-weight-decay" if name == "weight_decay" else flag
+    flag = "--end-weight-decay: .*--start-weight-decay" if name == "weight_decay" else flag
     named = "samples of the run" if name.startswith("train_") else flag
     with pytest.raises(
         ConfigError, match=f"iteration 6 .*{named}.* there, .* now.*{OVERRIDE}.*{KEEP}"
@@ -215,12 +219,49 @@ def test_window_runs_again_with_its_own_settings_or_not_at_all() -> None:
     assert KEEP in check_changes([record, record], start.inner, start.scheduler)
 
 
-def test_page_says_of_each_flag_of_the_optimizer_what_a_change_does() -> None:
+def test_loss_scale_is_state_and_its_rules_are_those_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, device: tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    rules = {"growth_factor": 2.0, "backoff_factor": 0.5}
+
+    def scaler(**flags: Any) -> Any:
+        real_tensor = torch.tensor
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "tensor", lambda data, **_: real_tensor(data))
+            return DynamicGradScaler(**rules, **flags)
+
+    saved, start = Start(OLD, STEPS), Start(OLD)
+    old = {"initial_scale": 64.0, "min_scale": 1.0, "growth_interval": 100, "hysteresis": 2}
+    new = {"initial_scale": 8.0, "min_scale": 4.0, "growth_interval": 3, "hysteresis": 5}
+    saved.inner.grad_scaler, start.inner.grad_scaler = scaler(**old), scaler(**new)
+    saved.inner.grad_scaler.update(torch.zeros(1) > 0)
+    optimizers = [{**_capture_scalars(saved.inner), "steps": {}, "scales": {}}]
+    record = msgspec.structs.replace(
+        saved.record(), optimizers=tuple(map(_encode_optimizer, optimizers)), buffers={}
+    )
+    apply(record, [], start.inner, start.scheduler, [])
+    scale = start.inner.grad_scaler
+    assert scale.scale.item() == 64.0
+    assert scale._growth_tracker == 1
+    found = (scale.min_scale.item(), scale.growth_interval, scale.hysteresis)
+    assert found == (4.0, 3, 5)
+
+
+def test_page_says_of_each_recorded_flag_what_a_change_does() -> None:
     classes = FLAGS["optimizer"]
     flags = {*names_in(classes["record"]), *names_in(classes["record untested"])}
     asking = {"override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"}
-    untested_kinds = {"lion_beta1", "lion_beta2", "sgd_momentum"}  # as those of Adam
+    untried_kinds = {"lion_beta1", "lion_beta2", "sgd_momentum"}  # as those of Adam
     tried = {*COMPARED, *OF_THE_START} - {"train_iters", "train_samples", "decoupled_lr"}
-    assert tried == flags - asking - untested_kinds
-    page = text_of("docs/changed_flags.md")
-    assert [each for each in flags - asking if f"`--{each.replace('_', '-')}`" not in page] == []
+    assert tried == flags - asking - untried_kinds
+    recorded = {name for name, each in flag_classes().items() if each.kind is Kind.RECORD}
+    named = re.findall(r"`--([a-z0-9*-]+)`", text_of("docs/changed_flags.md"))
+    others = {"phase_transition_iterations", "full_validation"}  # docs/flags.md
+    unnamed = {
+        name
+        for name in recorded - asking - others
+        if not any(fnmatch(name.replace("_", "-"), each) for each in named)
+    }
+    assert unnamed == set()
