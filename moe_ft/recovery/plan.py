@@ -30,6 +30,7 @@ from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met, why_never_alone
 from moe_ft.recovery.notices import Notices
+from moe_ft.state.schedule import error_of_replay
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
@@ -316,13 +317,7 @@ def check_replay(
         incomparable_settings(replay_settings, theirs),
     )
     if differences := [*other_data, *differing_settings(replay_settings, theirs)]:
-        raise ConfigError(
-            f"iteration {candidate.iteration} is in a window of {candidate.version.window} snapshots, and "
-            "recovering it runs iterations again, with settings that have changed: "
-            f"{'; '.join(differences[:5])}. Start with the settings of that run; to change them, end it "
-            "first, with --exit-interval and --moe-ft-persist-dir, where the last state is written as a "
-            "whole. Or ignore it with --moe-ft-recover-from load."
-        )
+        raise error_of_replay(candidate.iteration, candidate.version.window, differences)
 
 
 def check_draws_nothing(candidate: Plan, settings: Mapping[str, Any]) -> None:

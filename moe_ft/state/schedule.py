@@ -108,37 +108,38 @@ def check_changes(records: Sequence[IterationRecord], optimizer: Any, scheduler:
     Raises:
         ConfigError: if no flag says it, or iterations would be run again with other settings.
     """
-    last = records[-1]
-    changes = "; ".join(find_changes(last, optimizer, scheduler))
-    if changes and not (takes_new(scheduler) or takes_old(scheduler)):
+    last, asked = records[-1], _asked(scheduler)
+    changes = find_changes(last, optimizer, scheduler)
+    if changes and not asked:
         raise ConfigError(
-            f"the state of iteration {last.iteration} was trained with other settings: {changes}. It "
-            f"continues with its own, as with Megatron's --load. Start with these, or add {OVERRIDE} to take "
-            f"those of this start, or {KEEP} to keep those of the state."
+            f"the state of iteration {last.iteration} was trained with other settings: {'; '.join(changes)}. "
+            f"It continues with its own, as with Megatron's --load. Start with these, or add {OVERRIDE} to "
+            f"take those of this start, or {KEEP} to keep those of the state."
         )
-    again = _new_of_the_start(last, scheduler)
-    again += [changes] if changes and takes_new(scheduler) else []
+    again = _new_of_the_start(last, scheduler) + (changes if asked == OVERRIDE else [])
     if again and len(records) > 1:
-        raise ConfigError(
-            f"iteration {last.iteration} is in a window of {len(records)} snapshots, and recovering it runs "
-            f"iterations again, with settings that have changed: {'; '.join(again)}. Start with those of "
-            "that run; to change them, end it first, with --exit-interval and --moe-ft-persist-dir, where "
-            "the last state is written as a whole."
-        )
-    whose = f"{OVERRIDE} takes" if takes_new(scheduler) else f"{KEEP} does not take"
-    others = f"other settings than the state of iteration {last.iteration}: {changes}"
-    return f"{whose} {others}" if changes else ""
+        raise error_of_replay(last.iteration, len(records), again)
+    verb = "takes" if asked == OVERRIDE else "does not take"
+    others = f"other settings than the state of iteration {last.iteration}: {'; '.join(changes)}"
+    return f"{asked} {verb} {others}" if changes else ""
 
 
-def takes_new(scheduler: Any) -> bool:
-    """Return whether the settings of this start count; Megatron asks for this first."""
-    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+def error_of_replay(iteration: int, num_snapshots: int, differences: Sequence[str]) -> ConfigError:
+    """Return the refusal to run the iterations of a window again with other settings."""
+    return ConfigError(
+        f"iteration {iteration} is in a window of {num_snapshots} snapshots, and recovering it runs "
+        f"iterations again, with settings that have changed: {'; '.join(differences[:5])}. Start with the "
+        "settings of that run; to change them, end it first, with --exit-interval and --moe-ft-persist-dir, "
+        "where the last state is written as a whole. Or ignore it with --moe-ft-recover-from load."
+    )
 
 
-def takes_old(scheduler: Any) -> bool:
-    """Return whether the settings of the state count."""
-    is_told = bool(getattr(scheduler, "use_checkpoint_opt_param_scheduler", False))
-    return is_told and not takes_new(scheduler)
+def _asked(scheduler: Any) -> str:
+    """Return the flag that says whose settings count, as Megatron looks for them; empty without one."""
+    for flag in (OVERRIDE, KEEP):
+        if getattr(scheduler, flag.removeprefix("--").replace("-", "_"), False):
+            return flag
+    return ""
 
 
 def put_back(record: IterationRecord, optimizer: Any, scheduler: Any) -> None:
@@ -147,11 +148,11 @@ def put_back(record: IterationRecord, optimizer: Any, scheduler: Any) -> None:
     Not by the scheduler's load_state_dict, which would add the steps to those of a checkpoint that was loaded
     before. Where no setting differs the record's rates are right, whoever has set them.
     """
-    has_new = takes_new(scheduler) and bool(find_changes(record, optimizer, scheduler))
+    has_new = _asked(scheduler) == OVERRIDE and bool(find_changes(record, optimizer, scheduler))
     is_stale = has_new or bool(_new_of_the_start(record, scheduler))
     saved = from_json(record.scheduler)
     scheduler.num_steps = saved["num_steps"]
-    if takes_old(scheduler):
+    if _asked(scheduler) == KEEP:
         for name in _COMPARED.keys() & saved.keys():
             setattr(scheduler, name, saved[name])
     for inner, of_inner in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
