@@ -18,6 +18,7 @@ class RankInfo:
         slot_bytes, num_slots: of its pool; 0 if every snapshot holds every unit.
         breakpoint_bytes: of the region of its breakpoint; 0 without one.
         boundary_slot_bytes, num_boundary_slots: of its boundary log; 0 without one.
+        index_bytes, boundary_index_bytes: that the index of a region takes at most, and that of such a slot.
         agent: name of torchrun's agent that has started it; empty without one.
         domain: failure domain of its node, such as a rack; empty if domains are not known.
     """
@@ -33,17 +34,25 @@ class RankInfo:
     breakpoint_bytes: int = 0
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
+    index_bytes: int = 0
+    boundary_index_bytes: int = 0
     agent: str = ""
     domain: str = ""
 
     def memory_bytes(self, num_regions: int) -> int:
-        """Return the bytes that this many regions and the pool take."""
-        return num_regions * self.region_bytes + self.slot_bytes * self.num_slots
+        """Return the bytes that this many regions and the pool take, with an index that is being replaced."""
+        regions = num_regions * (self.region_bytes + self.index_bytes) + self.index_bytes
+        return regions + self.slot_bytes * self.num_slots
 
     @property
     def boundary_bytes(self) -> int:
         """Bytes of the boundary log, of which there are no replicas."""
-        return self.boundary_slot_bytes * self.num_boundary_slots
+        return (self.boundary_slot_bytes + self.boundary_index_bytes) * self.num_boundary_slots
+
+    @property
+    def note_bytes(self) -> int:
+        """Bytes of small files that are no indexes of regions: notes, and the index of a breakpoint."""
+        return self.index_bytes * (2 if self.breakpoint_bytes else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

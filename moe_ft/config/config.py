@@ -63,7 +63,8 @@ class MemoryConfig(Part):
     )
     replication_factor: str = setting(
         "auto",
-        "copies of a rank's state at other nodes; auto = 2 where these allow it, else 1, and 0 on one node",
+        "copies of a rank's state at other nodes; auto = 2 where these allow it, else 1, and 0 on one node; "
+        "0 = none",
         metavar="N|auto",
         bounds=Bounds(at_least=0),
     )

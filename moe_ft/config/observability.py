@@ -23,7 +23,7 @@ class ObservabilityConfig(Part):
     )
     state_digest_interval: int = setting(
         0,
-        "also write the digest every N iterations; 0 = only at the end",
+        "also write the digest every N iterations; 0 = only that of --moe-ft-state-digest",
         metavar="N",
         bounds=Bounds(at_least=0),
         remedy="Give a number of iterations, or leave the flag out",

@@ -33,6 +33,7 @@ class BackgroundPart(StrEnum):
     PERSIST = "persist"
     WRITER = "writer"
     MEMORY = "memory"
+    PROTECTION = "protection"  # all of the above: no state of the run is held anywhere
     BOUNDARY_LOG = "boundary-log"
     AGREEMENT = "agreement"
     PEER_SERVER = "peer-server"
@@ -148,9 +149,13 @@ class Messages:
             raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
 
     def _print_failure(self, part: str, failure: str, is_ending: bool) -> None:
-        """Print a failure, before the end at most one per part and interval; the event log has them all."""
+        """Print a failure, before the end at most one per part and interval; the event log has them all.
+
+        That nothing protects the run is printed each time.
+        """
         now = self._clock.monotonic()
-        if is_ending or now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
+        is_urgent = is_ending or part == BackgroundPart.PROTECTION
+        if is_urgent or now - self._printed_s.get(part, -_PRINT_INTERVAL_S) >= _PRINT_INTERVAL_S:
             self._printed_s[part] = now
             self._print(f", {failure}")
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from math import inf
+from pathlib import Path
 
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.memory.regions import describe_room
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.windows import Windows
@@ -40,12 +42,14 @@ class Ending:
         newest_in_memory: the iteration of the newest state that the memory of the nodes is known to hold as a
             whole, None if there is none.
         is_agreed: whether the ranks could decide together until the end.
+        num_failed: attempts to hold a state, if none has succeeded.
     """
 
     iteration: int
     outcome: LastState
     newest_in_memory: int | None
     is_agreed: bool
+    num_failed: int = 0
 
     @property
     def is_saved(self) -> bool:
@@ -76,6 +80,15 @@ class Ending:
         return (
             f"training ends at iteration {self.iteration}, the memory of the nodes holds {held}, and there "
             "is no --moe-ft-persist-dir to keep more: the next start trains the iterations since then again."
+        )
+
+    def lack_of_protection(self, node_dir: Path) -> str:
+        """Return what to tell the user of a run whose state was never held, or nothing."""
+        if not self.num_failed or self.is_kept:
+            return ""
+        return (
+            f"nothing has protected this run: all {self.num_failed} snapshots have failed, and no state of "
+            f"it was ever held. {describe_room(node_dir)}."
         )
 
     def advice(self, persist_dir: str, memory_dir: str, job_id: str) -> str:

@@ -394,6 +394,7 @@ class CheckpointEngine:
             outcome=outcome,
             newest_in_memory=self._newest_in_memory,
             is_agreed=not self._decisions.is_off,
+            num_failed=self._windows.num_failed,
         )
 
     @property

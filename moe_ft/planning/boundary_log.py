@@ -14,6 +14,7 @@ _HEADER_ALIGNMENT_BYTES = 4096
 # A tensor in the header of a safetensors file, with its name, and the gap behind it.
 _TENSOR_HEADER_BYTES = 320
 _FILE_HEADER_BYTES = 128
+_INDEX_BYTES = 32 << 10  # without the tensors, each of which takes as much as in the header
 _SPARE_ITERATIONS = 1
 
 
@@ -64,6 +65,11 @@ def header_bytes(num_sends: int) -> int:
     return round_up(_FILE_HEADER_BYTES + num_sends * _TENSOR_HEADER_BYTES, _HEADER_ALIGNMENT_BYTES)
 
 
+def index_bytes(num_sends: int) -> int:
+    """Return the most bytes that the index of such a file takes."""
+    return _INDEX_BYTES + header_bytes(num_sends)
+
+
 def num_slots(longest_window: int, interval: int) -> int:
     """Return the iterations whose log is kept, one in each slot.
 
@@ -77,7 +83,8 @@ def num_slots(longest_window: int, interval: int) -> int:
 
 def log_bytes(traffic: PipelineTraffic, stage: int, *, longest_window: int, interval: int) -> int:
     """Return the bytes of host memory that the log of a rank takes."""
-    return num_slots(longest_window, interval) * traffic.slot_bytes(stage)
+    slot_bytes = traffic.slot_bytes(stage) + index_bytes(traffic.num_sends(stage))
+    return num_slots(longest_window, interval) * slot_bytes
 
 
 def most_log_bytes(traffic: PipelineTraffic, *, longest_window: int, interval: int) -> int:

@@ -1,14 +1,44 @@
 """Host memory of checkpoints: the one place that decides the numbers of regions and slots.
 
 Training reserves them (recovery/assembly.py, engine/memory/rank_memory.py) and checks them
-(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. The headers of files, some KiB each, are
-left out.
+(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. What lies beside the state is counted
+by bounds: headers, indexes, notes, and the pages that a file system gives to each.
 """
 
 from dataclasses import dataclass
 
+from moe_ft.arithmetic import round_up
+
 NUM_REPLICA_REGIONS = 2
 NUM_GRADIENT_BUFFERS = 2  # of the snapshot that is being sent, and of the step that follows
+
+
+_PAGE_BYTES = 4096
+_IDENTITY_BYTES, _RECORD_BYTES = (
+    64 << 10,
+    128 << 10,
+)  # most of a record is random states
+_TENSOR_BYTES, _COUNT_BYTES = (
+    200,
+    12,
+)  # a tensor's line in a header or an index, and a count of tokens
+
+
+def index_bytes(num_tensors: int, *, window: int = 1, num_experts: int = 0) -> int:
+    """Return the most bytes that the header and the index of a region take.
+
+    A tensor is in both, and with its parameter; there may be an older version of it too, and its weights in
+    each snapshot before the last.
+
+    Args:
+        num_tensors: of the rank's units at FULL.
+        window: snapshots that a region may hold, each with a record.
+        num_experts: of all MoE layers of the stage, which are counted.
+    """
+    tensors = num_tensors * (window + 6) * _TENSOR_BYTES
+    counts = num_experts * (window + 6) * _COUNT_BYTES
+    records = window * _RECORD_BYTES
+    return round_up(_IDENTITY_BYTES + tensors + counts + records, _PAGE_BYTES)
 
 
 def num_regions(*, persists: bool) -> int:
@@ -38,6 +68,7 @@ class MemoryShare:
         breakpoint_bytes: of the rank's breakpoint, which no peer keeps; 0 without one.
         boundary_bytes: of the boundary log, 0 without one. Peers keep none of it.
         gradient_bytes: of the gradients of one step, 0 where peers get state. They lie in the process.
+        index_bytes: of the header and the index of a region; see `index_bytes`.
     """
 
     region_bytes: int
@@ -45,6 +76,7 @@ class MemoryShare:
     breakpoint_bytes: int = 0
     boundary_bytes: int = 0
     gradient_bytes: int = 0
+    index_bytes: int = 0
 
     def own_bytes(self, *, persists: bool) -> int:
         """Return the bytes that the rank keeps of its own state, and of what it sends."""
@@ -57,9 +89,20 @@ class MemoryShare:
         """Bytes that one peer keeps for the rank."""
         return NUM_REPLICA_REGIONS * self.region_bytes + self.pool_bytes
 
+    def beside_bytes(self, *, persists: bool, replication_factor: int) -> int:
+        """Return the bytes of small files beside the state of a rank and of the replicas that it keeps.
+
+        A new index is beside the old one until it is whole, and as much again is for notes and requests.
+        """
+        num_own = num_regions(persists=persists) + (3 if self.breakpoint_bytes else 2)
+        num_kept = replication_factor * (NUM_REPLICA_REGIONS + 1)
+        return (num_own + num_kept) * self.index_bytes
+
     def total_bytes(self, *, persists: bool, replication_factor: int) -> int:
         """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers."""
-        return self.own_bytes(persists=persists) + replication_factor * self.replica_bytes
+        kept = replication_factor * self.replica_bytes
+        beside = self.beside_bytes(persists=persists, replication_factor=replication_factor)
+        return self.own_bytes(persists=persists) + kept + beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,7 +235,7 @@ def plan_node_memory(
     total = dict.fromkeys(topology.nodes, 0)
     for info in topology.ranks:
         total[info.node] += info.memory_bytes(num_regions)
-        total[info.node] += info.breakpoint_bytes + info.boundary_bytes
+        total[info.node] += info.breakpoint_bytes + info.boundary_bytes + info.note_bytes
         for peer in peers[info.rank]:
             total[topology.ranks[peer].node] += info.memory_bytes(num_replica_regions)
     return total

@@ -12,6 +12,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
 from moe_ft.planning.experts import ExpertFacts
+from moe_ft.planning.host_memory import index_bytes
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.units import Level, Part, UnitId, UnitKind
@@ -98,6 +99,7 @@ class UnitBytes:
         slot, moments_slot: that a version of it, or of its moments, may take, whatever format another start
             used.
         elements: numbers of its parameters that the rank saves.
+        tensors: of a version of it.
     """
 
     full: int
@@ -108,6 +110,7 @@ class UnitBytes:
     slot: int
     moments_slot: int
     elements: int
+    tensors: int = 0
 
     def at(self, part: Part, level: Level) -> int:
         """Return the bytes at a level, of a part at FULL."""
@@ -368,9 +371,9 @@ class PlannedJob:
         return whole + sum(rank.sizes[unit].elements for unit in homes) + slots
 
     @property
-    def persist_interval(self) -> int:
-        """Snapshots (or windows) for each one that goes to storage."""
-        return max(1, self.config.storage.persist_interval)
+    def persist_interval(self) -> float:
+        """Snapshots (or windows) for each one that goes to storage; infinite if none does before the end."""
+        return self.config.storage.persist_interval or math.inf
 
     @property
     def breakpoint_bytes(self) -> int:
@@ -379,6 +382,18 @@ class PlannedJob:
             return 0
         ranks = (rank for stage in self.stages for rank in stage.ranks)
         return max(sum(each.live for each in rank.sizes.values()) for rank in ranks)
+
+    def index_bytes(self, window: int = 1) -> int:
+        """Return the bytes of the largest index of a region, for windows of so many snapshots."""
+        return max(
+            index_bytes(
+                sum(each.tensors for each in rank.sizes.values()),
+                window=window,
+                num_experts=stage.num_moe_layers * self.model.num_experts,
+            )
+            for stage in self.stages
+            for rank in stage.ranks
+        )
 
     def interval(self, snapshot_bytes: int, persisted_bytes: int) -> int:
         """Return the iterations between snapshots.

@@ -73,7 +73,7 @@ def describe_ranks(job: PlannedJob) -> str:
 
 
 def persist_line(
-    job: PlannedJob, num_bytes: int, *, period_s: float, planned: int, unit: str = "iterations"
+    job: PlannedJob, num_bytes: int, *, period_s: float, planned: float, unit: str = "iterations"
 ) -> list[str]:
     """Return how long a write takes and whether the next checkpoint comes late enough for it.
 
@@ -181,17 +181,22 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
     num_parameters = job.heaviest.num_elements
     own = [share.own_bytes(persists=job.persists) for share in shares.values()]
     kept = [factor * share.replica_bytes for share in shares.values()]
-    both = [
-        share.total_bytes(persists=job.persists, replication_factor=factor)
+    state = [sum(each) for each in zip(own, kept, strict=True)]
+    beside = [
+        share.beside_bytes(persists=job.persists, replication_factor=factor)
         for share in shares.values()
     ]
+    both = [sum(each) for each in zip(state, beside, strict=True)]
+    # Rounded up, so that a tmpfs of this size is enough.
+    node = [math.ceil(num_ranks * each / 1e5) * 1e5 for each in both]
     rows = [
         ("a rank's own, MB", *map(megabytes, own)),
         (f"replicas that it keeps ({factor}), MB", *map(megabytes, kept)),
+        ("headers, indexes and notes of both, MB", *map(megabytes, beside)),
         ("a rank, MB", *map(megabytes, both)),
-        (f"a node of {num_ranks}, at most, MB", *(megabytes(num_ranks * each) for each in both)),
+        (f"a node of {num_ranks}, at most, MB", *map(megabytes, node)),
         ("bytes per parameter, own", *(f"{each / num_parameters:.1f}" for each in own)),
-        ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in both)),
+        ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in state)),
     ]
     return table(rows, ("host memory", *shares))
 

@@ -15,7 +15,7 @@ from moe_ft.format.entries import tensor_bytes
 from moe_ft.planning import boundary_log
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.experts import ExpertFacts
-from moe_ft.planning.host_memory import num_slots
+from moe_ft.planning.host_memory import index_bytes, num_slots
 from moe_ft.planning.sharding import assign_baseline_slices, assign_equal_slices
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.freezing import grouped_layers
@@ -23,12 +23,12 @@ from moe_ft.state.gradients import bytes_per_gradient, is_lossy
 from moe_ft.state.parameters import AssignSlices
 from moe_ft.strategies.interface import RankFacts, Strategy, WindowPlan
 from moe_ft.strategies.registry import chosen
-from moe_ft.units import Level
+from moe_ft.units import Level, UnitKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """Bytes of a region and a breakpoint, and bytes and number of the slots of a pool and a boundary log."""
+    """Bytes of regions, their indexes and a breakpoint, and of the slots of a pool and a boundary log."""
 
     region_bytes: int
     slot_bytes: int
@@ -36,6 +36,8 @@ class RankSizes:
     breakpoint_bytes: int = 0
     boundary_slot_bytes: int = 0
     num_boundary_slots: int = 0
+    index_bytes: int = 0
+    boundary_index_bytes: int = 0
 
 
 def slice_assignment(sharding: str) -> AssignSlices:
@@ -98,27 +100,34 @@ def measure_sizes(
     traffic: PipelineTraffic | None = None,
     stage: int = 0,
     interval: int = 1,
+    num_experts: int = 0,
 ) -> RankSizes:
     """Return what a rank's memory must hold for any plan of its strategy.
 
     Args:
         interval: iterations between windows; only a boundary log depends on it.
+        num_experts: of an MoE layer.
     """
     plans = strategy.possible_windows()
     sizes = [layouts.lay_out(plan).num_bytes for plan in plans]
     # To fill a region up, its header declares the rest, and may get a page longer for it.
     room = 0 if len(sizes) == 1 else 2 * HEADER_ALIGNMENT_BYTES
     room += int(max(sizes) * strategy.memory_margin)
-    units = strategy.rotating
+    units, catalog = strategy.rotating, layouts.catalog
+    window = max(len(plan.snapshots) for plan in plans)
+    num_layers = len({each.layer for each in catalog.units if each.kind is UnitKind.ROUTER})
+    num_tensors = sum(len(catalog.tensors(unit, Level.FULL)) for unit in catalog.units)
     return RankSizes(
         region_bytes=max(sizes) + room,
-        slot_bytes=max(map(layouts.catalog.most_bytes, units), default=0),
+        slot_bytes=max(map(catalog.most_bytes, units), default=0),
         num_slots=num_slots(len(units) + strategy.most_retained, strategy.most_rotating),
         breakpoint_bytes=0 if breakpoint_ is None else breakpoint_.num_bytes,
         boundary_slot_bytes=0 if traffic is None else traffic.slot_bytes(stage),
-        num_boundary_slots=0
+        num_boundary_slots=0 if traffic is None else boundary_log.num_slots(window, interval),
+        boundary_index_bytes=0
         if traffic is None
-        else boundary_log.num_slots(max(len(plan.snapshots) for plan in plans), interval),
+        else boundary_log.index_bytes(traffic.num_sends(stage)),
+        index_bytes=index_bytes(num_tensors, window=window, num_experts=num_experts * num_layers),
     )
 
 

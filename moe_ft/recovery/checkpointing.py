@@ -174,6 +174,8 @@ class Checkpointing:
             say(ending.advice(persist_dir, str(site.node_dir), site.job_id))
         elif not is_complete and site.rank == 0 and (loss := ending.loss_without_storage()):
             say(f"warning: {loss}")
+        if site.is_lowest_on_node and (lack := ending.lack_of_protection(site.node_dir)):
+            say(f"warning: {lack}")
         return ending
 
     def have_all_ended(self) -> bool:

@@ -266,7 +266,7 @@ def check_room(site: Site, needed: int) -> None:
     Raises ConfigError if it is too much for either, BusyError if it fits once others have left.
     """
     limit = site.config.memory.host_memory_limit_bytes
-    memory, parts = site.config.memory, ["snapshots", "replicas"]
+    memory, parts = site.config.memory, ["snapshots with their indexes", "replicas"]
     remedy = "Lower --moe-ft-replication-factor, leave out --moe-ft-persist-dir, or use more ranks"
     if memory.upstream_log:
         logs = sum(info.boundary_bytes for info in site.topology.on_node(site.node))

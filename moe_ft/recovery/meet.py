@@ -310,7 +310,8 @@ def _exchange_places(
 ) -> Topology:
     """Return where all ranks are, and fix the sizes of this rank's memory."""
     interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
-    sizes = measure_sizes(strategy, live.layouts, breakpoint_, facts.traffic, facts.stage, interval)
+    parts = (breakpoint_, facts.traffic, facts.stage, interval, facts.experts.num_experts)
+    sizes = measure_sizes(strategy, live.layouts, *parts)
     live.layouts.region_bytes = sizes.region_bytes
     info = RankInfo(
         rank=facts.rank,
@@ -364,8 +365,7 @@ def _place_replicas(
     num_others = len(topology.nodes) - 1
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
-        void = without_replicas(config) if factor == 0 and facts.rank == 0 else ()
-        for line in void:
+        for line in without_replicas(config) if factor == 0 and facts.rank == 0 else ():
             say(f"warning: {flag_of('replication_factor')}=auto is 0 on one node: {line}")
     elif (config.elastic.elastic or facts.seat is not None) and factor > num_others:
         if facts.rank == 0:

@@ -96,6 +96,7 @@ def _share(job: PlannedJob) -> MemoryShare:
         region_bytes=job.heaviest.full_bytes,
         breakpoint_bytes=job.breakpoint_bytes,
         gradient_bytes=job.gradient_bytes(),
+        index_bytes=job.index_bytes(),
     )
 
 

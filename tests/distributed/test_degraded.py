@@ -2,6 +2,7 @@
 
 import email
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.launch import pretraining
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
 from megatron.fault_tolerance.seams.contents import content_of
+from moe_ft.cli import main
 from moe_ft.engine import ending
 from moe_ft.engine.agreement import Agreement
+from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.persist import writer
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.loop.refusing import EXIT_NOT_SAVED
@@ -169,15 +172,69 @@ def test_hanging_copy_thread_skips_snapshots_and_training_goes_on(
     assert job.digests() == expected
 
 
+def planned_node_bytes(job: CheckpointJob, capsys: pytest.CaptureFixture[str]) -> int:
+    """Return the memory of a node that `plan` prints for the job."""
+    capsys.readouterr()
+    assert main(["plan", "--world-size", str(NUM_RANKS), "--", *job.flags()]) == 0
+    (size,) = re.findall(r"a node of 2, at most, MB +\| +([\d.,]+)", capsys.readouterr().out)
+    return round(float(size.replace(",", "")) * 1e6)
+
+
+def test_memory_directory_of_the_size_that_plan_prints_is_enough(
+    job: CheckpointJob,
+    expected: Digests,
+    mount_small: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job.memory_dir = mount_small(str(planned_node_bytes(job, capsys)))
+    job.run("--exit-interval", "3").check()  # its memory stays
+    assert {path.suffix for path in job.memory_dir.rglob("region_*")} == {".json", ".safetensors"}
+    job.resume()
+    assert job.digests() == expected
+    assert all(job.events("degraded", rank) == [] for rank in range(NUM_RANKS))
+    assert all(len(job.events("snapshot", rank)) > 4 for rank in range(NUM_RANKS))
+
+
+def train_beside_a_hog(flags: list[str]) -> None:
+    """Train, while something else fills the memory directory to its last byte. Runs on every rank."""
+    protect = CheckpointEngine.protect
+
+    def fill(engine: CheckpointEngine) -> None:
+        protect(engine)  # all ranks have their regions
+        if os.environ["RANK"] == "0":
+            memory_dir = Path(flags[flags.index("--moe-ft-memory-dir") + 1])
+            with suppress(OSError), (memory_dir / "hog").open("wb", buffering=0) as hog:
+                while True:
+                    hog.write(bytes(4096))
+
+    CheckpointEngine.protect = fill  # type: ignore[method-assign, assignment]
+    pretrain_gpt_moe.main(flags)
+
+
+def test_run_that_nothing_protects_says_so_each_time_and_at_its_end(
+    job: CheckpointJob, expected: Digests, mount_small: Callable[[str], Path]
+) -> None:
+    job.memory_dir, job.train = mount_small("16m"), train_beside_a_hog
+    result = job.run().check()
+    assert job.digests() == expected
+    said = result.output(0) + result.output(1)
+    left = rf"{job.memory_dir}/\S+ has 0 B of 16.00 MiB left: enlarge its file system"
+    for number in range(1, job.num_iterations):
+        assert re.search(f"nothing protects this run: {number} of {number} .*failed. {left}", said)
+    assert re.search(f"an index of .* KiB does not fit. {left}", said)
+    last = [line for line in result.output(0).splitlines() if line.startswith("moe_ft: ")][-1]
+    assert re.search(f"nothing has protected this run: all .* snapshots have failed.* {left}", last)
+
+
 @pytest.mark.rest
-def test_degraded_part_ends_training_if_the_user_says_so(job: CheckpointJob) -> None:
-    result = job.run(
-        "--moe-ft-on-error", "raise", "--moe-ft-inject-fault", "exception:1@3:snapshot"
-    )
+def test_run_that_nothing_protects_ends_if_the_user_says_so(
+    job: CheckpointJob, mount_small: Callable[[str], Path]
+) -> None:
+    job.memory_dir, job.train = mount_small("16m"), train_beside_a_hog
+    result = job.run("--moe-ft-on-error", "raise")
     assert any(result.exit_codes)
     outputs = result.output(0) + result.output(1)
-    assert "DegradedError" in outputs
-    assert "(--moe-ft-on-error=raise)" in outputs
+    assert re.search(r"DegradedError: .* does not fit.*\(--moe-ft-on-error=raise\)", outputs)
 
 
 @pytest.mark.rest

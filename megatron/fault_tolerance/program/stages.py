@@ -394,8 +394,9 @@ def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes
         tensors = catalog.tensors(replace(unit, part=which), Level.FULL)
         return _placed(tensors) if is_expert else 0
 
+    tensors = catalog.tensors(unit, Level.FULL)
     return UnitBytes(
-        full=_placed(catalog.tensors(unit, Level.FULL)),
+        full=_placed(tensors),
         compute=_placed(catalog.tensors(unit, Level.COMPUTE)),
         weights=part(Part.WEIGHTS),
         moments=part(Part.MOMENTS),
@@ -403,6 +404,7 @@ def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes
         slot=catalog.most_bytes(unit),
         moments_slot=catalog.most_bytes(replace(unit, part=Part.MOMENTS)) if is_expert else 0,
         elements=sum(each.end - each.start for each in catalog.parameters_of(unit)),
+        tensors=len(tensors),
     )
 
 

@@ -97,6 +97,11 @@ class RankMemory:
         self.take_up(Mappings())
 
     @property
+    def is_lowest_on_node(self) -> bool:
+        """True on the rank that does the work that is needed once per node."""
+        return self._rank == self._topology.lowest_on_node(self._node).rank
+
+    @property
     def num_own_bytes(self) -> int:
         """Bytes of this rank's regions, pool and breakpoint: the state in them."""
         return sum(file.num_bytes for file in self._own_files() if file not in self.boundary)
@@ -104,7 +109,8 @@ class RankMemory:
     @property
     def num_missing_bytes(self) -> int:
         """Bytes that `open` will take, besides the files that are there."""
-        return sum(file.num_bytes for file in self._files() if not file.is_in_place)
+        missing = [file.num_bytes for file in self._files() if not file.is_in_place]
+        return sum(missing) + len(missing) * self._topology.ranks[self._rank].index_bytes
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything; raises OSError if the memory directory cannot be made or has no room.
@@ -153,12 +159,11 @@ class RankMemory:
     def remove_left_overs(self) -> None:
         """Remove what other placements, settings or starts have left in this rank's share of the node."""
         here = {info.rank for info in self._topology.on_node(self._node)}
-        is_lowest = self._rank == self._topology.lowest_on_node(self._node).rank
         for directory in self.node_dir.iterdir() if self.node_dir.is_dir() else ():
             owner, holder = rank_and_holder(directory.name)
             is_orphan = holder is not None and holder not in here
             is_dismissed = holder == self._rank and owner != holder and owner not in self.replicas
-            if (is_orphan and is_lowest) or is_dismissed:
+            if (is_orphan and self.is_lowest_on_node) or is_dismissed:
                 shutil.rmtree(directory, ignore_errors=True)
         in_use = {path for file in self._files() for path in _paths(file)}
         for directory in sorted({path.parent for path in in_use}):
@@ -170,7 +175,7 @@ class RankMemory:
         """Remove this rank's memory, and the node's with the last rank; the run has ended cleanly."""
         for directory in sorted({file.data_path.parent for file in self._files()}):
             shutil.rmtree(directory, ignore_errors=True)
-        if self._rank == self._topology.lowest_on_node(self._node).rank:
+        if self.is_lowest_on_node:
             remove_node(self.node_dir)
 
 

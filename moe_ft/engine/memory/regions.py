@@ -6,12 +6,15 @@ are in engine/memory/pool.py; where the files lie is engine/memory/job_directory
 (engine/boundary/log.py) are such files too.
 """
 
+import errno
 import mmap
 import re
+import shutil
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from moe_ft.config.fields import flag_of, size_text
 from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.engine.memory.layout import declare, encode_header
 from moe_ft.engine.memory.mappings import Mappings
@@ -23,6 +26,18 @@ from moe_ft.files.private_files import (
 )
 from moe_ft.format.boundary import SentTensor
 from moe_ft.format.encoding import Body, decode
+
+
+def describe_room(directory: Path) -> str:
+    """Return how much room there is for the memory of a job, and what to do if it is too little."""
+    there = next(
+        each for each in (directory, *directory.parents) if each.exists()
+    )  # it may be gone
+    usage = shutil.disk_usage(there)
+    return (
+        f"{directory} has {size_text(usage.free)} of {size_text(usage.total)} left: enlarge its file system "
+        f"(mount -o remount,size=...), or start again with another {flag_of('memory_dir')}"
+    )
 
 
 class MappedFile:
@@ -106,8 +121,18 @@ class IndexedFile(MappedFile):
         self.index_path.unlink(missing_ok=True)
 
     def commit(self, content: bytes, iteration: int) -> None:
-        """Have the file hold something by one rename of its index; raises OSError if that has no room."""
-        write_atomically(self.index_path, content)
+        """Have the file hold something by one rename of its index.
+
+        Raises:
+            OSError: if that has no room; it says how much there is, and where.
+        """
+        try:
+            write_atomically(self.index_path, content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            text = f"{error.strerror}: an index of {size_text(len(content))} does not fit. "
+            raise OSError(error.errno, text + describe_room(self.data_path.parent)) from error
         self.iteration = iteration
 
     def index[B: Body](self, kind: type[B]) -> B:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
 
+from moe_ft.config.fields import flag_of
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import (
@@ -23,7 +24,7 @@ from moe_ft.engine.memory.layout import (
 )
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.region_stores import WindowStore
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, describe_room
 from moe_ft.engine.memory.restored import Handover, keep_restored
 from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
@@ -88,6 +89,7 @@ class Windows:
     Attributes:
         open: the window that is being taken, None if there is none.
         complete: the region with the newest one that all ranks have, None if none was taken since the start.
+        num_failed: windows that some rank does not have, as long as no rank's state is held anywhere.
         complete_iteration: where that one ends, or what a recovery keeps, also where a peer alone has it.
     """
 
@@ -100,7 +102,7 @@ class Windows:
         records: RecordLog,
         reports: Reports,
     ) -> None:
-        self._strategy, self._make_layouts = strategy, layouts
+        self._strategy, self._make_layouts, self._memory = strategy, layouts, memory
         self._writer, self._records, self._reports = writer, records, reports
         self._recorded = (0, -1)  # the first and last iteration of the complete window
         self._layouts: dict[Hashable, LayOut] = {}
@@ -109,7 +111,7 @@ class Windows:
         self.open: OpenWindow | None = None
         self.complete: Region | None = None
         self.complete_iteration: int | None = None
-        self.last_iteration = 0
+        self.last_iteration = self.num_failed = 0
 
     def start(self, iteration: int, restored: Handover | None) -> list[Region]:
         """Begin with what was recovered, in memory that is open; lay out the first windows.
@@ -174,6 +176,8 @@ class Windows:
                 self._reports.degraded(part, last.iteration, "another rank has none")
             self._records.trim(*self._recorded)
             self.store.give_up(window.region)
+            if self.complete_iteration is None:
+                self._note_unprotected()
             return None
         assert last is not None  # no rank calls a window without snapshots complete
         self.complete, self.complete_iteration = window.region, last.iteration
@@ -184,6 +188,16 @@ class Windows:
         self._recorded = window.jobs[0].iteration, last.iteration
         self._records.trim(*self._recorded)
         return window
+
+    def _note_unprotected(self) -> None:
+        """Report on each node that no window of the run was ever complete."""
+        self.num_failed += 1
+        if self._memory.is_lowest_on_node:
+            reason = (
+                f"nothing protects this run: {self.num_failed} of {self.num_failed} snapshots have failed. "
+                f"{describe_room(self._memory.node_dir)}. With {flag_of('on_error')} raise such a run ends"
+            )
+            self._reports.degraded(BackgroundPart.PROTECTION, self.last_iteration, reason)
 
     def begin(
         self,

@@ -248,8 +248,11 @@ def _memory(plan: PartialPlan) -> str:
         "k auto, or Dynamic-K": plan.sizes.memory_share(None),
         "dense": MemoryShare(region_bytes=plan.job.heaviest.full_bytes),
     }
-    num_bytes = plan.job.breakpoint_bytes
-    shares = {name: replace(share, breakpoint_bytes=num_bytes) for name, share in shares.items()}
+    alike = {
+        "breakpoint_bytes": plan.job.breakpoint_bytes,
+        "index_bytes": plan.job.index_bytes(),
+    }
+    shares = {name: replace(share, **alike) for name, share in shares.items()}
     return memory_table(plan.job, shares)
 
 
@@ -295,11 +298,10 @@ def _losses(plan: PartialPlan) -> list[str]:
     persist_interval, storage = plan.interval * plan.job.persist_interval, plan.job.config.storage
     if storage.persists_dense and not storage.persist_interval:
         k_persist, persist_interval = num_experts, storage.persist_dense_interval
-    rows = []
-    for name, k, interval in (
-        ("memory (no node lost)", k_snapshot, plan.interval),
-        ("storage (all nodes lost)", k_persist, persist_interval),
-    ):
+    rows, tiers = [], [("memory (no node lost)", k_snapshot, plan.interval)]
+    if persist_interval < math.inf:
+        tiers.append(("storage (all nodes lost)", k_persist, int(persist_interval)))
+    for name, k, interval in tiers:
         # Tokens of an iteration as the unit, and so iterations as the unit of what is lost.
         row = [name, f"{expected_plt(num_experts, k, interval, 1, 1):.2f}"]
         if num_iterations:

@@ -194,6 +194,7 @@ class _Stage:
         ]
         most = np.max([self._always(plan) for plan in plans], axis=0)
         by_experts: dict[tuple[int, ...], int] = {}
+        index_bytes = self._job.index_bytes()
         for place, rank in enumerate(self._stage.ranks):
             key = tuple(
                 each.full for unit, each in rank.sizes.items() if unit.kind is UnitKind.EXPERT
@@ -205,7 +206,11 @@ class _Stage:
             strategy = self._strategy(config, rank)
             slots = num_slots(len(strategy.rotating), strategy.most_rotating)
             slot = max(map(rank.slot_bytes, strategy.rotating), default=0)
-            yield MemoryShare(region_bytes=int(most[place]), pool_bytes=slots * slot)
+            yield MemoryShare(
+                region_bytes=int(most[place]),
+                pool_bytes=slots * slot,
+                index_bytes=index_bytes,
+            )
 
 
 class _GatherError(Exception):

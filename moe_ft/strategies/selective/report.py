@@ -107,6 +107,7 @@ class SelectiveSizes:
                     pool_bytes=num_slots(len(sizes) + retained, most) * slot,
                     breakpoint_bytes=job.breakpoint_bytes,
                     gradient_bytes=job.gradient_bytes(has_experts=self._follows),
+                    index_bytes=job.index_bytes(),
                 )
             )
         return max(shares, key=lambda share: share.own_bytes(persists=False))
@@ -175,11 +176,13 @@ def render(job: PlannedJob, options: SelectiveConfig) -> str:
     uniform = (
         "Routing is taken as uniform; the more it is skewed, the less is lost at the same bytes."
     )
+    share = sizes.share
+    dense = MemoryShare(region_bytes=full, index_bytes=share.index_bytes)
     return "\n\n".join(
         [
             describe_ranks(job),
             "\n".join(lines),
-            memory_table(job, {NAME: sizes.share, "dense": MemoryShare(region_bytes=full)}),
+            memory_table(job, {NAME: share, "dense": dense}),
             *whole_line(job, full),
             table([row], headers) + "\n" + uniform,
             *failure_lines(job, lambda other: costs(other, options), full),

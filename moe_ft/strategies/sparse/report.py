@@ -176,7 +176,7 @@ def _costs(plan: SparsePlan, window: WindowSize) -> Costs:
         persisted_bytes=window.window_bytes,
         read_bytes=window.window_bytes,
         whole_bytes=window.dense_bytes,
-        share=_share(plan.job, plan.reserve()),
+        share=_share(plan, plan.reserve()),
         longest_window=plan.window or plan.options.max_window,
     )
     return costs_of(plan.job, "sparse", saved)
@@ -184,9 +184,10 @@ def _costs(plan: SparsePlan, window: WindowSize) -> Costs:
 
 def footprint(job: PlannedJob, options: SparseConfig) -> Footprint:
     """Return the room that checkpoints take, at most: as much as is reserved."""
-    reserved = _plan(job, options).reserve()
+    plan = _plan(job, options)
+    reserved = plan.reserve()
     return Footprint(
-        share=_share(job, reserved),
+        share=_share(plan, reserved),
         checkpoint_bytes=job.num_ranks * reserved,
         num_older=int(job.config.storage.keeps_whole),
     )
@@ -202,8 +203,12 @@ def _plan(job: PlannedJob, options: SparseConfig) -> SparsePlan:
     )
 
 
-def _share(job: PlannedJob, region_bytes: int) -> MemoryShare:
-    return MemoryShare(region_bytes=region_bytes, breakpoint_bytes=job.breakpoint_bytes)
+def _share(plan: SparsePlan, region_bytes: int) -> MemoryShare:
+    return MemoryShare(
+        region_bytes=region_bytes,
+        breakpoint_bytes=plan.job.breakpoint_bytes,
+        index_bytes=plan.job.index_bytes(plan.window or plan.options.max_window),
+    )
 
 
 def _describe(plan: SparsePlan) -> str:
@@ -299,7 +304,7 @@ def _memory(plan: SparsePlan, window: WindowSize) -> str:
         "reserved": plan.reserve(),
         "dense": window.dense_bytes,
     }
-    shares = {name: _share(plan.job, size) for name, size in regions.items()}
+    shares = {name: _share(plan, size) for name, size in regions.items()}
     return memory_table(plan.job, shares)
 
 

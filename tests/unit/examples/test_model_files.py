@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import math
 import os
 import subprocess
 from dataclasses import replace
@@ -132,7 +133,7 @@ def test_comment_says_what_plan_says(name: str) -> None:
 @pytest.mark.parametrize("name", share_of(MODELS, "deepseek_moe_16b"))
 def test_checkpoints_fit_into_a_node(name: str, strategy: str) -> None:
     plan = plan_of(name, strategy)
-    assert megabytes(plan.node_bytes) in plan.text
+    assert megabytes(math.ceil(plan.node_bytes / 1e5) * 1e5) in plan.text
     assert plan.node_bytes < TMPFS_BYTES
 
 

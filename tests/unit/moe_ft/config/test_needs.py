@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,28 @@ def test_defaults_that_were_given_where_they_are_void_are_named() -> None:
     lines = config.warnings(None, SETTINGS)
     void_ones = {name for name in SETTINGS if needs_of(name)}
     assert {re.split("[= ]", line)[0] for line in lines} == set(map(flag_of, void_ones))
+
+
+ZERO = [
+    name
+    for name, (_, _, each) in SETTINGS.items()
+    if each.metadata["bounds"] is not None and each.metadata["bounds"].contain(0)
+    if isinstance(each.default, int | str) or each.default == 0 or "grace" in name
+]
+FLAGS_PAGE = (Path(__file__).parents[4] / "docs" / "flags.md").read_text()
+
+
+def test_settings_that_may_be_zero_are_found() -> None:
+    assert {"persist_interval", "persist_dense_interval", "replication_factor"} < {*ZERO}
+    assert len(ZERO) == 9
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_zero_has_one_meaning_that_help_and_page_state(name: str) -> None:
+    each = SETTINGS[name][2]
+    assert "0 = " in each.metadata["help"]
+    (row,) = re.findall(rf"^\| `{flag_of(name)} .*$", FLAGS_PAGE, re.MULTILINE)
+    assert "0: " in row
+    given = {**with_needs(name), name: 0}
+    config_from_settings(given, option_types(), {"strategy": names()}).validate(2)
+    assert not isinstance(each.default, int) or each.default in (0, 10)

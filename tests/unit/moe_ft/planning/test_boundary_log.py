@@ -5,6 +5,7 @@ import pytest
 from moe_ft.planning.boundary_log import (
     PipelineTraffic,
     header_bytes,
+    index_bytes,
     log_bytes,
     most_log_bytes,
     num_slots,
@@ -62,5 +63,6 @@ def test_slots_last_until_the_window_after_a_local_recovery(
 def test_largest_log_is_that_of_a_middle_stage() -> None:
     job = traffic()
     sizes = [log_bytes(job, stage, longest_window=2, interval=1) for stage in range(4)]
-    assert sizes == [7 * job.slot_bytes(stage) for stage in range(4)]
+    indexes = [index_bytes(job.num_sends(stage)) for stage in range(4)]
+    assert sizes == [7 * (job.slot_bytes(stage) + indexes[stage]) for stage in range(4)]
     assert most_log_bytes(job, longest_window=2, interval=1) == sizes[1] > sizes[0]

@@ -120,7 +120,7 @@ def test_line_on_the_boundary_log_says_what_it_takes() -> None:
     # 16 micro-batches of 4 MiB in both directions; windows of one snapshot need four iterations.
     (line,) = boundary_line(job, 1)
     assert line.startswith(
-        "boundary log: 134.2 MB of an iteration in 32 tensors, 4 iterations, 536.9 MB of the rank with"
+        "boundary log: 134.2 MB of an iteration in 32 tensors, 4 iterations, 537.1 MB of the rank with"
     )
     assert boundary_line(planned_job(*LARGE), 1) == []
 

@@ -1,4 +1,4 @@
-"""Memory that a start reserves and checks: as much as `plan` says, except for headers."""
+"""Memory that a start reserves and checks: no more than `plan` says."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -158,7 +158,7 @@ def sizes_of(config: MoeFtConfig) -> list[RankSizes]:
         catalog = catalog_of(rank)
         ep_ranks = [each % EP for each in range(DP)]
         strategy = build_strategy(config, catalog, facts, ep_ranks, gather, rank)
-        return measure_sizes(strategy, UnitLayouts(catalog, rank))
+        return measure_sizes(strategy, UnitLayouts(catalog, rank), num_experts=NUM_EXPERTS)
 
     return run_together(DP, of_rank)
 
@@ -176,6 +176,7 @@ def topology_of(sizes: list[RankSizes]) -> Topology:
                 region_bytes=each.region_bytes,
                 slot_bytes=each.slot_bytes,
                 num_slots=each.num_slots,
+                index_bytes=each.index_bytes,
             )
             for rank, each in enumerate(sizes)
         )
@@ -189,8 +190,8 @@ def test_memory_that_is_checked_at_start_is_what_plan_says(name: str, tmp_path: 
     topology = topology_of(sizes_of(config_of(strategy)))
     for persists, factor in ((False, 0), (True, 2)):
         expected = share.total_bytes(persists=persists, replication_factor=factor)
-        num_files = (3 if persists else 2) + 2 * factor
-        for limit, fits in ((expected - 1, False), (expected + num_files * 9 * 4096, True)):
+        beside = share.beside_bytes(persists=persists, replication_factor=factor)
+        for limit, fits in ((expected - beside, False), (expected, True)):
             memory = MemoryConfig(memory_dir=str(tmp_path), host_memory_limit=str(limit))
             storage = StorageConfig(persist_dir="/somewhere" if persists else None)
             site = Site(

@@ -79,8 +79,8 @@ def test_host_memory_is_that_of_own_windows_and_of_replicas() -> None:
     # A window has 12,538,880 bytes, a tenth more is reserved; dense 10,436,352. Three regions and two.
     assert row(text, "a rank's own, MB")[1:] == ["37.6", "41.4", "31.3"]
     assert row(text, "replicas that it keeps (1), MB")[1:] == ["25.1", "27.6", "20.9"]
-    assert row(text, "a rank, MB")[1:] == ["62.7", "69.0", "52.2"]
-    assert row(text, "a node of 2, at most, MB")[1:] == ["125.4", "137.9", "104.4"]
+    assert row(text, "a rank, MB")[1:] == ["67.4", "73.7", "56.9"]
+    assert row(text, "a node of 2, at most, MB")[1:] == ["134.9", "147.5", "113.9"]
     assert row(text, "bytes per parameter, own")[1:] == ["43.3", "47.6", "36.0"]
     assert row(text, "bytes per parameter, all")[1:] == ["72.1", "79.3", "60.0"]
 
