@@ -14,14 +14,10 @@ NUM_GRADIENT_BUFFERS = 2  # of the snapshot that is being sent, and of the step 
 
 
 _PAGE_BYTES = 4096
-_IDENTITY_BYTES, _RECORD_BYTES = (
-    64 << 10,
-    128 << 10,
-)  # most of a record is random states
-_TENSOR_BYTES, _COUNT_BYTES = (
-    200,
-    12,
-)  # a tensor's line in a header or an index, and a count of tokens
+_IDENTITY_BYTES = 64 << 10
+_RECORD_BYTES = 128 << 10  # mostly random states
+_TENSOR_BYTES = 200  # its line in a header or an index
+_COUNT_BYTES = 12  # of an expert's tokens
 
 
 def index_bytes(num_tensors: int, *, window: int = 1, num_experts: int = 0) -> int:

@@ -39,9 +39,8 @@ def end_children_with(rank_pid: int, *, on_cpu: bool) -> None:
         _start(process)
 
     def bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            process.moe_ft_may_die and _watching_pid != os.getpid()
-        ):  # a fork; what is pickled watches
+        is_fork = _watching_pid != os.getpid()  # what is pickled watches already
+        if process.moe_ft_may_die and is_fork:
             follow_parent(process._parent_pid)
         _watch(rank_pid, loads_data=getattr(process._target, "__name__", "") == _LOADING)
         return _bootstrap(process, *args, **kwargs)

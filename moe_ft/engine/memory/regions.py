@@ -30,9 +30,8 @@ from moe_ft.format.encoding import Body, decode
 
 def describe_room(directory: Path) -> str:
     """Return how much room there is for the memory of a job, and what to do if it is too little."""
-    there = next(
-        each for each in (directory, *directory.parents) if each.exists()
-    )  # it may be gone
+    # It may be gone.
+    there = next(each for each in (directory, *directory.parents) if each.exists())
     usage = shutil.disk_usage(there)
     return (
         f"{directory} has {size_text(usage.free)} of {size_text(usage.total)} left: enlarge its file system "
