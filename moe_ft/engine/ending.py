@@ -162,8 +162,8 @@ class LastSteps:
 
     def _advance(self, turn: Turn) -> Progress | None:
         window = self._windows.open
-        if window is not None:
-            window.is_given_up |= window.is_growing
+        if window is not None and window.is_growing:
+            window.is_given_up = window.is_cut_off = True
         self._decisions.begin(partial(self._votes, turn), self._iteration)
         decided = self._decisions.read(self._iteration)
         if decided is None:

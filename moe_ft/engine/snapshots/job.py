@@ -176,6 +176,7 @@ class OpenWindow:
     Attributes:
         is_last: whether it holds the state that training has ended with.
         is_given_up: no further one is taken, because one has failed or an iteration had none.
+        is_cut_off: given up because training has ended, which is no failure.
         is_broken: one could not be begun on this rank.
     """
 
@@ -185,6 +186,7 @@ class OpenWindow:
     is_last: bool = False
     jobs: list[SnapshotJob] = field(default_factory=list)
     is_given_up: bool = False
+    is_cut_off: bool = False
     is_broken: bool = False
 
     def break_off(self) -> None:

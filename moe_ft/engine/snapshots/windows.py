@@ -176,7 +176,7 @@ class Windows:
                 self._reports.degraded(part, last.iteration, "another rank has none")
             self._records.trim(*self._recorded)
             self.store.give_up(window.region)
-            if self.complete_iteration is None:
+            if self.complete_iteration is None and not window.is_cut_off:
                 self._note_unprotected()
             return None
         assert last is not None  # no rank calls a window without snapshots complete
