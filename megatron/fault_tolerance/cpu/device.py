@@ -32,6 +32,7 @@ CPU_DEFAULTS = {
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,
     "bias_dropout_fusion": False,
+    "num_workers": 0,  # they would take the cores that train
 }
 # Features that need the kernels of Transformer Engine or Apex; fused rope, those of the former.
 UNFUSED_DEFAULTS = {

@@ -34,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[RerunStateMachine]:
     for name in ("_save_state", "_restore_state"):  # of random numbers
         monkeypatch.setattr(RerunStateMachine, name, lambda machine: None)
     monkeypatch.setattr(RerunStateMachine, "_reduce_any", _reduce_alone)
+    destroy_rerun_state_machine()  # whoever asks for it makes one
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     yield get_rerun_state_machine()
     destroy_rerun_state_machine()
