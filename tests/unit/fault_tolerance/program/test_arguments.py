@@ -244,7 +244,7 @@ def test_flags_and_values_that_no_test_runs_with_are_named_by_subject(
     monkeypatch.setattr(cpu_device, "is_active", lambda: True)
     parse("--log-interval 3 --disable-bias-linear --lr-decay-style cosine")
     assert "no test of" not in capsys.readouterr().err
-    parse("--rotary-interleaved --log-interval 3 --lr-decay-style WSD")
+    parse("--rotary-interleaved --log-interval 3 --lr-decay-style WSD --lr-wsd-decay-iters 1")
     named = "  model: --rotary-interleaved\n  optimizer: --lr-decay-style WSD\n"
     assert f"no test of moe_ft runs with (docs/flags.md)\n{named}" in capsys.readouterr().err
 

@@ -223,8 +223,8 @@ def test_boundary_log_counts_and_is_named_where_memory_is_short(tmp_path: Path) 
     site = replace(site, config=config, topology=Topology(ranks=(info,)))
     with pytest.raises(
         ConfigError,
-        match=r"snapshots, replicas and boundary logs \(6.00 KiB\) take 14.00 KiB on node node, more than "
-        "the limit.* Leave out --moe-ft-upstream-log. Lower",
+        match=r"snapshots with their indexes, replicas and boundary logs \(6.00 KiB\) take 14.00 KiB on node "
+        "node, more than the limit.* Leave out --moe-ft-upstream-log. Lower",
     ):
         check_memory(site, [()])
 
