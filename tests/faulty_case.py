@@ -164,7 +164,7 @@ def checkpoint_flags(case: Case) -> list[str]:
         *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
         *LEFT[case.left],
         *("--moe-ft-persist-interval", "1"),
-        *(("--moe-ft-max-window", "3") if case.family == "sparse" else ()),
+        *(("--moe-ft-max-window", "3") if case.family == "sparse" and case.window is None else ()),
     ]
 
 
