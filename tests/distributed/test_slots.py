@@ -152,7 +152,7 @@ def test_ranks_need_not_divide_the_experts(runs: Runs) -> None:
 
 
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2")
-EXACT = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "8", "--moe-ft-k-persist", "8")
+EXACT = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "8")
 ALONE = "window, a stage alone"
 TWO_OF_FOUR = ("node0", "node0", "node1", "node1")
 # Changes to a job in which a rank is killed in the backward pass of iteration 5.

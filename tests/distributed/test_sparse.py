@@ -66,10 +66,10 @@ def test_training_that_ends_leaves_everything_at_once_on_storage(job: Checkpoint
 def test_other_strategy_goes_on_from_what_one_left(
     first: str, second: str, job: CheckpointJob, expected: Digests
 ) -> None:
-    window = ("--moe-ft-window", "2")
+    flags = {"sparse": (*SPARSE, "2"), "dense": ("--moe-ft-strategy", "dense")}
     fault = ("--moe-ft-inject-fault", "kill:1@4:backward")
-    job.run("--moe-ft-strategy", first, *window, *fault)
-    job.resume("--moe-ft-strategy", second, *window, *fault)
+    job.run(*flags[first], *fault)
+    job.resume(*flags[second], *fault)
     assert len(job.recovered()) == 1
     assert job.digests() == expected
 
