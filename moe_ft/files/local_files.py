@@ -124,7 +124,7 @@ def page_blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 def _write_block(file: int, block: memoryview) -> None:
     """Write past the page cache where the file system can: it is faster and takes less of the processor."""
-    # What is left after a call that wrote a part may not be whole pages: no such write is possible then.
+    # A call may write a part. If the rest is not whole pages, it cannot pass the cache.
     while len(block) >= _DIRECT_BYTES and len(block) % mmap.PAGESIZE == 0:
         try:
             count = os.write(file, block) if _set_direct(file, True) else 0

@@ -1,8 +1,8 @@
 """Host memory of checkpoints: the one place that decides the numbers of regions and slots.
 
 Training reserves them (recovery/assembly.py, engine/memory/rank_memory.py) and checks them
-(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. What lies beside the state is counted
-by bounds: headers, indexes, notes, and the pages that a file system gives to each.
+(recovery/job_memory.py), and ``python -m moe_ft plan`` prints them. Small files count with
+upper bounds: headers, indexes, notes, and the pages that a file system gives to each.
 """
 
 from dataclasses import dataclass
@@ -86,9 +86,9 @@ class MemoryShare:
         return NUM_REPLICA_REGIONS * self.region_bytes + self.pool_bytes
 
     def beside_bytes(self, *, persists: bool, replication_factor: int) -> int:
-        """Return the bytes of small files beside the state of a rank and of the replicas that it keeps.
+        """Return the bytes of the small files of a rank, and of those of the replicas that it keeps.
 
-        A new index is beside the old one until it is whole, and as much again is for notes and requests.
+        The old index stays until the new one is whole. As much again is for notes and requests.
         """
         num_own = num_regions(persists=persists) + (3 if self.breakpoint_bytes else 2)
         num_kept = replication_factor * (NUM_REPLICA_REGIONS + 1)

@@ -23,6 +23,7 @@ from moe_ft.format.identity import (
     without_layout,
 )
 from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
+from moe_ft.planning.planned_job import flag_of
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
 from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
@@ -34,9 +35,9 @@ from moe_ft.state.schedule import error_of_replay
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
-# What a run reads, and evaluates.
+# Flags of the data and the tokenizer, those of evaluations too.
 _DATA = {
-    "--" + name.replace("_", "-")
+    flag_of(name)
     for heading in ("fingerprint", "fingerprint untested")
     for name in names_in(FLAGS["data"][heading])
 } - {"--seed"}

@@ -17,13 +17,15 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
+from moe_ft.calls import looks_again
 from moe_ft.config.flag_table import PATHS, Kind, flag_classes
 from moe_ft.errors import ConfigError
 from moe_ft.format.identity import CONTENTS
+from moe_ft.planning.planned_job import flag_of
 from moe_ft.saying import say
 
 # With weights between the paths. Those of evaluations decide nothing of the state: a change is only said.
@@ -36,13 +38,8 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 8  # of each file of a data set, and of files 
 _WHOLE_BYTES = 64 << 20
 _NUM_READERS = 16  # reads of a shared file system mostly wait
 _MOST_NAMED = 3
-# In the folder of a tokenizer: of the model beside it, which changes.
+# Files of the model in the folder of a tokenizer. They change while the tokenizer stays.
 _OF_MODELS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".md"}
-
-
-def flag_of(name: str) -> str:
-    """Return a flag, as it is usually written, of its ``dest``."""
-    return "--" + name.replace("_", "-")
 
 
 def last_part(path: str) -> str:
@@ -129,7 +126,7 @@ def content_of(path: str) -> str:
 
 
 def _content_of_data_set(prefix: str) -> str:
-    with open(f"{prefix}.idx", "rb") as file:
+    with _open(Path(f"{prefix}.idx")) as file:
         _, _, code, _, num_documents = _HEADER.unpack(file.read(_HEADER.size))
     digest = hashlib.sha256()
     _add(digest, Path(f"{prefix}.idx"), _BLOCK_BYTES * _NUM_BLOCKS)
@@ -151,13 +148,20 @@ def _content_of_files(paths: Sequence[Path]) -> str:
 
 def _add(digest: Any, path: Path, most_bytes: int) -> int:
     """Add a file's size and bytes to a digest, of one with more bytes blocks; return the size."""
-    with path.open("rb", buffering=0) as file:
+    with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(b"%d " % size)
         if size <= most_bytes:
             digest.update(file.read())
         else:
             for number in range(_NUM_BLOCKS):
-                start = (size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1)
-                digest.update(os.pread(file.fileno(), _BLOCK_BYTES, start))
+                file.seek((size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1))
+                digest.update(
+                    file.read(_BLOCK_BYTES)
+                )  # all of them, also where a call reads a part
     return size
+
+
+@looks_again()
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")

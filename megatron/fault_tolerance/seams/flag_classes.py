@@ -27,7 +27,7 @@ from collections.abc import Container
 from enum import Enum
 from typing import Any
 
-from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, flag_of, last_part
+from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, last_part
 from moe_ft.config.flag_table import (
     DERIVED,
     FLAGS,
@@ -39,6 +39,7 @@ from moe_ft.config.flag_table import (
     names_in,
 )
 from moe_ft.format.identity import digest_setting
+from moe_ft.planning.planned_job import flag_of
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"

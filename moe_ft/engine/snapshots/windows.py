@@ -102,7 +102,8 @@ class Windows:
         records: RecordLog,
         reports: Reports,
     ) -> None:
-        self._strategy, self._make_layouts, self._memory = strategy, layouts, memory
+        self._strategy, self._make_layouts = strategy, layouts
+        self._memory = memory
         self._writer, self._records, self._reports = writer, records, reports
         self._recorded = (0, -1)  # the first and last iteration of the complete window
         self._layouts: dict[Hashable, LayOut] = {}

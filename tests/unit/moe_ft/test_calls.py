@@ -14,7 +14,9 @@ class Stale:
     """A function that fails so many times, and then returns how often it was called."""
 
     def __init__(self, num_failures: int, error: int = errno.ESTALE) -> None:
-        self.num_calls, self._num_failures, self._error = 0, num_failures, error
+        self.num_calls = 0
+        self._num_failures = num_failures
+        self._error = error
 
     def __call__(self) -> int:
         self.num_calls += 1

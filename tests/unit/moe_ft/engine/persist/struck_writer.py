@@ -37,7 +37,9 @@ class Writer:
     """Writes one region again and again, as the state of later and later iterations."""
 
     def __init__(self, data: Path, root: Path) -> None:
-        self._data, self._place, self._storage = data, str(root), Storage(str(root))
+        self._data = data
+        self._place = str(root)
+        self._storage = Storage(self._place)
         self._index = decode(data.with_suffix(".json").read_bytes(), Index, str(data))
         self._file = data.with_name("struck.json")
         self._storage.make_root()
