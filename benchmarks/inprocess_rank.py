@@ -30,7 +30,7 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from moe_ft.keeper.link import Link
+from moe_ft.cluster.link import Link
 from moe_ft.loop.failure_report import FailureReport
 
 _LEAVING_S = 20.0  # from the end of the connections until the function has ended

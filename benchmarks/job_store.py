@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from moe_ft.engine.descriptors import raise_descriptors
-from moe_ft.keeper import job_store
-from moe_ft.keeper.store_client import JobStore
+from moe_ft.cluster import job_store
+from moe_ft.cluster.store_client import JobStore
+from moe_ft.processes import raise_descriptors
 
 NUM_PROCESSES = 8
 NUM_CALLS = 500  # of the rank that is alone

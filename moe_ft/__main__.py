@@ -2,8 +2,8 @@
 
 import sys
 
+from moe_ft.cluster import worker
 from moe_ft.commands.run import is_given
-from moe_ft.keeper import worker
 
 # First, since every restart waits for it: the other commands import half a second.
 if is_given("keep", sys.argv[1:]):

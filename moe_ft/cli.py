@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
+from moe_ft.cluster import worker
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
@@ -21,7 +22,6 @@ from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
 from moe_ft.errors import MoeFtError
-from moe_ft.keeper import worker
 from moe_ft.saying import Escaping
 
 

@@ -6,6 +6,7 @@ Standard library only; Linux.
 import ctypes
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -127,3 +128,14 @@ def process_name(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
+
+
+def raise_descriptors(wanted: int) -> int:
+    """Raise the soft limit of this process as far as the hard limit allows; return what it may have then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft

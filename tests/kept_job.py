@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_ft.keeper.worker import socket_path
-from moe_ft.keeper.zygote import Zygote
+from moe_ft.cluster.worker import socket_path
+from moe_ft.cluster.zygote import Zygote
 from tests.harness import DEADLINE_S, _context, be_process, prepare_to_fork
 from tests.ports import free_port
 from tests.waiting import wait_for

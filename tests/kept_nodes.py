@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import psutil
 
-from moe_ft.keeper.worker import socket_path
+from moe_ft.cluster.worker import socket_path
 from tests.harness import DEADLINE_S, _context, prepare_to_fork
 from tests.kept_job import ROOT, _serve
 from tests.namespaces import INTERFACE, Namespaces

@@ -21,7 +21,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from moe_ft.files import storage
-from moe_ft.files.patience import call_within
+from moe_ft.files.progress import call_within
 
 _XML = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
 CODES = {

@@ -12,8 +12,8 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.training import get_args
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from moe_ft.cluster.forked_rank import run_script
 from moe_ft.commands import run
-from moe_ft.keeper.forked_rank import run_script
 from moe_ft.state.digest import digest_state
 from tests.stock import recorded_build
 from tests.stock_program import CPU_FLAGS

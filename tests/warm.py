@@ -10,7 +10,7 @@ import inspect
 
 import torch
 
-from moe_ft.keeper.forked_rank import without_driver
+from moe_ft.cluster.forked_rank import without_driver
 
 with without_driver():
     import megatron.core.tokenizers.text.text_tokenizer

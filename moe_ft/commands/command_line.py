@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from moe_ft.cluster.target import GRACE_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
-from moe_ft.keeper.target import GRACE_S
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from moe_ft.cluster.link import wants_repair
 from moe_ft.commands.command_line import TORCHRUN, TrainingCommand, options_of
-from moe_ft.keeper.link import wants_repair
 from moe_ft.planning.job_costs import PERSIST_DIR
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

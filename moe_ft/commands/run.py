@@ -1,6 +1,6 @@
 """`moe_ft run` and `keep`: train with a pretraining script of one's own, which stays as it is.
 
-torchrun starts `keep`, so that a restart of a rank imports nothing again: keeper/worker.py.
+torchrun starts `keep`, so that a restart of a rank imports nothing again: cluster/worker.py.
 
 Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
 megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megatron's training loop, which
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.keeper.target import OF_NODES, is_found
-from moe_ft.keeper.target import USAGE as USAGE_OF_KEEP
+from moe_ft.cluster.target import OF_NODES, is_found
+from moe_ft.cluster.target import USAGE as USAGE_OF_KEEP
 from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
@@ -30,7 +30,7 @@ LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
 def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add both to the help; `run_script` and keeper/worker.py run them: the arguments are the script's."""
+    """Add both to the help; `run_script` and cluster/worker.py run them: the arguments are the script's."""
     commands.add_parser(
         "run",
         help="train with a Megatron pretraining script, which stays as it is",

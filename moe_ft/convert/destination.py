@@ -29,8 +29,8 @@ from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
 from moe_ft.files.local_files import sync_file
-from moe_ft.files.patience import PATIENCE_S
 from moe_ft.files.private_files import make_private, open_directory
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.processes import boot_id

@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_ft.calls import looks_again
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 

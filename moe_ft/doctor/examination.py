@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moe_ft.addresses import own_address, own_host
 from moe_ft.doctor.job import Job, place_on_nodes
 from moe_ft.doctor.meeting import Meeting
 from moe_ft.doctor.network import Peer, serve
@@ -32,7 +33,6 @@ from moe_ft.doctor.ranks import (
     find_facts,
 )
 from moe_ft.doctor.rows import Row, exit_code, failed, fold, join_nodes, render
-from moe_ft.engine.links.addresses import own_address, own_host
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.errors import ConfigError, CorruptStateError
 

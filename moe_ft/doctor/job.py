@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_ft.cluster.target import LEAVING_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import find_domains
-from moe_ft.keeper.target import LEAVING_S
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.placement import (
     default_replication_factor,

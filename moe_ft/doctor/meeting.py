@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.doctor.place import TOKEN_NAME, Place
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, CorruptStateError
 
 _POLL_S = 0.05
@@ -110,7 +110,7 @@ def _open_store(place: Place, deadline_s: float) -> Any:
     # Only here: commands start without torch.
     from torch.distributed import TCPStore
 
-    from moe_ft.keeper import job_store
+    from moe_ft.cluster import job_store
 
     is_master = place.rank == 0 and not place.has_agent_store
     if not is_master:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from moe_ft.addresses import is_loopback
 from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
-from moe_ft.engine.links.addresses import is_loopback
 from moe_ft.engine.links.messages import pass_over, receive
 from moe_ft.engine.links.peers import open_connection
 from moe_ft.engine.links.transport import CHUNK_BYTES, PROGRESS_TIMEOUT_S, Connection, Deadline
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S
+from moe_ft.files.progress import SLOWEST_BYTES_PER_S
 
 _REACH, _RATE, _CLOCK, _GROUP = "reach", "bandwidth", "clocks", "groups"
 _DEVICES = Path("/sys/class/net")

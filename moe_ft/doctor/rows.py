@@ -9,7 +9,7 @@ import msgspec
 from tabulate import tabulate
 
 from moe_ft.errors import MoeFtError
-from moe_ft.files.patience import call_within
+from moe_ft.files.progress import call_within
 
 _MOST_NODES_NAMED = 3
 _MOST_ROWS_OF_A_CHECK = 4  # that pass; of more an example is shown

@@ -25,7 +25,7 @@ from moe_ft.engine.persist.storage_lock import (
     StorageLock,
 )
 from moe_ft.errors import ConfigError
-from moe_ft.files.patience import PATIENCE_S, SLOWEST_BYTES_PER_S
+from moe_ft.files.progress import PATIENCE_S, SLOWEST_BYTES_PER_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from moe_ft.recovery.persist_directory import check_nobody_renews

@@ -5,6 +5,7 @@ import resource
 
 from moe_ft.errors import ConfigError
 from moe_ft.planning.levels import most_connections
+from moe_ft.processes import raise_descriptors
 
 # Connections of peers and of strangers, mapped files of regions, pools and replicas, pipes.
 _NUM_OWN = 128
@@ -31,14 +32,3 @@ def allow_descriptors(world_size: int, stage_size: int) -> None:
             f"/etc/security/limits.conf or docker run --ulimit nofile={needed}."
         )
     raise_descriptors(needed + _NUM_SPARE)
-
-
-def raise_descriptors(wanted: int) -> int:
-    """Raise the soft limit of this process as far as the hard limit allows; return what it may have then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return wanted if soft == resource.RLIM_INFINITY else soft

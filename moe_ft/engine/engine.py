@@ -38,7 +38,7 @@ from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile, Stal
 from moe_ft.engine.snapshots.windows import Windows
 from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.errors import PinError
-from moe_ft.files.patience import waiting
+from moe_ft.files.progress import waiting
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
 from moe_ft.planning.boundary_log import PipelineTraffic

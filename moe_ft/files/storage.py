@@ -32,8 +32,8 @@ from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import CorruptStateError, MoeFtError
 from moe_ft.files.apart import Helper
 from moe_ft.files.local_files import remove_here, sync_file, write_here
-from moe_ft.files.patience import call_within, note_progress
 from moe_ft.files.private_files import check_is_regular, open_regular
+from moe_ft.files.progress import call_within, note_progress
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index

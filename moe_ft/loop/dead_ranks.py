@@ -13,7 +13,7 @@ from typing import Any, override
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seats
 from moe_ft.events import EventLog
-from moe_ft.files.patience import awaiting
+from moe_ft.files.progress import awaiting
 from moe_ft.loop.checkpoints import Checkpoints
 from moe_ft.loop.listeners import Built, LoopListener, of_each
 

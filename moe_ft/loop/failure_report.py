@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moe_ft.cluster.link import retire_own
+from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
-from moe_ft.keeper.link import retire_own
 from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
 from moe_ft.processes import exit_within

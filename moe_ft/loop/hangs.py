@@ -1,11 +1,11 @@
 """Hangs of the training thread: a rank that gets no further, and waits for no other rank, ends itself.
 
 A thread of its own looks once a second in which section the loop is, when it last got further
-(moe_ft/files/patience.py), and where in the code it is. So a rank that waits in a collective is not blamed
+(moe_ft/files/progress.py), and where in the code it is. So a rank that waits in a collective is not blamed
 for the one that has not come. The limit is that of --moe-ft-hang-limit. `auto` learns it: see `Limits`.
 
 What this cannot see: a thread that keeps the interpreter to itself, or a process that is stopped. The zygote
-of `keep` sees that (moe_ft/keeper/link.py), and others time out.
+of `keep` sees that (moe_ft/cluster/link.py), and others time out.
 """
 
 import dis
@@ -20,13 +20,13 @@ from typing import Any, override
 import psutil
 import torch
 
+from moe_ft.cluster.link import own_link
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.engine.background import device_of_this_thread
 from moe_ft.events import EventLog
 from moe_ft.faults import Section
-from moe_ft.files.patience import excused_until_s, progress_s
-from moe_ft.keeper.link import own_link
+from moe_ft.files.progress import awaits_others, excused_until_s, progress_s
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
 from moe_ft.processes import exit_within
 from moe_ft.saying import say
@@ -43,14 +43,6 @@ FLOORS_S = {
 }
 _CLOSE_S = 5.0
 _LONGEST_LOOK_S = 5.0  # from one look to the next, of a process that runs
-# Files in which a rank waits for others by looking again and again.
-_MEETINGS = (
-    "links/signed_store.py",
-    "keeper/rounds.py",
-    "keeper/job_store.py",
-    "keeper/store_client.py",
-    "repair/watcher.py",
-)
 # Packages in which a rank waits for what others do, on the CPU, right in one of their calls.
 _EXCHANGES = (
     "/torch/distributed/",
@@ -220,7 +212,12 @@ class Hangs(LoopListener):
         thread = self._training_thread
         self._use_device()
         has_device_work = self._stream is not None and not self._stream.query()
-        return has_device_work or waits_for_others(thread) or is_debugged(thread)
+        return (
+            has_device_work
+            or awaits_others(thread)
+            or is_in_exchange(thread)
+            or is_debugged(thread)
+        )
 
     def _end(self, section: Section, silent_s: float, limit_s: float) -> None:
         """Say where the training thread is, and end the process: it is replaced, or all start again."""
@@ -261,8 +258,8 @@ def stack_of(thread: int) -> str:
     return "".join(reversed(lines))
 
 
-def waits_for_others(thread: int) -> bool:
-    """Return whether a thread exchanges something with other ranks, or waits for what it has begun.
+def is_in_exchange(thread: int) -> bool:
+    """Return whether a thread is in a collective with other ranks, or waits for one that it has begun.
 
     A backward pass on a GPU runs in a thread of torch, for which this one waits.
     """
@@ -276,7 +273,7 @@ def waits_for_others(thread: int) -> bool:
 
 
 def _is_exchange(frame: FrameType) -> bool:
-    if _method(frame) == "wait" or frame.f_code.co_filename.endswith(_MEETINGS):
+    if _method(frame) == "wait":
         return True
     inner: FrameType | None = frame
     while inner is not None:

@@ -25,14 +25,14 @@ from typing import Any
 import torch.distributed as dist
 from msgspec.json import Decoder
 
+from moe_ft.cluster.link import own_link
+from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
-from moe_ft.engine.links.signed_store import SignedStore, StoreMeeting
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
-from moe_ft.keeper.link import own_link
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
 from moe_ft.recovery.failures import is_rejected

@@ -26,7 +26,7 @@ from typing import Any, Concatenate, Protocol, Self
 import torch
 
 from moe_ft.faults import Phase, Section
-from moe_ft.files.patience import note_progress
+from moe_ft.files.progress import note_progress
 from moe_ft.loop.training_loop import LoopParts
 
 Built = tuple[Any, Any, Any]  # model chunks, optimizer (None with --skip-train), scheduler

@@ -15,10 +15,10 @@ from socketserver import ThreadingMixIn
 from typing import Any, override
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from moe_ft.addresses import address_of
 from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.background import BackgroundPart
-from moe_ft.engine.links.addresses import address_of
 from moe_ft.errors import ConfigError
 from moe_ft.events import last_incarnation
 from moe_ft.loop.course import FollowedRun, RankCourse

@@ -12,13 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
+from moe_ft.addresses import own_address
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.descriptors import allow_descriptors
-from moe_ft.engine.links.addresses import own_address
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout

@@ -22,7 +22,7 @@ from moe_ft.engine.persist.storage_lock import (
     watch_lock,
 )
 from moe_ft.errors import ConfigError, StorageAwayError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say

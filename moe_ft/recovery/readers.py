@@ -17,8 +17,8 @@ from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.persist.soundness import check_is_finite, read_index
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.patience import note_progress
 from moe_ft.files.private_files import open_private, open_regular, read_private
+from moe_ft.files.progress import note_progress
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry

@@ -27,7 +27,7 @@ from moe_ft.engine import exchange
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.errors import ConfigError, UnrecoverableError
-from moe_ft.files.patience import waiting
+from moe_ft.files.progress import waiting
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan

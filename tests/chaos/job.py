@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import psutil
 
+from moe_ft.cluster.worker import socket_path
 from moe_ft.events import Progress, event_path, read_progress
-from moe_ft.keeper.worker import socket_path
 from moe_ft.processes import process_name
 from tests.chaos.cases import LOST_AFTER_S, NUM_ITERATIONS, NUM_RANKS, Case
 from tests.demo_model import event_flags, layout_flags, model_flags

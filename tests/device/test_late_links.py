@@ -21,8 +21,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.swap import Groups, Recipes
+from moe_ft.cluster.link import Link
 from moe_ft.errors import LinksEndedError
-from moe_ft.keeper.link import Link
 from tests.device.nccl import late_nccl
 from tests.device.process import late_process
 from tests.device.removal import OF_LINKS, without

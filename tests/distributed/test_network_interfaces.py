@@ -9,7 +9,7 @@ import pytest
 RANK = """
 import sys
 from pathlib import Path
-from moe_ft.engine.links.addresses import own_address
+from moe_ft.addresses import own_address
 from moe_ft.engine.links.server import PeerServer
 rank = {"LOCAL_RANK": sys.argv[1], "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
 server = PeerServer(Path(sys.argv[2]), own_address("moe_ft_b0,moe_ft_b1", rank))

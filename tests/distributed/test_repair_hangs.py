@@ -86,7 +86,7 @@ def test_timeout_of_the_flag_counts_before_and_after_a_repair(repaired: Repaired
 DIES_IN_SWAP = f"""
 import os, runpy, signal, sys
 from megatron.fault_tolerance.repair import gloo
-from moe_ft.keeper.link import own_link
+from moe_ft.cluster.link import own_link
 
 make, made = gloo.ProcessGroupGloo, []
 

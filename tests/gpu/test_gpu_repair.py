@@ -20,8 +20,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.swap import Groups, Recipes
+from moe_ft.cluster.link import Link
 from moe_ft.errors import LinksEndedError
-from moe_ft.keeper.link import Link
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.gpu.determinism import deterministic_environment
 from tests.harness import digests, events, run_ranks, run_training, run_with_restarts

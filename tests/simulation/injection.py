@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_ft.engine.persist.origin import agent_name, own_origin
 from moe_ft.errors import ConfigError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.recovery.inspect.pruning import Rules, prune
 from moe_ft.recovery.persist_directory import take_lock

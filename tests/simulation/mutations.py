@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.persist import retention
 from moe_ft.engine.persist.manifests import manifests

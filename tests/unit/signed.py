@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.cluster.signed_store import SignedStore
 
 TOKEN = "the token of the start"
 

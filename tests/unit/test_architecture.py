@@ -20,6 +20,7 @@ from tests.unit.source import (
 )
 
 BASE = (
+    "addresses",
     "arithmetic",
     "errors",
     "calls",
@@ -43,7 +44,7 @@ LAYERS = {
     "moe_ft.cli": 55,
     "moe_ft.commands": 54,
     "moe_ft.__main__": 56,
-    "moe_ft.keeper": 51,
+    "moe_ft.cluster": 51,
     "moe_ft.convert": 52,
     "moe_ft.doctor": 52,
     "moe_ft.loop": 52,
@@ -73,7 +74,7 @@ MAY_COMMUNICATE = (
     "moe_ft.recovery",
     "moe_ft.elastic",
     "moe_ft.convert",  # torch.distributed.checkpoint, in one process
-    "moe_ft.keeper",  # the store where ranks meet, and nothing else
+    "moe_ft.cluster",  # the store where ranks meet, and nothing else
     "moe_ft.doctor",  # the store where ranks meet, and nothing else
     "pretrain_gpt_moe",
 )
@@ -82,7 +83,7 @@ MAY_COMMUNICATE = (
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
-    ("moe_ft.keeper.target", LAUNCHER),
+    ("moe_ft.cluster.target", LAUNCHER),
     ("moe_ft.commands.command_line", "megatron.fault_tolerance.program.plan"),
     ("moe_ft.convert.huggingface.deepseek", "megatron.fault_tolerance.program.deepseek_layers"),
     (
@@ -97,7 +98,7 @@ IMPORTS_LATE = (
     "moe_ft/commands/directory.py",
     "moe_ft/commands/plan_inputs.py",
     "moe_ft/doctor/meeting.py",
-    "moe_ft/keeper/zygote.py",
+    "moe_ft/cluster/zygote.py",
     "moe_ft/loop/metrics.py",
 )
 STRATEGIES = "moe_ft.strategies"

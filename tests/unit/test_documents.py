@@ -35,7 +35,7 @@ FIGURE = re.compile(
 INSTALL = re.compile(r"pip install (?:-\S+ )*['\"]?([\w.-]+)(?:\[(\w+)\])?")
 IN_A_BLOCK = re.compile(r" {2,}\S|- |\d+\. ")  # of a list, or of code
 COMMIT = re.compile(r"`(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)([0-9a-f]{7,40})`")
-_OF_DEATHS = ("moe_ft/keeper", "moe_ft/loop", "moe_ft/recovery", "megatron/fault_tolerance/repair")
+_OF_DEATHS = ("moe_ft/cluster", "moe_ft/loop", "moe_ft/recovery", "megatron/fault_tolerance/repair")
 # Code that the pages of the README's rows measure.
 MEASURED = {
     "recovery_time": _OF_DEATHS,

@@ -198,7 +198,7 @@ _LAYERS: list[tuple[list[tuple[str, str]], str]] = [
     (
         [
             ("moe_ft/loop", "a training loop as we see it"),
-            ("moe_ft/keeper", "forked ranks, rounds of repairs"),
+            ("moe_ft/cluster", "forked ranks, rounds of repairs"),
         ],
         "pale",
     ),

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
+from moe_ft.cluster import job_store
 from moe_ft.errors import ConfigError
-from moe_ft.keeper import job_store
 from moe_ft.saying import say
 
 

@@ -39,9 +39,9 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
     warn,
 )
+from moe_ft.cluster.forked_rank import run_script
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
-from moe_ft.keeper.forked_rank import run_script
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refuse, refusing
 from moe_ft.saying import say

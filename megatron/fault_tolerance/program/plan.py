@@ -49,11 +49,11 @@ from megatron.fault_tolerance.seams.settings import (
     check_sizes,
     planned_iterations,
 )
+from moe_ft.cluster.link import Link
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import as_arguments
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
-from moe_ft.keeper.link import Link
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.planning.planned_job import (

@@ -22,7 +22,7 @@ from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Rol
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 
 _FLOAT = struct.Struct(">d")

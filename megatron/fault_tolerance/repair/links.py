@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from moe_ft.cluster.link import Link
 from moe_ft.errors import LinksEndedError
-from moe_ft.keeper.link import Link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

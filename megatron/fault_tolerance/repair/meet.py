@@ -1,6 +1,6 @@
 """Meeting of the ranks of a round in the job's store: who is replaced, and where the survivors' loop stands.
 
-moe_ft/keeper/rounds.py has the rounds. Nothing here knows Megatron, or communicates in another way.
+moe_ft/cluster/rounds.py has the rounds. Nothing here knows Megatron, or communicates in another way.
 """
 
 import os
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum, IntEnum, auto
 from typing import Any, NoReturn
 
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Member, Rounds, Stages, member_of
 from moe_ft.errors import RepairError, ReplacedError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds, Stages, member_of
 from moe_ft.saying import say
 
 # For the slowest rank to leave its fence and iteration, and for the replacement to be built.

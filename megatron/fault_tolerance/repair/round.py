@@ -32,8 +32,8 @@ from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_aft
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
+from moe_ft.cluster.link import Link
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.saying import say

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
+from moe_ft.cluster import job_store
+from moe_ft.cluster.link import Link
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
-from moe_ft.keeper import job_store
-from moe_ft.keeper.link import Link
 
 _SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 

@@ -39,12 +39,12 @@ from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.cluster import job_store
+from moe_ft.cluster.link import Heart, Link, own_link
+from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
-from moe_ft.keeper import job_store
-from moe_ft.keeper.link import Heart, Link, own_link
-from moe_ft.keeper.rounds import Rounds
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say
 

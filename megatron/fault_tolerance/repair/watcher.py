@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, end_replaced
 from megatron.fault_tolerance.repair.nccl import end_process, why_lost
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Rounds
 from moe_ft.errors import SnapshotError
-from moe_ft.files.patience import excused_until_s, progress_s
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds
+from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
 from moe_ft.loop.hangs import LAST_WORDS_S, stack_of
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import say
 
-# From the end of its connections, of what else it waits for, and of what it reads (moe_ft/files/patience.py),
+# From the end of its connections, of what else it waits for, and of what it reads (moe_ft/files/progress.py),
 # until a thread that is still in its iteration or recovery counts as one that hangs.
 STUCK_S = 20.0
 _TIMEOUT_POLL_S = 0.5
@@ -169,6 +169,7 @@ class Deaths:
         say(f"rank {rank} has left {where}: a rank has died ({_first_line(error)})")
         return min(raised_s, self._watcher.noticed_s(number))
 
+    @awaiting_others()
     def _is_declared(self, number: int, error: Exception, waits: bool) -> bool:
         """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
         begin_s = time.monotonic()
@@ -195,7 +196,7 @@ def _first_line(error: Exception) -> str:
 def ending_after(seconds: float, link: Link) -> Iterator[None]:
     """End the process, for good, if this thread makes no progress in this context for so long.
 
-    Progress is that of moe_ft/files/patience.py. The launcher then restarts the job.
+    Progress is that of moe_ft/files/progress.py. The launcher then restarts the job.
     """
     begin_s, thread, has_ended = time.monotonic(), threading.get_ident(), threading.Event()
 

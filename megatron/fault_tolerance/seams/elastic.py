@@ -3,7 +3,7 @@
 `fit` chooses the layout before Megatron validates its arguments: it changes the command line and the
 environment, so that the ranks that train are a world of their own. Ranks that are left over never join it.
 They wait until training has ended, or until the launcher starts all ranks again, because nodes have come or
-gone: torchrun, or `keep` (moe_ft/keeper/nodes.py). moe_ft/planning/cells.py has the rule, uneven_batches.py
+gone: torchrun, or `keep` (moe_ft/cluster/nodes.py). moe_ft/planning/cells.py has the rule, uneven_batches.py
 the batches that ranks cannot share equally.
 """
 
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
+from moe_ft.cluster import job_store
+from moe_ft.cluster.link import START, own_link
+from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, PlanError, RepairError
-from moe_ft.keeper import job_store
-from moe_ft.keeper.link import START, own_link
-from moe_ft.keeper.rounds import Rounds
 from moe_ft.planning.cells import Fit, fit_ranks, ranks_of_model
 from moe_ft.saying import say
 

@@ -30,7 +30,7 @@ from megatron.fault_tolerance.seams.uneven_batches import (
 )
 from moe_ft.elastic.slot_layer import SlotMoELayer, slot_layers
 from moe_ft.faults import Section
-from moe_ft.files.patience import note_progress, waiting
+from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.faults import Phase
-from moe_ft.files.patience import note_progress
+from moe_ft.files.progress import note_progress
 from moe_ft.loop.listeners import Listeners
 from moe_ft.state.tensors import inner_optimizers
 

@@ -18,6 +18,7 @@ from megatron.fault_tolerance.seams.refusals import (
     check_no_replay_is_refused,
     check_refusals,
 )
+from moe_ft.cluster.link import own_link
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
@@ -26,7 +27,6 @@ from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.config.untested import MEGATRON, UNTESTED, Feature, lines_of_features, refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
-from moe_ft.keeper.link import own_link
 from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts

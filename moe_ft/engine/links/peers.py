@@ -38,7 +38,7 @@ from moe_ft.engine.updates import following
 from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
-from moe_ft.files.patience import waiting
+from moe_ft.files.progress import waiting
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index

@@ -4,20 +4,8 @@ import socket
 from contextlib import suppress
 from typing import override
 
-from moe_ft.engine.links.addresses import listen
+from moe_ft.addresses import keep_alive, listen
 from moe_ft.engine.links.transport import CHUNK_BYTES, Connection, Deadline, Listener, Transport
-
-_IDLE_S, _PROBE_S, _NUM_PROBES = 60, 10, 6  # until a peer that is silent is known to be gone
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and have the kernel notice a peer that is gone."""
-    with suppress(OSError):  # it is broken already, which the first step says
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
 
 
 class TcpConnection(Connection):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S
+from moe_ft.files.progress import SLOWEST_BYTES_PER_S
 
 CHUNK_BYTES = 8 << 20
 PROGRESS_TIMEOUT_S = 10.0  # without a single byte sent or received

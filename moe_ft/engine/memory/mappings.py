@@ -19,8 +19,8 @@ import numpy as np
 
 from moe_ft.engine.memory.job_directory import huge_pages
 from moe_ft.errors import PinError
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import create_private
+from moe_ft.files.progress import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.processes import num_cores_of_rank
 
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14

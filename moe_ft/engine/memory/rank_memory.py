@@ -29,8 +29,8 @@ from moe_ft.engine.memory.regions import (
     Region,
     breakpoint_region,
 )
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.files.private_files import read_private
+from moe_ft.files.progress import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
 from moe_ft.format.index import IndexHead

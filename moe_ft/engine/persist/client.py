@@ -26,8 +26,8 @@ from moe_ft.engine.persist.writer import (
     result_path,
 )
 from moe_ft.faults import Phase
-from moe_ft.files.patience import SLOWEST_BYTES_PER_S
 from moe_ft.files.private_files import make_private, write_atomically
+from moe_ft.files.progress import SLOWEST_BYTES_PER_S
 
 _HEARTBEAT_STALE_S = 10.0
 _SUPERVISION_S = 0.25

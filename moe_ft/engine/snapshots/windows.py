@@ -29,7 +29,7 @@ from moe_ft.engine.memory.restored import Handover, keep_restored
 from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.writer import SnapshotWriter
-from moe_ft.files.patience import waiting
+from moe_ft.files.progress import waiting
 from moe_ft.planning.sharding import assign_weighted_slices
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.record import CapturedRecord

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.errors import ConfigError, UnsafePathError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.format.entries import lossy_packings
 from moe_ft.format.identity import Identity

@@ -14,7 +14,7 @@ from moe_ft.engine.persist.retention import remove_unneeded
 from moe_ft.engine.persist.soundness import Listings, check_checkpoint, check_data, read_file
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.manifest import Manifest

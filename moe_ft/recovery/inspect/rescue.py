@@ -16,7 +16,7 @@ from moe_ft.engine.persist.manifests import manifests, write_manifest
 from moe_ft.engine.persist.storage_lock import LOCK_STALE_S, StorageLock, watch_lock
 from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
 from moe_ft.errors import ConfigError, CorruptStateError
-from moe_ft.files.patience import PATIENCE_S
+from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage, file_tag, iteration_directory, rank_path
 from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import Manifest

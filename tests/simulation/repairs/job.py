@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_ft.keeper import worker
-from moe_ft.keeper.link import START
+from moe_ft.cluster import worker
+from moe_ft.cluster.link import START
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group

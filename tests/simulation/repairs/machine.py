@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_ft.keeper import job_store, node, worker, zygote
-from moe_ft.keeper.nodes import Coordinator
-from moe_ft.keeper.protocol import IMPORTING, RankRequest
-from moe_ft.keeper.target import Target
+from moe_ft.cluster import job_store, node, worker, zygote
+from moe_ft.cluster.nodes import Coordinator
+from moe_ft.cluster.protocol import IMPORTING, RankRequest
+from moe_ft.cluster.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
 from tests.simulation.processes import _HANDLERS, PARENT

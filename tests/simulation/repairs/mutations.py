@@ -4,13 +4,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from moe_ft.cluster import job_store, roster, rounds, zygote
+from moe_ft.cluster.link import Link, Pulse
+from moe_ft.cluster.node import Node
+from moe_ft.cluster.nodes import Coordinator
+from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.zygote import Zygote
 from moe_ft.faults import Section
-from moe_ft.keeper import job_store, roster, rounds, zygote
-from moe_ft.keeper.link import Link, Pulse
-from moe_ft.keeper.node import Node
-from moe_ft.keeper.nodes import Coordinator
-from moe_ft.keeper.rounds import Member, Rounds
-from moe_ft.keeper.zygote import Zygote
 from moe_ft.loop import hangs
 from moe_ft.loop.hangs import Hangs, Limits, Silence
 from tests.simulation.active import Patches

@@ -7,8 +7,8 @@ from megatron.fault_tolerance.repair import watcher
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
-from moe_ft.files import patience
-from moe_ft.keeper.link import Link
+from moe_ft.cluster.link import Link
+from moe_ft.files import progress
 from moe_ft.loop import hangs
 from moe_ft.planning.schedules import Pipelines, choose_deputies
 from tests.simulation.active import Patches, world
@@ -51,19 +51,19 @@ def _local(name: str, default: Any) -> Any:
 
 def install(patches: Patches) -> None:
     """Have simulated threads be told apart, and their hangs be watched; sections are learned soon."""
-    for module in (patience, hangs, watcher):
+    for module in (progress, hangs, watcher):
         patches.set(module, "threading", _Threading())
     patches.set(hangs, "own_link", lambda: _local("link", None))
     patches.set(hangs, "is_debugged", lambda thread: False)
     patches.set(hangs, "written_bytes", lambda: _local(WRITTEN, 0))
-    patches.set(hangs, "waits_for_others", lambda thread: _local(WAITS, 0) > 0)
+    patches.set(hangs, "is_in_exchange", lambda thread: _local(WAITS, 0) > 0)
     patches.set(hangs, "FLOORS_S", dict.fromkeys(hangs.FLOORS_S, FLOOR_S))
     patches.set(hangs, "NUM_ITERATIONS", NUM_LEARNED)
 
 
 def forget_threads() -> None:
     """Forget those of a simulation before this one."""
-    for known in (patience._ends_s, patience._left_s, patience._progress_s):
+    for known in (progress._ends_s, progress._left_s, progress._progress_s, progress._among_ranks):
         known.clear()
 
 

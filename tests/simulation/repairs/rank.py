@@ -9,15 +9,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from moe_ft.cluster import job_store
+from moe_ft.cluster.link import Heart, Link
+from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import RecoveryConfig
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase, Section
-from moe_ft.files.patience import note_progress, waiting
-from moe_ft.keeper import job_store
-from moe_ft.keeper.link import Heart, Link
-from moe_ft.keeper.rounds import Rounds
+from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.simulation.active import World

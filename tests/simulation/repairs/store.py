@@ -6,8 +6,8 @@ All that is signed and read in it is the product's.
 from types import SimpleNamespace
 from typing import Any, override
 
+from moe_ft.cluster import job_store, rounds
 from moe_ft.errors import RepairError
-from moe_ft.keeper import job_store, rounds
 from tests.simulation.active import Patches
 from tests.simulation.repairs.machine import Listener, machine_here
 from tests.simulation.store import Store

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from moe_ft.calls import write_all
-from moe_ft.files.patience import call_within
+from moe_ft.files.progress import call_within
 
 LOCAL_PROTOCOL, OBJECT_PROTOCOL = "faulty-local", "faulty-objects"
 

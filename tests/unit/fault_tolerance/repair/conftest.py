@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.swap import Recipes
-from moe_ft.keeper.link import Link
+from moe_ft.cluster.link import Link
 
 
 @pytest.fixture

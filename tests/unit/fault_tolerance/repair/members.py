@@ -11,8 +11,8 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Member, Rounds
 from tests.simulation.repairs import product
 from tests.unit.signed import signed
 

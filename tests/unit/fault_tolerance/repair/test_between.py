@@ -25,9 +25,9 @@ from megatron.fault_tolerance.repair.between import (
 )
 from megatron.fault_tolerance.repair.meet import Done, Membership, Position, met
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Member, Rounds
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds
 from tests.unit.fault_tolerance.repair.members import Watched, position_at
 from tests.unit.signed import signed
 

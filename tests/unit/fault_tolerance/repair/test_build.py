@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.fault_tolerance.repair.build import Gathered, Joining, from_json, to_json
 from megatron.fault_tolerance.repair.meet import Done, Membership, Role
 from megatron.fault_tolerance.repair.swap import Recipe, Recipes
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Rounds
 from moe_ft.errors import ConfigError, RepairError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Rounds
 from tests.unit.fault_tolerance.repair.members import position_at
 from tests.unit.signed import signed
 

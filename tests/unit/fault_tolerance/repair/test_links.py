@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroupGloo
 from megatron.fault_tolerance.repair import gloo
 from megatron.fault_tolerance.repair.gloo import Gloo, open_sockets, shut
 from megatron.fault_tolerance.repair.links import Links
-from moe_ft.keeper.link import Link
+from moe_ft.cluster.link import Link
 
 Connect = Callable[[], tuple[socket.socket, socket.socket]]
 

@@ -6,10 +6,10 @@ The simulation of repairs has rounds that break, and what replacements do in the
 import pytest
 
 from megatron.fault_tolerance.repair.meet import Done, Membership, Role, met
-from moe_ft.engine.links.signed_store import SignedStore
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.rounds import Member, Rounds, declare
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError
-from moe_ft.keeper.link import Link
-from moe_ft.keeper.rounds import Member, Rounds, declare
 from tests.unit.fault_tolerance.repair.members import position_at, survivor
 from tests.unit.signed import signed
 

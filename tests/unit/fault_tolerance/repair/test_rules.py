@@ -11,9 +11,9 @@ from megatron.fault_tolerance.repair.rules import (
     line_on_lost_nodes,
     plays_roles,
 )
+from moe_ft.cluster.link import Link
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
-from moe_ft.keeper.link import Link
 
 
 def args(**changes: Any) -> Namespace:

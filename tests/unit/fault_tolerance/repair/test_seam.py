@@ -24,10 +24,10 @@ from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, installed
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.cluster.link import Heart, Link
+from moe_ft.cluster.rounds import Member, Rounds
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
-from moe_ft.keeper.link import Heart, Link
-from moe_ft.keeper.rounds import Member, Rounds
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
 from tests.unit.signed import signed

@@ -17,8 +17,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.swap import Groups, Recipe, Recipes, check_torch, swap
+from moe_ft.cluster.link import Link
 from moe_ft.errors import ConfigError
-from moe_ft.keeper.link import Link
 from tests.harness import run_ranks
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
 

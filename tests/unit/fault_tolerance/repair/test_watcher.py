@@ -16,8 +16,8 @@ from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.meet import Membership
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
-from moe_ft.files.patience import note_progress, waiting
-from moe_ft.keeper.rounds import declare
+from moe_ft.cluster.rounds import declare
+from moe_ft.files.progress import note_progress, waiting
 from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
 

@@ -14,7 +14,7 @@ from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
 from moe_ft.faults import Phase, Section
-from moe_ft.files.patience import excused_until_s, progress_s
+from moe_ft.files.progress import excused_until_s, progress_s
 from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
 from moe_ft.loop.training_loop import LoopParts
 

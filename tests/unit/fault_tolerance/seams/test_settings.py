@@ -24,10 +24,10 @@ from megatron.fault_tolerance.seams.settings import (
     planned_iterations,
     void_settings,
 )
+from moe_ft.cluster import link
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.untested import FEATURES
 from moe_ft.errors import ConfigError
-from moe_ft.keeper import link
 from moe_ft.strategies import registry
 from moe_ft.strategies.registry import kind_of, option_types
 from tests.unit.fault_tolerance.parsing import parse

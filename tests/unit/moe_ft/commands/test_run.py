@@ -143,7 +143,7 @@ def test_all_words_of_keep_go_to_the_worker_as_they_are(monkeypatch: pytest.Monk
         seen.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr("moe_ft.keeper.worker.main", keep)
+    monkeypatch.setattr("moe_ft.cluster.worker.main", keep)
     words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
         main(["keep", *words])
@@ -164,7 +164,7 @@ def test_worker_imports_next_to_nothing() -> None:
     assert done.returncode == 2
     assert "there is no script" in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "moe_ft.keeper.worker" in imported
+    assert "moe_ft.cluster.worker" in imported
     assert not imported & {"torch", "numpy", "msgspec", "fsspec", "moe_ft.cli"}
 
 

@@ -18,7 +18,7 @@ from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.windows import FENCE_DEADLINE_S, Windows
 from moe_ft.faults import Phase
-from moe_ft.files.patience import excused_until_s
+from moe_ft.files.progress import excused_until_s
 from moe_ft.store.extents import SizeClass
 from tests.unit.moe_ft.engine.engine_job import RECORD_S, Job, MakeJob, Rank, Setup
 from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations

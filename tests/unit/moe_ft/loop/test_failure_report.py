@@ -15,13 +15,13 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
+from moe_ft.cluster import link
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import FaultConfig, MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
-from moe_ft.keeper import link
 from moe_ft.loop import failure_report
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.leaving import JobProcesses, meet_processes

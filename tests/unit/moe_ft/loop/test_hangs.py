@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
+from moe_ft.cluster.link import Link, own_link, set_own_link
+from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import RecoveryConfig
+from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase, Section
-from moe_ft.keeper.link import Link, own_link, set_own_link
+from moe_ft.files.progress import awaits_others
 from moe_ft.loop import hangs
 from moe_ft.loop.hangs import (
     Hangs,
     Limits,
     Silence,
     is_debugged,
+    is_in_exchange,
     stack_of,
-    waits_for_others,
     written_bytes,
 )
 from moe_ft.loop.listeners import Listeners, LoopState
@@ -162,9 +166,22 @@ def test_thread_in_an_exchange_waits_for_others(
     act: Callable[[threading.Event], None], waits: bool
 ) -> None:
     with blocked(act) as thread:
-        wait_for(lambda: waits_for_others(thread) or not waits, "a thread that it starts")
-        assert waits_for_others(thread) == waits, stack_of(thread)
+        wait_for(lambda: is_in_exchange(thread) or not waits, "a thread that it starts")
+        assert is_in_exchange(thread) == waits, stack_of(thread)
         assert not is_debugged(thread)
+
+
+def test_thread_that_polls_the_store_for_other_ranks_awaits_them() -> None:
+    rounds = Rounds(SignedStore(dist.HashStore(), lambda: "token"), 0, 2)
+
+    def polls(ends: threading.Event) -> None:
+        with suppress(RepairError):
+            rounds.wait_for_all(1, LONG.total_seconds())
+
+    with blocked(polls) as thread:
+        assert awaits_others(thread)
+        rounds.join(2, Member(rank=0, died_s=1.0))  # breaks the round that it waits in
+        wait_for(lambda: not awaits_others(thread), "the end of the wait")
 
 
 def test_thread_in_a_debugger_is_debugged() -> None:

@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
+from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import FaultConfig, MoeFtConfig
 from moe_ft.engine.breakpoints import Breakpoints
-from moe_ft.engine.links.signed_store import SignedStore
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.loop import failure_report

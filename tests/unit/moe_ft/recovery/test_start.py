@@ -23,8 +23,8 @@ from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
 from moe_ft.faults import Phase
-from moe_ft.files.patience import excused_until_s
 from moe_ft.files.private_files import write_atomically
+from moe_ft.files.progress import excused_until_s
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.identity import Identity, Start

@@ -1,0 +1,130 @@
+"""Facts of a node that its own process finds out: its memory, and other nodes that it does not reach.
+
+The coordinator (nodes.py) hears every node, and cannot see that two of them do not reach each other: their
+ranks would wait for each other until the groups' timeout. So nodes send each other datagrams. One says
+whether its sender hears the receiver, so that both ends learn of a link that carries one direction alone. It
+is not signed: with the id of a node, which is in the store, a stranger can make a dead link look alive.
+
+A node sends at most MOST_SENT datagrams with each beat, to all others in turn: 2,048 nodes, which beat every
+3.3 s, take 105 s for it. Every RENEWAL_BEATS beats it reads the list of them, if that has grown.
+"""
+
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from moe_ft.addresses import own_host
+from moe_ft.cluster.link import flag_value
+from moe_ft.config.config import MemoryConfig
+from moe_ft.config.fields import flag_of
+from moe_ft.engine.memory.job_directory import node_directory
+from moe_ft.errors import ConfigError
+from moe_ft.recovery.job_memory import measure, remove_unused, room_bytes
+
+MOST_SENT, RENEWAL_BEATS = 64, 8
+_MOST_HEARD, _MOST_SAID = 1024, 8  # with each beat
+_MOST_BYTES = 64  # of a datagram
+_LONGEST_LOOK_S = 1.0
+_TURNS = 3  # without a datagram, until a link counts as dead
+
+
+class OwnNode:
+    """The node of this process. Used by one thread at a time."""
+
+    def __init__(
+        self, environment: Mapping[str, str], words: Sequence[str], period_s: float, limit_s: float
+    ) -> None:
+        """Hear nobody yet.
+
+        Args:
+            words: command line of the ranks; nothing is known of their memory if nothing names the job.
+            period_s: between two beats.
+            limit_s: silence of a node after which it is lost.
+        """
+        self._period_s = period_s
+        self._limit_s = limit_s
+        self._address: Sequence[Any] = ()  # for datagrams of others
+        self._id = ""
+        self._master = environment["MASTER_ADDR"]
+        self._addresses = dict[str, tuple[str, int]]()
+        self._looked_s = time.monotonic()
+        self._watched_s = 0.0
+        # By node, when it was heard last, and when it said last that it hears this one.
+        self._heard_s = dict[str, float]()
+        self._reached_s = dict[str, float]()
+        self._num_beats = self._next = 0
+        names = ("memory_dir", "job_id", "node_id")
+        flags: dict[str, Any] = {name: flag_value(words, flag_of(name)) for name in names}
+        memory = replace(MemoryConfig(), **{name: each for name, each in flags.items() if each})
+        self._memory = None
+        with suppress(ConfigError):
+            job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
+            self._memory = node_directory(memory.memory_dir, job, node)
+
+    def open(self) -> None:
+        """Listen on the interface towards the job's master."""
+        with suppress(OSError):  # of a name that leads nowhere: then it has no address
+            found = socket.getaddrinfo(own_host(self._master), 0, type=socket.SOCK_DGRAM)
+            family, _, _, _, place = found[0]
+            self._socket = socket.socket(family, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+            self._socket.bind(place)
+            self._address = self._socket.getsockname()[:2]
+
+    def remove_memory(self) -> None:
+        """Remove what is left of ranks that this node once had; the job is over, and it has none."""
+        if self._memory is not None:
+            remove_unused(self._memory)
+
+    def facts(self, *, has_ranks: bool) -> dict[str, Any]:
+        """Return attributes of `HeardNode`, with each beat; send to others, and hear them."""
+        found: dict[str, Any] = {"address": self._address, "unreached": self._look()}
+        with suppress(OSError):  # the memory is being made, or removed
+            if self._memory is not None and has_ranks:
+                found["used_bytes"] = measure(self._memory)[0]
+            elif self._memory is not None:
+                found["room_bytes"] = room_bytes(self._memory)
+        return found
+
+    def is_due(self) -> bool:
+        """Return, with each beat, whether to read the list of nodes."""
+        self._num_beats += 1
+        return self._num_beats % RENEWAL_BEATS == 1
+
+    def learn(self, own: str, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """Send to these nodes from now on; `own` is the id of this one."""
+        self._id = own
+        self._addresses = {each: place for each, place in addresses.items() if each != own}
+
+    def _look(self) -> list[str]:
+        """Return nodes that were reached before, and are not any more."""
+        if not self._address:
+            return []
+        # A longer time between two looks says that this process did not look, and nothing about a node.
+        passed_s = min(time.monotonic() - self._looked_s, self._period_s + _LONGEST_LOOK_S)
+        self._looked_s = time.monotonic()
+        self._watched_s += passed_s
+        now_s, nodes = self._watched_s, [*self._addresses]
+        self._receive(now_s)
+        turn_s = self._period_s * math.ceil(len(nodes) / MOST_SENT)
+        limit_s = max(self._limit_s, _TURNS * turn_s)
+        for each in (nodes * 2)[self._next :][: min(MOST_SENT, len(nodes))]:
+            is_heard = now_s - self._heard_s.get(each, -math.inf) < limit_s
+            with suppress(OSError):  # there is no way now
+                self._socket.sendto(f"{self._id} {is_heard:d}".encode(), self._addresses[each])
+        self._next = (self._next + MOST_SENT) % max(1, len(nodes))
+        dead = [each for each in nodes if now_s - self._reached_s.get(each, math.inf) > limit_s]
+        return sorted(dead, key=lambda each: -self._reached_s[each])[:_MOST_SAID]
+
+    def _receive(self, now_s: float) -> None:
+        with suppress(OSError):  # no more is there
+            for _ in range(_MOST_HEARD):
+                node, _, is_heard = self._socket.recv(_MOST_BYTES).decode("latin-1").partition(" ")
+                if node in self._addresses:
+                    self._heard_s[node] = now_s
+                    if is_heard == "1":
+                        self._reached_s[node] = now_s

@@ -1,0 +1,346 @@
+"""Rounds of repairs: ranks say in the job's store that one has died, and learn who takes part.
+
+Round 0 is the start. Every rank takes part in every round, in their order: a replacement joins the first one
+without its rank, which declares that round if nobody has. Every other rank joins when it has left its
+iteration, and a round is complete when all have joined. It is over when an iteration has been finished. If a
+rank dies before, its replacement declares the next round, and all others leave the one that is broken.
+
+The loss of a node is a verdict (nodes.py), and may be false. So it declares a round that nobody else has,
+with the ranks that it replaces. Earlier processes of these ranks may take part in rounds before it, and in
+none from there on: all that is said and connected belongs to one round. If nobody replaces them, the verdict
+says which ranks are absent from there on, and a round is complete when all others have joined.
+
+Each rank signs what it says. The first rank of a round reads what all have said, and tells the others: 10,000
+ranks that read it each would need minutes of the one process that keeps the store.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moe_ft.cluster.link import Link
+from moe_ft.cluster.signed_store import SignedStore, poll_s
+from moe_ft.errors import RepairError, ReplacedError
+from moe_ft.files.progress import awaiting_others, note_progress
+
+# [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
+Stages = Sequence[Sequence[Sequence[int]]]
+
+MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
+_MIN_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One rank in a round.
+
+    Attributes:
+        died_s: time since 1970 when the rank died that this one replaces; None for a survivor. A replacement
+            is one until a round is over.
+        hung_s: seconds for which that rank had hung when it was killed for it; 0 if it was not.
+        facts: for replacements, from ranks that know where the loop is.
+        node: on which a rank of a lost node runs now; empty for others.
+        lost_node: on which it ran before.
+    """
+
+    rank: int
+    died_s: float | None = None
+    hung_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    node: str = ""
+    lost_node: str = ""
+
+
+def member_of(rank: int, link: Link, facts: dict[str, Any] | None = None) -> Member:
+    """Return what a replacement says of itself."""
+    return Member(
+        rank=rank,
+        died_s=link.died_s,
+        hung_s=link.predecessor_hung_s,
+        facts=facts or {},
+        node=link.node,
+        lost_node=link.lost_node,
+    )
+
+
+class Rounds:
+    """One connection's view of the rounds. Used by one thread."""
+
+    def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
+        self._store, self.rank, self._world_size = store, rank, world_size
+        self._known: tuple[int, dict[str, Any]] = (
+            0,
+            {},
+        )  # a round, and its last verdict on absence
+        self.poll_s = poll_s(world_size, _MIN_POLL_S)
+
+    def is_finished(self, number: int) -> bool:
+        """Return whether an iteration was finished in a round."""
+        return number == 0 or self._has(number, "finished")
+
+    def is_newest_finished(self, since: int) -> bool:
+        """Return whether one was in the last round that has begun, at or after one that has."""
+        return self.is_finished(self.newest(since))
+
+    def has_trained(self) -> bool:
+        """Return whether an iteration was finished in this start."""
+        return self._has(0, "finished")
+
+    def finish(self, number: int, stages: Stages = ()) -> None:
+        """Note that an iteration was finished in a round; all ranks of it may say so.
+
+        Args:
+            stages: of the job, at its start, if peers may play the roles of lost ranks.
+        """
+        self._store.set(_key(number, "finished"), stages or True)
+
+    def note_end(self) -> None:
+        """Say that a rank ends as planned, as all others do then: no rank is replaced or begins again."""
+        self._store.set("ended", True)
+
+    def have_ended(self) -> bool:
+        """Return whether a rank has said so."""
+        return self._store.get("ended") is not None
+
+    def stages(self) -> Stages:
+        """Return the groups of each stage, one of which must live; none if no role can be played."""
+        said = self._store.get(_key(0, "finished"))
+        return said if isinstance(said, list) else ()
+
+    def is_declared(self, number: int) -> bool:
+        """Return whether a round has begun."""
+        return self._has(number, "declared")
+
+    def newest(self, since: int = 0) -> int:
+        """Return the number of the last round that has begun, at or after one that has."""
+        while self.is_declared(since + 1):
+            since += 1
+        return since
+
+    def replaced(self, number: int) -> tuple[int, ...]:
+        """Return the ranks whose processes are not part of a round or of a later one: their node is lost."""
+        return tuple((self._store.get(_key(number, "declared")) or {}).get("ranks", ()))
+
+    def is_own_lost(self, number: int) -> bool:
+        """Return whether the rank's process so far is not part of a round: its node is lost."""
+        return self.rank in self.replaced(number)
+
+    def absent(self, number: int) -> frozenset[int]:
+        """Return the ranks without a process in a round that has begun: peers play their roles."""
+        return frozenset(self._of_absent(number).get("absent", ()))
+
+    def lost_s(self, number: int) -> float:
+        """Return the time since 1970 when the last of them was heard that was lost; 0 if none is absent."""
+        return float(self._of_absent(number).get("lost_s", 0.0))
+
+    def _of_absent(self, number: int) -> dict[str, Any]:
+        """Return the last verdict, up to a round, that has named absent ranks: other rounds leave them be."""
+        since, verdict = self._known if self._known[0] <= number else (0, {})
+        for each in range(number, since, -1):
+            found = self._store.get(_key(each, "declared")) or {}
+            if "absent" in found:
+                verdict = found
+                break
+        if self.is_declared(number):  # verdicts do not change: later looks begin here
+            self._known = number, verdict
+        return verdict
+
+    def declare_lost(
+        self,
+        ranks: Sequence[int],
+        since: int = 0,
+        absent: Sequence[int] | None = None,
+        lost_s: float = 0.0,
+    ) -> int:
+        """Begin a round of its own from which on processes of lost nodes are left out; return its number.
+
+        Args:
+            absent: all ranks that have no process from this round on; None for those of the round before.
+            lost_s: time since 1970 when the last of them was heard.
+        """
+        verdict: dict[str, Any] = {"ranks": list(ranks)}
+        if absent is not None:
+            verdict |= {"absent": list(absent), "lost_s": lost_s}
+        number = self.newest(since) + 1
+        while not self._declare(number, verdict):
+            number += 1
+        return number
+
+    def survivors(self, number: int) -> set[int]:
+        """Return the ranks that know where training is, up to a round; those who met in a round know it."""
+        left = set(range(self._world_size)) - self.absent(number)
+        while not self.is_finished(number) and not self._has(number, "all_members"):
+            said = self._store.values(_key(number, "members"))
+            left -= {*self.replaced(number), *(each["rank"] for each in said if not each["facts"])}
+            number -= 1
+        return left
+
+    def has_broken_too_many(self, number: int) -> bool:
+        """Return whether as many rounds before this one as may be were broken."""
+        before = range(number - MOST_UNFINISHED, number)
+        return before[0] > 0 and not any(map(self.is_finished, before))
+
+    def suspect(self, number: int) -> None:
+        """Say, before a round, that a connection of the one before has ended: a node may be lost."""
+        self._store.set(_key(number, "suspected"), True)
+
+    def is_suspected(self, number: int) -> bool:
+        """Return whether some rank has said so."""
+        return self._has(number, "suspected")
+
+    def is_next_suspected(self, since: int) -> bool:
+        """Return whether some rank has said so of the round that is next, at or after one that has begun."""
+        return self.is_suspected(self.newest(since) + 1)
+
+    def note_waiting(self) -> None:
+        """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
+        self._store.append("waiting", self.rank)
+
+    def are_waiting(self, ranks: Sequence[int]) -> bool:
+        """Return whether all of some ranks have said so."""
+        return set(ranks) <= set(self._store.values("waiting"))
+
+    def some_wait(self, ranks: Sequence[int]) -> bool:
+        """Return whether any of some ranks has said so."""
+        return not set(ranks).isdisjoint(self._store.values("waiting"))
+
+    def wait_for_spare(self, number: int) -> None:
+        """Say that no node is there to replace the one that a round has lost."""
+        self._store.set(_key(number, "waits"), True)
+
+    def note_spare(self, number: int) -> None:
+        """Say that one is there now."""
+        self._store.set(_key(number, "waits_no_more"), True)
+
+    def _waits_for_spare(self, number: int) -> bool:
+        return self._has(number, "waits") and not self._has(number, "waits_no_more")
+
+    def _declare(self, number: int, what: dict[str, Any]) -> bool:
+        """Begin a round, unless it has begun; return whether it is that of the caller."""
+        return bool(self._store.set_first(_key(number, "declared"), what) == what)
+
+    def time_out(self, number: int) -> None:
+        """Say that a rank has timed out waiting for another, in groups of the round before this one."""
+        self._store.set(_key(number, "timed_out"), True)
+
+    def has_timed_out(self, number: int) -> bool:
+        """Return whether some rank has said so."""
+        return self._has(number, "timed_out")
+
+    def has_joined(self, number: int, rank: int) -> bool:
+        """Return whether a rank takes part in a round already."""
+        return any(said["rank"] == rank for said in self._store.values(_key(number, "members")))
+
+    def join(self, number: int, member: Member) -> None:
+        """Take part in a round, once. A replacement declares it with that."""
+        if member.died_s is not None:
+            self._declare(number, {})
+        self._store.append(_key(number, "members"), asdict(member))
+
+    def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Member]:
+        """Return all members of a round, by rank. Called by all of them.
+
+        Raises:
+            RepairError: if some have not joined in time, or the round is broken.
+        """
+        told = self._wait_for(number, "members", deadline_s)
+        members = [Member(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
+        return sorted(members, key=lambda each: each.rank)
+
+    def wait_until_ready(self, number: int, deadline_s: float) -> None:
+        """Say that this rank can make connections, and wait until all can.
+
+        Raises:
+            RepairError: if some cannot in time, or the round is broken.
+        """
+        self._store.append(_key(number, "ready"), {"rank": self.rank})
+        self._wait_for(number, "ready", deadline_s)
+
+    def lacks(self, number: int, ranks: Sequence[int]) -> bool:
+        """Return whether all wait for some of these ranks, in a round or in a later one, to say so."""
+        newest = self.newest(number)
+        ready = (self._store.values(_key(each, "ready")) for each in range(number, newest + 1))
+        is_ready = any({*ranks} <= {said["rank"] for said in each} for each in ready)
+        return not is_ready and self._has(newest, "all_members")
+
+    @awaiting_others()
+    def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
+        """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
+        end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
+        awaited = set(range(self._world_size)) - self.absent(number)
+        while True:
+            if self.rank == min(awaited):
+                said = {each["rank"]: each for each in self._store.values(_key(number, what))}
+                if said.keys() == awaited:
+                    self._store.set(told_key, told := _by_value(said))
+                    return told
+                missing = f"{sorted(awaited - said.keys())} are missing"
+            else:
+                if (told := self._store.get(told_key)) is not None:
+                    return told
+                missing = f"rank {min(awaited)} says which are missing"
+            if self.is_declared(number + 1):
+                raise RepairError(f"round {number} is broken: one of its ranks has died")
+            if time.monotonic() > end_s and self._waits_for_spare(number):
+                end_s = time.monotonic() + deadline_s
+                note_progress()
+            if time.monotonic() > end_s:
+                raise RepairError(
+                    f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
+                )
+            time.sleep(self.poll_s)
+
+    def _has(self, number: int, what: str) -> bool:
+        return self._store.get(_key(number, what)) is not None
+
+
+def _key(number: int, what: str) -> str:
+    return f"round_{number}/{what}"
+
+
+def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
+    """Return pairs of what was said, without the rank, and the ranks: most say the same."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(said.items()):
+        rest = {name: each for name, each in value.items() if name != "rank"}
+        found.setdefault(json.dumps(rest), []).append(rank)
+    return [[json.loads(text), ranks] for text, ranks in found.items()]
+
+
+def declare(
+    store: SignedStore,
+    rank: int,
+    world_size: int,
+    died_s: float,
+    hung_s: float = 0.0,
+    *,
+    since: int = 0,
+) -> int:
+    """Join the round in which a replacement takes the place of a dead rank, and return its number.
+
+    Args:
+        since: the round in which the rank came to this node.
+
+    Raises:
+        ReplacedError: if another node has the rank now.
+        RepairError: if too many rounds have been broken.
+    """
+    rounds = Rounds(store, rank, world_size)
+    number = max(since, 1)  # what came before that is not this process's
+    while True:
+        is_past = rounds.is_finished(number) or rounds.has_joined(number, rank)
+        if not is_past and rounds.has_broken_too_many(number):
+            raise RepairError(
+                f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
+            )
+        if is_past or rounds.is_declared(number) or rounds._declare(number, {}):
+            # It is declared, so this does not change any more.
+            if number > since and rank in rounds.replaced(number):
+                raise ReplacedError(f"another node has rank {rank} since round {number}")
+            if not is_past:
+                break
+            number += 1
+    rounds.join(number, Member(rank=rank, died_s=died_s, hung_s=hung_s))
+    return number

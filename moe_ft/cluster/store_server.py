@@ -1,0 +1,236 @@
+"""Server of the job's store: keeps values for processes that have proven the start's token, in one thread.
+
+Strangers get little: so many connections at a time, for so long, with nothing stored for them. The oldest of
+them goes when another one comes, so that those who fill the places do not keep a rank out for long. What is
+said, and how a side proves itself, is store_wire.py.
+"""
+
+import asyncio
+import hmac
+import socket
+import threading
+from collections import defaultdict
+from typing import override
+
+from moe_ft.addresses import keep_alive
+from moe_ft.cluster.store_wire import (
+    ANSWER_BYTES,
+    HEADER_BYTES,
+    NONCE_BYTES,
+    REQUEST,
+    Reply,
+    Request,
+    Seal,
+    greeting,
+    length_of,
+    proof,
+    rank_that_asks,
+)
+
+MAX_STRANGERS = 512
+STRANGER_S = 3.0
+_CROWDED_S = 0.5  # that a stranger has in any case: a rank needs milliseconds
+_BACKLOG = 4096
+
+
+class StoreServer:
+    """Values by key, and who waits for them. All but `start` runs in the server's own thread.
+
+    Attributes:
+        values: by key.
+    """
+
+    def __init__(self, token: str, run: str, *, num_seats: int = 0) -> None:
+        """Listen not yet.
+
+        Args:
+            token: secret of the start.
+            run: name of the job's run, by which clients know another job's store.
+            num_seats: ranks that get the token when they ask for it, each once; the first knows it.
+        """
+        self.token, self.run = token.encode(), run
+        self.values: dict[str, bytes] = {}
+        self._waiting: defaultdict[str, set[_Client]] = defaultdict(set)
+        self._strangers: dict[_Client, float] = {}  # since when they are there, the oldest first
+        self._seats = set(range(1, num_seats))  # of those that have not asked
+
+    def start(self, listener: socket.socket) -> None:
+        """Serve those who connect, from now on until this process ends."""
+        loop = asyncio.new_event_loop()
+        serving = loop.create_server(lambda: _Client(self, loop), sock=listener, backlog=_BACKLOG)
+        loop.run_until_complete(serving)
+        threading.Thread(target=loop.run_forever, name="moe_ft-store", daemon=True).start()
+
+    def admit(self, stranger: "_Client", now_s: float) -> bool:
+        """Return whether a stranger may stay for now; another one may have to go for that."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest, since_s = next(iter(self._strangers.items()))
+            if now_s - since_s < _CROWDED_S:
+                return False
+            oldest.end()
+        self._strangers[stranger] = now_s
+        return True
+
+    def forget(self, stranger: "_Client") -> None:
+        """Count a connection no more: it has proven itself, or is closed."""
+        self._strangers.pop(stranger, None)
+
+    def give_token(self, rank: int) -> bytes:
+        """Return the token for a rank that asks; empty if another process has had it, or nobody gets it."""
+        if rank not in self._seats:
+            return b""
+        self._seats.remove(rank)
+        return self.token
+
+    def answer(self, client: "_Client", request: Request) -> None:
+        """Do what a client asks for, and reply; it may have to wait."""
+        values = self.values
+        key = request.keys[0] if request.keys else ""
+        if request.op == "wait":
+            self._wait(client, request)
+            return
+        reply = Reply()
+        if request.op == "count":
+            reply = Reply(number=len(values))
+        elif request.op == "delete":
+            reply = Reply(number=int(values.pop(key, None) is not None))
+        elif request.op == "add":
+            number = int(values.get(key, b"0")) + request.amount
+            values[key], reply = b"%d" % number, Reply(number=number)
+        elif request.op == "append":
+            values[key] = values.get(key, b"") + request.value
+        elif request.op == "set":
+            values[key] = request.value
+        elif values.get(key, b"") == request.expected:  # as torch has it: empty means missing
+            values[key] = request.value
+            reply = Reply(value=request.value)
+        else:
+            reply = Reply(value=values.get(key, request.expected))
+        client.reply(reply)
+        if key in values:
+            for each in self._waiting.pop(key, ()):
+                self._wait(each, each.asked)
+
+    def _wait(self, client: "_Client", request: Request | None) -> None:
+        """Reply if all values are there, or if the client does not wait; else wait for one of them."""
+        assert request is not None
+        missing = next((key for key in request.keys if key not in self.values), None)
+        if missing is None or request.wait_s <= 0:
+            self.leave(client)
+            client.reply(Reply(self.values.get(request.keys[0]), int(missing is None)))
+        else:
+            self._waiting[missing].add(client)
+            client.wait(request, missing)
+
+    def leave(self, client: "_Client") -> None:
+        """Have a client wait no more."""
+        missing = client.stop_waiting()
+        self._waiting[missing].discard(client)
+        if not self._waiting[missing]:
+            del self._waiting[missing]
+
+
+class _Client(asyncio.Protocol):
+    """One connection: a stranger until its proof, and then a client with one request at a time."""
+
+    def __init__(self, server: StoreServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._server, self._loop = server, loop
+        self._buffer = bytearray()
+        self._greeted = greeting(server.run)
+        self._incoming: Seal | None = None  # once it has proven itself
+        self.asked: Request | None = None  # while it waits
+        self._missing = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        keep_alive(transport.get_extra_info("socket"))
+        if not self._server.admit(self, self._loop.time()):
+            transport.abort()
+            return
+        self._timer = self._loop.call_later(STRANGER_S, self.end)
+        transport.write(self._greeted)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            if self._incoming is None:
+                self._meet()
+                return
+            while (request := self._next_request(self._incoming)) is not None:
+                self._server.answer(self, request)
+        except (ConnectionError, ValueError, IndexError):  # msgspec's errors are of ValueError
+            self.end()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.forget(self)
+        self._server.leave(self)
+
+    def _meet(self) -> None:
+        """Take the proof of a stranger, or its question for the token, once all of it is there."""
+        answer = bytes(self._buffer)
+        if len(answer) < ANSWER_BYTES:
+            return
+        if len(answer) > ANSWER_BYTES:
+            raise ConnectionError("nobody sends more before it has been answered")
+        self._buffer.clear()
+        token, nonce = self._server.token, answer[:NONCE_BYTES]
+        expected = proof(token, b"client", self._greeted, nonce)
+        if hmac.compare_digest(answer[NONCE_BYTES:], expected):
+            self.stop_waiting()  # it has proven itself in time
+            self._server.forget(self)
+            self._incoming = Seal(token, b"client", self._greeted, nonce)
+            self._outgoing = Seal(token, b"server", self._greeted, nonce)
+            self._transport.write(proof(token, b"server", self._greeted, nonce))
+        elif (rank := rank_that_asks(self._greeted, answer)) is not None:
+            self._transport.write(self._server.give_token(rank))
+            self._transport.close()
+        else:
+            raise ConnectionError("the token is wrong: another job or an older start")
+
+    def _next_request(self, seal: Seal) -> Request | None:
+        """Return the next request; None if it is not there yet."""
+        if len(self._buffer) < HEADER_BYTES:
+            return None
+        header = bytes(self._buffer[:HEADER_BYTES])
+        end = HEADER_BYTES + length_of(header)
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[HEADER_BYTES:end])
+        del self._buffer[:end]
+        seal.check(header, body)
+        if self.asked is not None:
+            raise ConnectionError("a request before the answer to the last one")
+        return REQUEST.decode(body)
+
+    def reply(self, reply: Reply) -> None:
+        """Answer the request."""
+        self._transport.write(self._outgoing.seal(reply))
+
+    def wait(self, request: Request, missing: str) -> None:
+        """Wait for a value, at most as long as the request says in all."""
+        if self.asked is None:
+            self._timer = self._loop.call_later(request.wait_s, self._give_up)
+        self.asked, self._missing = request, missing
+
+    def stop_waiting(self) -> str:
+        """Wait no more, neither for a value nor for a proof; return the key of the value."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.asked, self._timer = None, None
+        return self._missing
+
+    def _give_up(self) -> None:
+        assert self.asked is not None
+        keys = self.asked.keys
+        self._server.leave(self)
+        self.reply(Reply(self._server.values.get(keys[0]), 0))
+
+    def end(self) -> None:
+        """Close the connection at once."""
+        self._server.forget(self)
+        self._transport.abort()

@@ -1,0 +1,71 @@
+"""Link of a rank and its zygote: an end that is taken as it is, and real beats.
+
+How silence counts is simulated (tests/simulation/repairs); test_zygote.py replaces ranks that die and stop.
+"""
+
+import threading
+
+import pytest
+
+from moe_ft.cluster.link import (
+    Heart,
+    Link,
+    own_link,
+    period_s,
+    retire_own,
+    set_own_link,
+    wants_repair,
+)
+from tests.waiting import wait_for
+
+
+def test_process_that_is_to_end_retires_the_link_that_it_has() -> None:
+    assert own_link() is None
+    retire_own()  # has none: nothing to do
+    link = Link(died_s=12.5)
+    assert link.is_replacement
+    link.arm()
+    set_own_link(link)
+    try:
+        assert own_link() is link
+        retire_own()
+        assert not link.is_armed
+        link.arm()  # its training thread does not know yet
+        assert not link.is_armed
+    finally:
+        set_own_link(None)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("train.py --moe-ft-repair auto --seed 1", True),
+        ("train.py --moe-ft-repair=auto", True),
+        ("train.py --moe-ft-repair auto --moe-ft-repair off", False),
+        ("train.py --moe-ft-repair", False),
+        ("train.py auto", False),
+    ],
+)
+def test_last_value_of_the_flag_counts(line: str, wanted: bool) -> None:
+    assert wants_repair(line.split()) == wanted
+
+
+def test_looks_are_frequent_enough_for_short_limits_and_rare_for_long_ones() -> None:
+    assert (period_s(2.0), period_s(600.0), period_s(0)) == (0.2, 1.0, 1.0)
+
+
+def test_heart_beats_until_it_is_closed() -> None:
+    link = Link()
+    heart = Heart(link, limit_s=1.0)
+    assert link.limit_s == 0, "it is not started"
+    heart.start(20.0)
+    assert link.limit_s == 20.0, "until the next call"
+    heart.start()  # there is one thread
+    assert link.limit_s == 1.0
+    wait_for(lambda: link.beats > 2, "beats")
+    heart.close()
+    beats = link.beats
+    assert link.limit_s == 0
+    assert not [each for each in threading.enumerate() if each.name == "moe_ft-heart"]
+    assert link.beats == beats
+    Heart(link, limit_s=1.0).close()  # was never started

@@ -1,1 +1,0 @@
-"""Tests of moe_ft/keeper."""
