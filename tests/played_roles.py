@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place
 from megatron.fault_tolerance.repair.catch_up import Step
 from megatron.fault_tolerance.seams import hooks
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.planning.schedules import Cell
@@ -43,12 +46,12 @@ class Running:
 def run(
     flags: list[str],
     before: Callable[[Running], None],
-    degrade: Callable[[Patches], Degradation] = Degradation,
+    degrade: Callable[[DataSets], Degradation] = Degradation,
 ) -> Running:
     """Train; call something before each iteration. Return what ran last.
 
     Args:
-        degrade: makes the seams of dead ranks.
+        degrade: makes what plays roles.
     """
     found: list[Running] = []
     known: list[Listeners] = []
@@ -57,8 +60,8 @@ def run(
         known.append(listeners)
         return original(listeners, *given)
 
-    def step(original: Any, *args: Any, **kwargs: Any) -> Any:
-        (listeners,) = known
+    def step(degradation: Degradation, *called: Any, **kwargs: Any) -> Any:
+        (listeners,), original, args = known, partial(play, degradation, called[0]), called[1:]
         running = Running(
             degradation=degradation,
             iteration=kwargs["iteration"],
@@ -70,9 +73,11 @@ def run(
         before(running)
         return original(*args, **kwargs)
 
-    with Patches() as patches:
-        degradation = degrade(patches)
-        patches.wrap(training, "train_step", step)
+    data_sets, play = DataSets(), Degradation._train_step
+    with Patches() as patches, Layers() as layers:
+        patches.set(Degradation, "_train_step", step)
+        data_sets.install(layers)
+        degrade(data_sets).install(layers)
         patches.wrap(hooks, "installed", install)
         pretrain_gpt_moe.main(flags)
         return found[0]

@@ -23,8 +23,8 @@ from megatron.fault_tolerance.custom.settings import (
     megatron_settings,
 )
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
-from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.settings import lines_on_gpus
+from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
@@ -147,9 +147,9 @@ class Checkpointer:
         listeners, (model, optimizer, _) = self._listeners, self._built
         self._stage = _Stage.RECOVERING
         self._opened.enter_context(listeners)
-        patches = self._opened.enter_context(Patches())
+        layers = self._opened.enter_context(Layers())
         listeners.before_setup()
-        self._seams.install(optimizer, patches)
+        self._seams.install(optimizer, layers)
         for chunk in model:
             self._opened.callback(chunk.register_forward_pre_hook(self._begin_forward).remove)
             self._opened.callback(chunk.register_forward_hook(self._watch_output).remove)

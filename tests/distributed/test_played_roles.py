@@ -20,6 +20,7 @@ from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 import pretrain_gpt_moe
 from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.planning.schedules import Cell
 from moe_ft.state.digest import digest_state
@@ -115,11 +116,13 @@ def run_logged(flags: list[str], before: Callable[[Running], None]) -> Running:
             save_gradients(running.built[0], [dist.get_rank(), *shards])
         return result
 
-    def degrade(patches: Patches) -> Degradation:
-        return Degradation(patches, late, is_whole=SHARED not in os.environ)
+    def degrade(data_sets: DataSets) -> Degradation:
+        return Degradation(data_sets, late, is_whole=SHARED not in os.environ)
 
     with Patches() as patches:
         samples.install(patches)
+        if late is not None:
+            late.install(patches)
         patches.wrap(training, "train_step", step)
         last = run(flags, begin, degrade=degrade)
         samples.begin(-1)

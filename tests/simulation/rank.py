@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
-from megatron.fault_tolerance.seams.patching import Patches as Seams
+from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.engine.background import Report
 from moe_ft.engine.seats import SeatedAgreement
 from moe_ft.events import EventLog
@@ -152,8 +152,8 @@ class Rank:
             self._loop = SimulatedLoop(self._world, self._training, self._life.rank)
             self._world.process.local["model"] = self._loop.model
             self._listeners = self._make_listeners(state, log, writer)
-            with self._listeners, Seams() as seams:
-                self._run(seams)
+            with self._listeners, Layers() as layers:
+                self._run(layers)
             code = 0
         except Exception as error:
             self._life.error = self._life.error or error
@@ -172,10 +172,10 @@ class Rank:
         pipeline_log = PipelineLog(self._checkpoints, loop, state)
         return Listeners(state, [routers, pipeline_log, self._checkpoints])
 
-    def _run(self, seams: Seams) -> None:
+    def _run(self, layers: Layers) -> None:
         listeners = self._listeners
         try:
-            self._set_up(seams)
+            self._set_up(layers)
             self._train()
             listeners.end_training()
             self._note_promises()
@@ -188,11 +188,11 @@ class Rank:
             listeners.failed(error)
             raise
 
-    def _set_up(self, seams: Seams) -> None:
+    def _set_up(self, layers: Layers) -> None:
         listeners, loop, model = self._listeners, self._loop, self._loop.model
         listeners.before_setup()
         self._seams = IterationSeams(listeners, listeners.before_step)
-        self._seams.install(model.optimizer, seams)
+        self._seams.install(model.optimizer, layers)
         listeners.after_setup(model.built, 0)
         model.position = loop.consumed  # the data iterators are built
         built, optimizer, _ = model.built

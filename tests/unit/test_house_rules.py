@@ -65,12 +65,10 @@ MAY_UNPICKLE = {
     **dict.fromkeys(
         [
             f"megatron/fault_tolerance/{name}.py"
-            for name in ("degraded/live_groups", "degraded/deputies", "repair/build")
+            for name in ("degraded/live_groups", "seams/collectives", "seams/stack")
         ],
         "answers what Megatron gathers by `all_gather_object`",
     ),
-    "megatron/fault_tolerance/program/stages.py": "answers it for Megatron, and sends nothing",
-    "megatron/fault_tolerance/seams/replay.py": "names what Megatron may call, to record it",
     "moe_ft/convert/torch_metadata.py": "reads checkpoints of others, and knows their few classes",
 }
 UNPICKLES = re.compile(

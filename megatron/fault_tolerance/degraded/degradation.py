@@ -3,14 +3,13 @@
 Nothing that Megatron has built changes: groups, sizes, buffers and scales stay those of the healthy job.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training import get_args, training
 
 from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts_of_dead
@@ -19,8 +18,10 @@ from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
 from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
-from megatron.fault_tolerance.repair.catch_up import COUNTERS
+from megatron.fault_tolerance.seams.counters import COUNTERS, begin_at, counters_of
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.seats import Seat, Seats
 from moe_ft.events import EventLog
@@ -40,27 +41,28 @@ class Degradation:
     """
 
     def __init__(
-        self, patches: Patches, late: LateGradients | None = None, *, is_whole: bool = True
+        self, data_sets: DataSets, late: LateGradients | None = None, *, is_whole: bool = True
     ) -> None:
-        """Wrap what an iteration needs, before `pretrain` is called, until the patches end.
+        """Run iterations of the whole job.
 
         Args:
             late: puts gradients of weights off in iterations of the executor; None: they are not.
             is_whole: whether one peer plays all of a role, bit for bit, or peers share it, which is faster.
         """
         self._late, self._is_whole = late, is_whole
-        if late is not None:
-            late.install(patches)
-        self._batches, self.deputies = CellBatches(), Deputies()
+        self._batches, self.deputies = CellBatches(data_sets), Deputies()
         self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
         self._stand_in: Together | Idle | None = None  # for the checkpoints of this rank
-        self._patches = Patches()  # while ranks are dead
+        self._layers, self._while_dead = Layers(), ExitStack()
         self._has_room = False
-        self._batches.install(patches)
-        self.deputies.install(patches)
-        patches.wrap(training, "train_step", self._train_step)
-        patches.wrap(training, "setup_model_and_optimizer", self._set_up)
+
+    def install(self, layers: Layers) -> None:
+        """Put layers around what an iteration needs."""
+        self._layers = layers
+        self.deputies.install(layers)
+        functions = {"train_step": self._train_step, "setup_model_and_optimizer": self._set_up}
+        layers.put(Layer.ROLES, functions)
 
     def run_healthy(self, built: Built) -> None:
         """Run iterations of the whole job by the executor from the next one on. Called by all ranks."""
@@ -108,16 +110,19 @@ class Degradation:
         # A repair has a store of its own for each round.
         name = f"without_{'_'.join(map(str, sorted(lost)))}"
         groups = LiveGroups(lost, chosen, name, recording, connect_s)
-        groups.install(self._patches)
+        self._while_dead.enter_context(groups.answering())
         self._executor = Executor(
             place, roles, built[0], self._batches, groups, self._late, is_whole=self._is_whole
         )
         self._share_checkpoints(chosen, built, listeners, groups)
         if self.deputies.shards:
-            self._patches.wrap(built[1], "step", partial(self._step, built[1]))
+            step = partial(self._step, built[1])
+            layers = self._while_dead.enter_context(Layers())
+            layers.put(Layer.ROLES, {"ChainedOptimizer.step": step}, of=built[1])
         last = dist.get_world_size() - 1
         if last in chosen:  # Megatron's last rank prints log lines
-            self._patches.set(
+            patches = self._while_dead.enter_context(Patches())
+            patches.set(
                 training, "print_rank_last", _print if chosen[last] == place.rank else _leave_out
             )
         if place.rank == min(groups.ranks):
@@ -129,7 +134,7 @@ class Degradation:
 
         Their groups have their members again. The next setup recovers the state, on ranks that are back too.
         """
-        self._patches.__exit__()
+        self._while_dead.close()
         if self._executor is not None:
             self._executor.leave()
         self._executor, self.chosen = None, {}
@@ -180,14 +185,15 @@ class Degradation:
         self._stand_in = Together(checkpoints, dead, seats, limit_s, tell)
         listeners.replace(checkpoints, self._stand_in)
 
-    def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if get_args().use_distributed_optimizer:  # roles are refused without
             check_weights(result[0])
-            RoleNorm(result[1], self.deputies).install()
+            norm = RoleNorm(result[1], self.deputies)
+            self._layers.put(Layer.ROLES, {"ChainedOptimizer.get_grad_norm": norm}, of=result[1])
         return result
 
-    def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._executor is not None:  # instead of forward_backward_func
             args = (*args[:6], self._executor, *args[7:])
         if self._late is not None:
@@ -207,7 +213,7 @@ class Degradation:
         self.deputies.follow(args[3])
         return result
 
-    def _step(self, optimizer: Any, original: Callable[..., Any]) -> Any:
+    def _step(self, optimizer: Any, original: Function) -> Any:
         with self.deputies.stepping(optimizer):
             return original()
 
@@ -218,13 +224,12 @@ def _tell_idle(groups: LiveGroups, loop: LoopState) -> None:
         return
     args = get_args()
     source = min(set(groups.ranks) - groups.idle)
-    names = ("iteration", *COUNTERS)
-    found = torch.tensor([float(getattr(args, name)) for name in names], dtype=torch.float64)
+    found = torch.tensor([args.iteration, *counters_of(args).values()], dtype=torch.float64)
     dist.broadcast(found, src=source, group=groups.everyone)
     if dist.get_rank() in groups.idle:
-        *counts, num_operations = found.tolist()
-        vars(args).update(zip(names, (*map(int, counts), num_operations), strict=True))
-        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        iteration, *counts, num_operations = found.tolist()
+        values = (*map(int, counts), num_operations)
+        begin_at(args, int(iteration), dict(zip(COUNTERS, values, strict=True)))
         loop.iteration = args.iteration
 
 

@@ -5,7 +5,7 @@ Masters and moments come from a recovery (moe_ft/loop/dead_ranks.py). In each st
 own optimizer, whose gather of weights then carries both.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,16 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
-from megatron.training import training
 
+from megatron.fault_tolerance.seams.collectives import recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.engine.seats import Seat
 from moe_ft.loop.listeners import Built
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.random_states import Randomness
 from moe_ft.state.tensors import inner_optimizers
-
-Function = Callable[..., Any]
 
 
 class Deputies:
@@ -35,36 +34,22 @@ class Deputies:
     def __init__(self) -> None:
         self.shards: dict[int, Any] = {}
         self._build: Function | None = None
-        self._gathered: list[list[Any]] = []
 
-    def install(self, patches: Patches) -> None:
+    def install(self, layers: Layers) -> None:
         """Watch the optimizer being built."""
-        patches.wrap(training, "get_megatron_optimizer", self._note)
+        layers.put(Layer.DEPUTIES, {"get_megatron_optimizer": self._note})
 
     def _note(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Build the optimizer, and remember how, with what ranks have told each other meanwhile."""
-
-        def gather(gather_original: Function, values: list[Any], *rest: Any, **given: Any) -> None:
-            gather_original(values, *rest, **given)
-            self._gathered.append(list(values))
-
-        self._gathered = []
-        with Patches() as patches:
-            patches.wrap(dist, "all_gather_object", gather)
-            result = original(*args, **kwargs)
+        gathered: list[list[Any]] = []
 
         def build() -> Any:
-            answers = iter(self._gathered)
-
-            def answer(values: list[Any], *_: Any, **__: Any) -> None:
-                values[:] = next(answers)
-
-            with Patches() as patches:
-                patches.set(dist, "all_gather_object", answer)
+            with recorded(Layer.DEPUTIES, iter(gathered)):
                 return original(*args, **kwargs)
 
         self._build = build
-        return result
+        with recording(Layer.DEPUTIES, gathered.append):
+            return original(*args, **kwargs)
 
     def take(self, dead: int, built: Built) -> Any:
         """Become the deputy of a dead rank; return the optimizer of its shard, which has no state yet.
@@ -121,15 +106,12 @@ class RoleNorm:
     """
 
     def __init__(self, optimizer: Any, deputies: Deputies) -> None:
-        self._optimizer, self._deputies = optimizer, deputies
+        self._deputies = deputies
         self._chain = list(optimizer.chained_optimizers)  # of this rank's own shard
 
-    def install(self) -> None:
-        """Give the optimizer this norm, for the life of the process."""
-        self._optimizer.get_grad_norm = self._norm
-
     @torch.no_grad()
-    def _norm(self) -> Any:
+    def __call__(self, _: Function) -> Any:
+        """Return the norm; Megatron's own is not asked."""
         parts = {dist.get_rank(): self._chain}
         parts |= {dead: inner_optimizers(each) for dead, each in self._deputies.shards.items()}
         device = torch.cuda.current_device()

@@ -10,11 +10,9 @@ takes part in what the whole job decides, such as the end of training, and nothi
 until it is given new ones.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +28,13 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+from megatron.fault_tolerance.seams import collectives
+from megatron.fault_tolerance.seams.collectives import Call
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.replay import COLLECTIVES
+from megatron.fault_tolerance.seams.stack import Layer
 from moe_ft.errors import RepairError
 
-Function = Callable[..., Any]
 Recording = Callable[[], AbstractContextManager[Any]]
 # Megatron took these when it was imported.
 _CAPTURED = (
@@ -43,6 +42,7 @@ _CAPTURED = (
     (param_and_grad_buffer, "dist_all_gather_func", "all_gather_into_tensor"),
     (timers, "dist_all_gather_func", "all_gather_into_tensor"),
 )
+_UNKNOWN = object()  # of what no live rank knows
 
 
 class LiveGroups:
@@ -72,6 +72,14 @@ class LiveGroups:
             connect_s: for members to connect; None for as long as an operation may take.
         """
         self._recording, self._connect_s = recording, connect_s
+        self._answers: dict[str, Callable[..., object]] = {
+            "all_reduce": self._all_reduce,
+            "reduce_scatter_tensor": self._reduce_scatter,
+            "all_gather_into_tensor": self._all_gather,
+            "all_gather_object": self._all_gather_object,
+            "broadcast": self._broadcast,
+            "barrier": self._barrier,
+        }
         self._dead, self._deputies, self._name = dead, deputies, name
         self.idle = deputies.keys() - dead
         self._known: torch.Tensor | None = None
@@ -128,20 +136,13 @@ class LiveGroups:
         _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         return group
 
-    def install(self, patches: Patches) -> None:
-        """Answer collectives of torch.distributed until the patches end."""
-        answers: dict[str, Function] = {
-            "all_reduce": self._all_reduce,
-            "reduce_scatter_tensor": self._reduce_scatter,
-            "all_gather_into_tensor": self._all_gather,
-            "all_gather_object": self._all_gather_object,
-            "broadcast": self._broadcast,
-            "barrier": self._barrier,
-        }
-        for name in COLLECTIVES:
-            patches.wrap(dist, name, partial(self._call, name, answers.get(name)))
-        for module, name, original in _CAPTURED:
-            patches.set(module, name, getattr(dist, original))
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer collectives of torch.distributed in this context."""
+        with collectives.answering(Layer.ROLES, self._answer), Patches() as patches:
+            for module, name, original in _CAPTURED:
+                patches.set(module, name, getattr(dist, original))
+            yield
 
     def count(self, num_tokens: torch.Tensor) -> None:
         """Sum a number of tokens over all live ranks; what else is done with it is answered with the sum.
@@ -152,27 +153,20 @@ class LiveGroups:
             dist.all_reduce(num_tokens, group=self.everyone)
         self._known = num_tokens
 
-    def _call(
-        self, name: str, answer: Function | None, original: Function, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        group = given.pop("group", None) or dist.group.WORLD
-        if given.get("tensor") is self._known is not None:
+    def _answer(self, call: Call) -> Any:
+        if call.given.get("tensor") is self._known is not None:
             return None
-        if group not in self._live:
-            return original(*args, **kwargs)
-        if answer is None:
-            raise self._refusal(name, group)
+        if call.group not in self._live:
+            return call.run()
+        answer = self._answers.get(call.name)
+        given = dict(call.given)
         is_later = given.pop("async_op", False)
-        answer(group, **given)
+        if answer is None or answer(call.group, **given) is _UNKNOWN:
+            raise RepairError(
+                f"{call} has no answer without ranks {sorted(self._dead)}, which are dead. Start the job "
+                "again, and report the model's flags"
+            )
         return _Done() if is_later else None
-
-    def _refusal(self, name: str, group: Any) -> RepairError:
-        return RepairError(
-            f"torch.distributed.{name} of ranks {dist.get_process_group_ranks(group)} has no answer "
-            f"without ranks {sorted(self._dead)}, which are dead. Start the job again, and report the "
-            "model's flags"
-        )
 
     def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         is_mean = op == dist.ReduceOp.AVG
@@ -210,7 +204,7 @@ class LiveGroups:
             if live is not None and source in dist.get_process_group_ranks(live):
                 dist.broadcast(part, src=source, group=live)
 
-    def _all_gather_object(self, group: Any, object_list: list[Any], obj: Any) -> None:
+    def _all_gather_object(self, group: Any, object_list: list[Any], obj: Any) -> object:
         """Have a dead rank's value be that of its deputy."""
         ranks, live = dist.get_process_group_ranks(group), self._live[group]
         values, owners = [obj], [dist.get_rank()]
@@ -222,8 +216,9 @@ class LiveGroups:
         absent = self._absent(group)
         speakers = [self._deputies[rank] if rank in absent else rank for rank in ranks]
         if not found.keys() >= set(speakers):
-            raise self._refusal("all_gather_object", group)
+            return _UNKNOWN
         object_list[:] = [found[each] for each in speakers]
+        return None
 
     def _broadcast(
         self,

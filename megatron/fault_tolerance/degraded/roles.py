@@ -6,15 +6,15 @@ optimizer.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.training import get_args, training
+from megatron.training import get_args
 
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from moe_ft.format.records import RandomStates
 from moe_ft.planning.cells import samples_of
 from moe_ft.planning.lost_ranks import Layout
@@ -76,23 +76,12 @@ class CellBatches:
     The loop's iterator of a rank has only its own, and only in order.
     """
 
-    def __init__(self) -> None:
-        self._data_set: Any = None
-        self._collate: Callable[[Sequence[Any]], Any] | None = None
-
-    def install(self, patches: Patches) -> None:
-        """Watch the loop build its loaders."""
-        patches.wrap(training, "build_train_valid_test_data_loaders", self._note)
-
-    def _note(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loaders = original(*args, **kwargs)
-        if loaders[0] is not None:
-            self._data_set, self._collate = loaders[0].dataset, loaders[0].collate_fn
-        return loaders
+    def __init__(self, data_sets: DataSets) -> None:
+        self._data_sets = data_sets
 
     def read(self, place: Place, cell: Cell) -> Iterator[Any] | None:
         """Return an iterator over the one batch of a cell of this iteration; None if the rank reads none."""
-        if self._data_set is None or self._collate is None:
+        if (loaded := self._data_sets.of_training) is None:
             return None
         args = get_args()
         # All cells have the size of a micro-batch, as Megatron's own have.
@@ -100,7 +89,7 @@ class CellBatches:
         samples = samples_of(
             sizes, args.consumed_train_samples, cell.micro_batch, place.reader_of(cell.pipeline)
         )
-        return iter([self._collate([self._data_set[each] for each in samples])])
+        return iter([loaded.collate([loaded.data_set[each] for each in samples])])
 
 
 class RoleRandomness:

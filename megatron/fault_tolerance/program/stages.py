@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, initialize, training
 
 from megatron.fault_tolerance.program.model import embedding_ranks, stock_config
+from megatron.fault_tolerance.seams.collectives import alone, fake_world
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.versions import installed_version, later
 from moe_ft.arithmetic import round_up
@@ -92,6 +93,7 @@ def build_stages(
         with (
             _world(args, model_config, pipeline[number], rank_groups) as world,
             _without_memory(),
+            alone(),
         ):
             groups = ProcessGroupCollection.use_mpu_process_groups()
             model = builder(model_config).build_distributed_models(
@@ -166,8 +168,8 @@ def _world(
     """Let this process be a rank of the job, whose peers do not exist."""
     assert not dist.is_initialized(), "a plan is made where nothing trains"
     world = _World(rank)
-    args.rank, args.fake_process_group = rank, True
-    with Patches() as patches:
+    args.rank = rank
+    with fake_world(args), Patches() as patches:
         patches.set(global_vars, "_GLOBAL_ARGS", args)
         patches.wrap(parallel_state, "create_group", world.note)
         patches.set(
@@ -190,16 +192,10 @@ def _world(
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Make tensors on the meta device, whatever device Megatron names, and send nothing."""
-
-    def gather(values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
-
+    """Make tensors on the meta device, whatever device Megatron names."""
     with Patches() as patches, torch.device("meta"):
         patches.set(torch.cuda, "current_device", lambda: torch.device("meta"))
         patches.set(torch.Tensor, "type", _type_of)
-        patches.set(dist, "all_reduce", lambda *args, **kwargs: None)
-        patches.set(dist, "all_gather_object", gather)
         yield
 
 

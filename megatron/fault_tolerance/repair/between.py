@@ -17,19 +17,16 @@ from megatron.training import get_args, get_timers, training
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Done, Membership
-from megatron.fault_tolerance.repair.recover import validation_batches
 from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.counters import SAMPLE_COUNTERS
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
-from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
-Function = Callable[..., Any]
-_COUNTERS = (
-    *("iteration", "curr_iteration"),
-    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
-)
+_COUNTERS = ("iteration", "curr_iteration", *SAMPLE_COUNTERS)
 
 
 class BetweenIterations:
@@ -43,6 +40,7 @@ class BetweenIterations:
         watcher: Watcher,
         membership: Membership,
         links: Links,
+        data_sets: DataSets,
         wait_for_all: Callable[[], None],
         notice: Callable[[BaseException], float],
         repair: Callable[[float], None],
@@ -55,18 +53,13 @@ class BetweenIterations:
         """
         self._watcher, self._membership, self._links = watcher, membership, links
         self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
-        self._batches = validation_batches()
+        self._data_sets = data_sets
         self._is_training = False
 
-    def install(self, patches: Patches) -> None:
-        """Watch the loop build its loaders, and evaluate."""
-        self._batches.install(patches)
-        patches.wrap(training, "train", self._train)
-        patches.wrap(training, "evaluate", self._evaluate)
-
-    def install_log(self, patches: Patches) -> None:
-        """Watch the loop log; a replacement leaves that out as a whole where the others have done it."""
-        patches.wrap(training, "training_log", self._log)
+    def install(self, layers: Layers) -> None:
+        """Watch the loop log and evaluate."""
+        functions = {"train": self._train, "evaluate": self._evaluate, "training_log": self._log}
+        layers.put(Layer.BETWEEN, functions)
 
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._is_training = True
@@ -126,7 +119,7 @@ class BetweenIterations:
             self._membership.note(Done.EVALUATING)
             self._repair(noticed_s)
             before.restore()
-            self._batches.renew(iterators)
+            self._data_sets.renew_validation(iterators)
             dist.barrier()  # the loop of a replacement is there, and begins an evaluation with one
 
 
@@ -199,9 +192,9 @@ class SkippedEvaluations:
     def __init__(self) -> None:
         self.draw = False
 
-    def install(self, patches: Patches) -> None:
+    def install(self, layers: Layers) -> None:
         """Watch the loop evaluate."""
-        patches.wrap(training, "evaluate_and_print_results", self._evaluate)
+        layers.put(Layer.BETWEEN, {"evaluate_and_print_results": self._evaluate})
 
     def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         before = current_rng()

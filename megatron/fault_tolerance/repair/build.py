@@ -10,31 +10,32 @@ from the record in a replacement.
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
-from megatron.training import get_args, training
+from megatron.training import get_args
 
 from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.swap import Recipes
+from megatron.fault_tolerance.seams.collectives import fake_world, recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 
 _FLOAT = struct.Struct(">d")
-
-Function = Callable[..., Any]
 
 
 class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
     def __init__(self, membership: Membership, recipes: Recipes) -> None:
-        self._membership, self._recipes, self._groups = membership, recipes, Patches()
+        self._membership, self._recipes, self._groups = membership, recipes, Layers()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
         self._leaves_out_log = False  # once: the others have logged the iteration
@@ -42,23 +43,21 @@ class Joining:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Make the world fake until `end`."""
-        args = get_args()
-        with self._groups, Patches() as patches:
-            patches.set(args, "fake_process_group", True)
-            self._groups.wrap(dist, "init_process_group", self._make_fake_world)
+        with self._groups, fake_world(get_args()), Layers() as layers:
             # Megatron also makes groups that name a backend.
-            self._groups.wrap(dist, "new_group", self._recipes.make_fake)
-            # It compiles functions beforehand, for seconds in which all others wait. Those that the model has
-            # are compiled at their first call, in the iteration that is finished after the repair: from the
-            # compiler's cache on disk, which the process that has died has filled. The random numbers that it
-            # draws do not matter: the recovery brings the state of all generators.
-            patches.set(training, "set_jit_fusion_options", lambda **_: None)
-            patches.wrap(training, "setup_model_and_optimizer", _without_loading)
-            patches.wrap(training, "training_log", self._continue_log)
-            patches.wrap(training, "disable_forward_pre_hook", self._keep_hooks)
-            patches.wrap(training, "enable_forward_pre_hook", _enable_hooks)
-            patches.wrap(training, "train_step", self._with_gather)
-            patches.wrap(training, "check_param_hashes_across_dp_replicas", self._check_hashes)
+            make_fake = self._recipes.make_fake
+            makers = {"init_process_group": self._make_fake_world, "new_group": make_fake}
+            self._groups.put(Layer.REPLACEMENT, makers)
+            functions: dict[str, Function] = {
+                "set_jit_fusion_options": _compile_nothing,
+                "setup_model_and_optimizer": _without_loading,
+                "training_log": self._continue_log,
+                "disable_forward_pre_hook": self._keep_hooks,
+                "enable_forward_pre_hook": _enable_hooks,
+                "train_step": self._with_gather,
+                "check_param_hashes_across_dp_replicas": self._check_hashes,
+            }
+            layers.put(Layer.REPLACEMENT, functions)
             yield
 
     def follow(self, survivors: Position) -> None:
@@ -107,11 +106,13 @@ class Joining:
         return original(*args, **kwargs)
 
 
-def change_timeout(original: Function, *args: Any, **kwargs: Any) -> None:
-    """Change the timeout of the groups without the others: each loop does it in its own second iteration."""
-    with Patches() as patches:
-        patches.set(dist, "barrier", lambda *args, **kwargs: None)
-        original(*args, **kwargs)
+def _compile_nothing(_: Function, **__: Any) -> None:
+    """Leave out what Megatron compiles beforehand, for seconds in which all others wait.
+
+    Functions that the model has are compiled at their first call, in the iteration that is finished after the
+    repair: from the compiler's cache on disk, which the process that has died has filled. Random numbers that
+    Megatron draws for it do not matter: the recovery brings the state of all generators.
+    """
 
 
 def _enable_hooks(original: Function, model: Any) -> None:
@@ -132,32 +133,26 @@ class Gathered:
 
     def __init__(self, store: SignedStore, role: Role) -> None:
         self._store, self._has_record = store, role is Role.JOINING
-        self._count = 0
+        self._keys = (f"gathered_{number}" for number in count())
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Record what is all-gathered in this context, or answer it from the record."""
-        with Patches() as patches:
-            patches.wrap(dist, "all_gather_object", self._gather)
-            yield
-
-    def _gather(
-        self, original: Callable[..., None], values: list[Any], value: Any, group: Any = None
-    ) -> None:
-        if group is not None:
-            original(values, value, group)
-            return
-        key = f"gathered_{self._count}"
-        self._count += 1
         if self._has_record:
-            if (kept := self._store.get(key)) is None:
-                raise RepairError(
-                    f"{key}, which the ranks have told each other at their start, is not in the job's store"
-                )
-            values[:] = from_json(kept)
-            return
-        original(values, value)
-        kept = to_json(values)  # on all ranks, so that all refuse what cannot be kept
+            return recorded(Layer.REPAIR, map(self._look, self._keys))
+        return recording(Layer.REPAIR, self._keep)
+
+    def _look(self, key: str) -> list[Any]:
+        if (kept := self._store.get(key)) is None:
+            raise RepairError(
+                f"{key}, which the ranks have told each other at their start, is not in the job's store"
+            )
+        return from_json(kept)
+
+    def _keep(self, values: list[Any]) -> None:
+        key, kept = (
+            next(self._keys),
+            to_json(values),
+        )  # on all ranks: all refuse what cannot be kept
         if dist.get_rank() == 0:
             self._store.set(key, kept)
 

@@ -1,21 +1,18 @@
-"""Iterations that run again after a recovery, until the one that was broken off is finished.
+"""Recovery in processes that live on, and iterations that run again until the broken one is finished.
+
+A repair is a start of checkpointing: the listeners set up again. Data are read by new loaders over the data
+sets that are there, in the loop's iterators.
 
 If ranks were past their optimizer step, the state that the broken iteration made may be recovered, and the
 loop still waits for its result. Megatron's own `train_step` returns it, from what forward and backward have
 returned and from the norm in the record.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_current_running_global_batch_size,
-    update_num_microbatches,
-)
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args, training
 
@@ -23,19 +20,37 @@ from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.counters import (
+    begin_at,
+    begin_iteration,
+    count_iteration,
+    counters_of,
+)
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
-from moe_ft.errors import RepairError
-from moe_ft.loop.listeners import Listeners, LoopState
+from megatron.fault_tolerance.seams.stack import Function
+from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
+from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts
 
-Function = Callable[..., Any]
-
-COUNTERS = (
-    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
-    "num_floating_point_operations_so_far",
-)
 _PARTS = ("do_train", "do_valid", "do_test")
+# With these flags an iteration gives, or writes, more than is kept of it.
+NEEDING_MORE = (
+    "dsa_indexer_loss_coeff",
+    "log_max_attention_logit",
+    "log_num_zeros_in_grad",
+    "moe_ft_router_log",
+    "mtp_num_layers",
+    "optimizer_cuda_graph",
+    "qk_clip",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_params_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "vision_pretraining",
+)
 
 
 class Step:
@@ -113,6 +128,51 @@ class Step:
         return self._original(*args, **{**self._kwargs, "iteration": iteration})
 
 
+def recover(
+    listeners: Listeners,
+    data_sets: DataSets,
+    built: Built,
+    parts: LoopParts,
+    positions: Sequence[Position],
+    *,
+    may_keep: bool = True,
+) -> int:
+    """Recover a state, renew the data, and return the iteration that runs next. Called by all ranks.
+
+    Args:
+        may_keep: whether the state after the broken iteration may be recovered.
+
+    Raises:
+        RepairError: if there is no state, or it cannot be taken up.
+    """
+    args = get_args()
+    most = most_iteration(positions, args)
+    listeners.loop.most_iteration = most if may_keep else min(each.iteration for each in positions)
+    try:
+        listeners.after_setup(built, args.iteration)
+    except (ConfigError, UnrecoverableError) as error:
+        # This is no refusal of the job: another start may do better.
+        what = "a repair cannot take up the state"
+        if isinstance(error, UnrecoverableError):
+            what = "a repair found no state to continue from"
+        raise RepairError(f"{what}: {error}") from error
+    data_sets.renew_training(parts.data_iterator)
+    listeners.begin_training(parts)
+    return int(args.iteration)
+
+
+def most_iteration(positions: Sequence[Position], args: Any) -> int:
+    """Return the latest iteration that can be recovered: the broken one, or the one after it.
+
+    The state after the broken iteration will do if all survivors were in that iteration, and each can still
+    make its result.
+    """
+    iterations = {each.iteration for each in positions}
+    is_returned = any(each.done for each in positions)
+    is_kept = not any(getattr(args, name, None) for name in NEEDING_MORE)
+    return min(iterations) + (len(iterations) == 1 and is_kept and not is_returned)
+
+
 def catch_up(
     step: Step,
     first: int,
@@ -179,28 +239,11 @@ def position_of(
         num_groups=num_groups,
         gathers_weights=any(getattr(each, "remove_forward_pre_hook_handles", ()) for each in model),
         evaluations_draw=evaluations_draw,
-        **{name: getattr(args, name) for name in COUNTERS},
-        **{name: bool(getattr(args, name)) for name in _PARTS},
+        counters=counters_of(args) | {name: bool(getattr(args, name)) for name in _PARTS},
     )
 
 
 def set_counters(args: Any, position: Position) -> None:
     """Have Megatron's loop begin, or continue, at a position."""
-    args.iteration = args.curr_iteration = position.iteration
-    for name in (*COUNTERS, *_PARTS):
-        setattr(args, name, getattr(position, name))
-    update_num_microbatches(position.consumed_train_samples, consistency_check=False)
-
-
-def begin_iteration(args: Any, iteration: int) -> None:
-    """Do what Megatron's loop does before an iteration."""
-    args.curr_iteration = get_rerun_state_machine().current_iteration = iteration
-    update_num_microbatches(args.consumed_train_samples, consistency_check=True)
-
-
-def count_iteration(args: Any, *, is_skipped: bool = False) -> None:
-    """Do what Megatron's loop does after an iteration; of a skipped one the batch was only read."""
-    num_samples = samples_of_iteration(args)
-    num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
-    args.consumed_train_samples += num_samples
-    args.skipped_train_samples += num_samples if is_skipped else num_left_out
+    args.curr_iteration = position.iteration
+    begin_at(args, position.iteration, position.counters)

@@ -42,9 +42,9 @@ class Position:
     """Counters of the loop as its next, or broken, iteration begins.
 
     Attributes:
+        counters: Megatron's, by name, and the parts of the job for which there are data. Only ranks that
+            read data know those, and Megatron has told the others.
         num_groups: process groups that have been made; the same on all ranks, or they do not fit together.
-        do_train, do_valid, do_test: parts for which there are data. Only ranks that read data know, and
-            Megatron has told the others.
         gathers_weights: whether modules gather their weights before they run (--overlap-param-gather). They
             do after the first optimizer step of the loop.
         evaluations_draw: whether evaluations draw random numbers.
@@ -52,14 +52,8 @@ class Position:
     """
 
     iteration: int
-    consumed_train_samples: int
-    consumed_valid_samples: int
-    skipped_train_samples: int
-    num_floating_point_operations_so_far: float
+    counters: Mapping[str, float]
     num_groups: int
-    do_train: bool
-    do_valid: bool
-    do_test: bool
     gathers_weights: bool
     evaluations_draw: bool
     done: int = Done.NOTHING

@@ -4,7 +4,7 @@
     build      instead, in a replacement: it has been set up alone (build.py)
     meet       meet all other ranks in the job's store (meet.py)                -> Met
     swap       put new backends under the process groups (swap.py); peers take the roles of absent ranks
-    recover    set up the listeners again, which recovers a state (recover.py)  -> the next iteration
+    recover    set up the listeners again, which recovers a state (catch_up.py) -> the next iteration
     catch_up   run iterations until the broken one is finished (catch_up.py)    -> its result
 
 Each ends by itself or by a deadline. seam.py says when a round begins, and what follows if one fails.
@@ -23,12 +23,12 @@ from megatron.training import get_args, get_timers
 from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
-from megatron.fault_tolerance.repair.catch_up import Step, catch_up
+from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Membership, Met, Role
-from megatron.fault_tolerance.repair.recover import Batches, recover
 from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
@@ -54,7 +54,7 @@ class Repaired:
     watcher: Watcher
     links: Links
     groups: Groups
-    batches: Batches  # of training
+    data_sets: DataSets
     evaluations: SkippedEvaluations
     degradation: Degradation | None  # None if no role of a dead rank is ever played
 
@@ -144,7 +144,7 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
             may_keep = not met.absent  # the result of an iteration lacks what a dead rank has kept
             positions, parts = met.positions, step.parts
             first = recover(
-                rank.listeners, rank.batches, built, parts, positions, may_keep=may_keep
+                rank.listeners, rank.data_sets, built, parts, positions, may_keep=may_keep
             )
         phases.end("recover")
     result = catch_up(

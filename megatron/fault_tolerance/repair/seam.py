@@ -8,26 +8,25 @@ launcher restarts the job.
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import get_args, training
+from megatron.training import get_args
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.degraded.roles import stages_of_job
 from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
-from megatron.fault_tolerance.repair.build import Gathered, Joining, change_timeout
+from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
-from megatron.fault_tolerance.repair.recover import training_batches
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
@@ -38,7 +37,9 @@ from megatron.fault_tolerance.repair.rules import (
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
 from megatron.fault_tolerance.seams import hooks
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.collectives import answering
+from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster import job_store
 from moe_ft.cluster.link import Heart, Link, own_link
 from moe_ft.cluster.rounds import Rounds
@@ -47,8 +48,6 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say
-
-Function = Callable[..., Any]
 
 
 class EndBarrier:
@@ -72,10 +71,6 @@ class EndBarrier:
                 backend="gloo", timeout=timeout, group_desc="moe_ft-together"
             )
 
-    def install(self, patches: Patches) -> None:
-        """Watch changes of the timeout."""
-        patches.wrap(training, "update_pg_timeout", self._change_timeout)
-
     def wait(self) -> None:
         """Return when all ranks have come here with results that count. Called by all ranks.
 
@@ -85,11 +80,15 @@ class EndBarrier:
         self._links.check()
         dist.barrier(self._group)
 
-    def _change_timeout(
+    def change_timeout(
         self, original: Function, timeout: timedelta, *args: Any, **kwargs: Any
     ) -> None:
-        """Change the timeout of this group too, which Megatron does not know."""
-        original(timeout, *args, **kwargs)
+        """Change the timeout of the groups without the others, and of this one, which Megatron does not know.
+
+        Each loop does it in its own second iteration.
+        """
+        with answering(Layer.REPAIR, lambda _: None, ["barrier"]):
+            original(timeout, *args, **kwargs)
         if self._group is not None:
             _set_pg_timeout(timeout, self._group)
 
@@ -106,12 +105,14 @@ class RepairSeam:
         links: Links,
         heart: Heart,
         rank: int,
-        degradation: Degradation | None = None,
+        *,
+        plays_roles: bool = False,
     ) -> None:
         """Wrap nothing yet; the connections are those of the training thread and of the watcher."""
         rounds, watched = connections
         watcher, membership = Watcher(watched, links, link), Membership(link, rounds, rank)
         recipes, is_joining = Recipes(), membership.role is Role.JOINING
+        data_sets = DataSets()
         self._rank = Repaired(
             link=link,
             store=store,
@@ -121,9 +122,9 @@ class RepairSeam:
             watcher=watcher,
             links=links,
             groups=Groups(links.transports, recipes),
-            batches=training_batches(),
+            data_sets=data_sets,
             evaluations=SkippedEvaluations(),
-            degradation=degradation,
+            degradation=Degradation(data_sets) if plays_roles else None,
         )
         self._heart, self._recipes = heart, recipes
         self._deaths = Deaths(link, rounds, membership, watcher, links)
@@ -133,6 +134,7 @@ class RepairSeam:
             watcher,
             membership,
             links,
+            data_sets,
             self._end_barrier.wait,
             self._deaths.notice_or_raise,
             self._repair_between,
@@ -141,29 +143,11 @@ class RepairSeam:
         self._step: Step | None = None  # of the last iteration that has begun
 
     @contextmanager
-    def below_hooks(self) -> Iterator[None]:
-        """Wrap what the hooks of the listeners wrap after it."""
-        with Patches() as patches:
-            self._rank.batches.install(patches)
-            self._rank.evaluations.install(patches)
-            self._end_barrier.install(patches)
-            self._between.install_log(patches)
-            patches.wrap(dist, "init_process_group", self._record)
-            patches.wrap(dist, "new_group", self._record)
-            patches.wrap(training, "setup_model_and_optimizer", self._set_up)
-            patches.wrap(training, "train_step", self._finish_together)
-            patches.wrap(training, "update_pg_timeout", change_timeout)
-            joining = self._rank.joining
-            with nullcontext() if joining is None else joining.installed():
-                yield
-
-    @contextmanager
-    def above_hooks(self) -> Iterator[None]:
-        """Wrap the hooks of the listeners."""
-        with Patches() as patches:
-            patches.wrap(training, "train_step", self._train_step)
-            patches.wrap(training, "train", self._train)
-            self._between.install(patches)
+    def repairing(self) -> Iterator[None]:
+        """Repair in this context, which is one call of `pretrain`."""
+        joining = self._rank.joining
+        with Layers() as layers, nullcontext() if joining is None else joining.installed():
+            self._install(layers)
             self._rank.watcher.start()
             try:
                 yield
@@ -176,6 +160,24 @@ class RepairSeam:
                 self._rank.link.disarm()
                 self._heart.close()
                 self._rank.watcher.close()
+
+    def _install(self, layers: Layers) -> None:
+        rank = self._rank
+        rank.data_sets.install(layers)
+        if rank.degradation is not None:
+            rank.degradation.install(layers)
+        rank.evaluations.install(layers)
+        self._between.install(layers)
+        layers.put(Layer.TOGETHER, {"train_step": self._finish_together})
+        functions = {
+            "init_process_group": self._record,
+            "new_group": self._record,
+            "setup_model_and_optimizer": self._set_up,
+            "train": self._train,
+            "train_step": self._train_step,
+            "update_pg_timeout": self._end_barrier.change_timeout,
+        }
+        layers.put(Layer.REPAIR, functions)
 
     def after_setup(self, built: Built, iteration: int) -> None:
         """Have the listeners set up; a replacement only learns where the others are, and does it later.
@@ -319,18 +321,12 @@ def installed(
         Rounds(SignedStore(each, lambda: link.token), args.rank, args.world_size)
         for each in (store, watched)
     )
-    with Patches() as patches:
-        degradation = Degradation(patches) if plays else None
-        connections = (rounds, of_watcher)
-        rank = args.rank
-        seam = RepairSeam(link, listeners, store, connections, links, heart, rank, degradation)
-        with (
-            listeners,
-            seam.below_hooks(),
-            hooks.installed(listeners, seam.after_setup),
-            seam.above_hooks(),
-        ):
-            yield {"store": store}
+    connections = (rounds, of_watcher)
+    seam = RepairSeam(
+        link, listeners, store, connections, links, heart, args.rank, plays_roles=plays
+    )
+    with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
+        yield {"store": store}
 
 
 def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:

@@ -1,11 +1,7 @@
 """Seams into Megatron's training loop: wrapped functions that call the listeners of the run.
 
-`installed` wraps `setup_model_and_optimizer`, `train_step`, `dummy_train_step`, `train`, `evaluate`,
-`save_checkpoint`, `training_log` and `build_pretraining_data_loader` of megatron.training.training, what
-reads a batch, and `zero_grad` of the outermost optimizer, and restores the originals on exit.
-iteration_seams.py wraps its step. In models with slots of experts the optimizer's `step` is wrapped, too, and
-what DDP does before an iteration and when backward is over.
-moe_ft/loop/listeners.py says in which order listeners are called.
+stack.py lists the functions, and what else stands around them. `installed` puts the originals back on exit.
+iteration_seams.py wraps the optimizer's step. moe_ft/loop/listeners.py has the order of listeners.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +10,13 @@ from functools import partial
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.rerun_state_machine import RerunDataIterator
-from megatron.training import get_args, training
+from megatron.training import get_args
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
-from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.pipeline_tap import IdleTime
 from megatron.fault_tolerance.seams.reruns import rejected_result, without_save_to_nothing
+from megatron.fault_tolerance.seams.stack import FINALIZE, Function, Layer, Layers
 from megatron.fault_tolerance.seams.uneven_batches import (
     excess_samples,
     load_cells,
@@ -34,7 +29,6 @@ from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.training_loop import LoopParts
 
-Function = Callable[..., Any]
 _READ_S = 120.0  # a batch that takes longer hangs
 
 
@@ -47,17 +41,20 @@ def installed(
     Args:
         after_setup: called with what was built instead of the listeners' own, which needs all ranks.
     """
-    with Patches() as patches:
-        seams = _Seams(listeners, patches, after_setup or listeners.after_setup)
-        patches.wrap(training, "setup_model_and_optimizer", seams.set_up)
-        patches.wrap(training, "train_step", seams.train_step)
-        patches.wrap(training, "dummy_train_step", seams.skip)
-        patches.wrap(training, "train", seams.train)
-        patches.wrap(training, "evaluate", seams.evaluate)
-        patches.wrap(training, "save_checkpoint", seams.save)
-        patches.wrap(training, "training_log", seams.log)
-        patches.wrap(training, "build_pretraining_data_loader", load_cells)
-        _watch_reading(patches)
+    with Layers() as layers:
+        seams = _Seams(listeners, layers, after_setup or listeners.after_setup)
+        functions: dict[str, Function] = {
+            "setup_model_and_optimizer": seams.set_up,
+            "train_step": seams.train_step,
+            "dummy_train_step": seams.skip,
+            "train": seams.train,
+            "evaluate": seams.evaluate,
+            "save_checkpoint": seams.save,
+            "training_log": seams.log,
+            "build_pretraining_data_loader": load_cells,
+            "RerunDataIterator.__next__": _read,
+        }
+        layers.put(Layer.LISTENERS, functions)
         try:
             yield
             listeners.end("finished")
@@ -74,9 +71,9 @@ class _Seams:
     """Functions around Megatron's own, each of which comes as the first argument."""
 
     def __init__(
-        self, listeners: Listeners, patches: Patches, after_setup: Callable[[Built, int], None]
+        self, listeners: Listeners, layers: Layers, after_setup: Callable[[Built, int], None]
     ) -> None:
-        self._listeners, self._loop, self._patches = listeners, listeners.loop, patches
+        self._listeners, self._loop, self._layers = listeners, listeners.loop, layers
         self._after_setup = after_setup
         self._iteration = IterationSeams(listeners, listeners.before_step)
         self._idle = IdleTime()
@@ -84,10 +81,11 @@ class _Seams:
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._listeners.before_setup()
         model, optimizer, scheduler = original(*args, **kwargs)
-        connect_slots(model, optimizer, self._patches)
+        connect_slots(model, optimizer, self._layers)
         if optimizer is not None:  # --skip-train builds none
-            self._patches.wrap(optimizer, "zero_grad", self._zero_grad)
-            self._iteration.install(optimizer, self._patches)
+            seam = {"ChainedOptimizer.zero_grad": self._zero_grad}
+            self._layers.put(Layer.LISTENERS, seam, of=optimizer)
+            self._iteration.install(optimizer, self._layers)
         self._after_setup((model, optimizer, scheduler), get_args().iteration)
         return model, optimizer, scheduler
 
@@ -183,9 +181,9 @@ class _Seams:
             self._loop.num_tokens = num_tokens
             return result
 
-        with Patches() as patches:
+        with Layers() as layers:
             if config.calculate_per_token_loss and config.finalize_model_grads_func is not None:
-                patches.wrap(config, "finalize_model_grads_func", finalize)
+                layers.put(Layer.LISTENERS, {FINALIZE: finalize}, of=config)
             yield
 
     def _zero_grad(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -200,18 +198,13 @@ def _after_progress(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _watch_reading(patches: Patches) -> None:
-    """Have a read of a batch count as a wait that other ranks do not explain."""
-    original = RerunDataIterator.__next__
-
-    def read(iterator: Any) -> Any:
-        with waiting(min(_READ_S, timeout_of_groups_s(get_args()))):
-            return original(iterator)
-
-    patches.set(RerunDataIterator, "__next__", read)
+def _read(original: Function, iterator: Any) -> Any:
+    """Read a batch: a wait that other ranks do not explain."""
+    with waiting(min(_READ_S, timeout_of_groups_s(get_args()))):
+        return original(iterator)
 
 
-def connect_slots(model: Sequence[Any], optimizer: Any, patches: Patches) -> None:
+def connect_slots(model: Sequence[Any], optimizer: Any, stack: Layers) -> None:
     """Connect slots and homes of a model that has them. Called by all ranks.
 
     Args:
@@ -226,11 +219,15 @@ def connect_slots(model: Sequence[Any], optimizer: Any, patches: Patches) -> Non
     optimizer.reload_model_params()
     for chunk in model:
         own = [layer for _, layer in slot_layers([chunk])]
-        patches.wrap(chunk, "zero_grad_buffer", partial(_first, own, SlotMoELayer.begin))
         # Virtual stages may start to reduce gradients before they finish; DDP scales them then.
-        for name in ("start_grad_sync", "finish_grad_sync"):
-            patches.wrap(chunk, name, partial(_first, own, SlotMoELayer.reduce))
-    patches.wrap(optimizer, "step", partial(_first, layers, SlotMoELayer.end))
+        functions = {
+            "DistributedDataParallel.zero_grad_buffer": partial(_first, own, SlotMoELayer.begin),
+            "DistributedDataParallel.start_grad_sync": partial(_first, own, SlotMoELayer.reduce),
+            "DistributedDataParallel.finish_grad_sync": partial(_first, own, SlotMoELayer.reduce),
+        }
+        stack.put(Layer.SLOTS, functions, of=chunk)
+    end = partial(_first, layers, SlotMoELayer.end)
+    stack.put(Layer.SLOTS, {"ChainedOptimizer.step": end}, of=optimizer)
 
 
 def _first(

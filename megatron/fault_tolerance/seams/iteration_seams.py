@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.faults import Phase
 from moe_ft.files.progress import note_progress
 from moe_ft.loop.listeners import Listeners
 from moe_ft.state.tensors import inner_optimizers
 
-Function = Callable[..., Any]
+_COPY = "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params"
 
 
 class IterationSeams:
@@ -45,17 +45,23 @@ class IterationSeams:
         if self._loop.phase is Phase.FORWARD:
             self._listeners.enter(Phase.BACKWARD)
 
-    def install(self, optimizer: Any, patches: Patches) -> None:
-        """Wrap the optimizer's functions; the patches put the originals back."""
+    def install(self, optimizer: Any, layers: Layers) -> None:
+        """Wrap the optimizer's functions."""
         self._inner = inner_optimizers(optimizer)
-        self._mark_torn(patches)
-        patches.wrap(optimizer, "step_with_ready_grads", self._step)
-        if hasattr(optimizer, "prepare_grads"):
-            patches.wrap(optimizer, "prepare_grads", self._prepare_grads)
-        if hasattr(optimizer, "get_grad_norm"):
-            patches.wrap(optimizer, "get_grad_norm", self._get_grad_norm)
+        self._mark_torn(layers)
+        functions = {
+            "step_with_ready_grads": self._step,
+            "prepare_grads": self._prepare_grads,
+            "get_grad_norm": self._get_grad_norm,
+        }
+        found = {
+            f"ChainedOptimizer.{name}": around
+            for name, around in functions.items()
+            if hasattr(optimizer, name)
+        }
+        layers.put(Layer.LISTENERS, found, of=optimizer)
 
-    def _mark_torn(self, patches: Patches) -> None:
+    def _mark_torn(self, layers: Layers) -> None:
         """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
 
         def torn_from(original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -67,11 +73,11 @@ class IterationSeams:
             self._listeners.end_update()
             return result
 
-        copy = "_copy_main_params_to_model_params"
         if self._inner:
-            patches.wrap(self._inner[0].optimizer, "step", torn_from)
-            if hasattr(self._inner[-1], copy):
-                patches.wrap(self._inner[-1], copy, torn_until)
+            first, last, copy = self._inner[0].optimizer, self._inner[-1], _COPY.split(".")[1]
+            layers.put(Layer.LISTENERS, {"Optimizer.step": torn_from}, of=first)
+            if hasattr(last, copy):
+                layers.put(Layer.LISTENERS, {_COPY: torn_until}, of=last)
 
     def _prepare_grads(self, original: Function) -> Any:
         if not self._loop.is_replaying:
@@ -105,8 +111,8 @@ class IterationSeams:
             self._listeners.enter(Phase.IN_STEP)
             return result
 
-        with Patches() as patches:
+        with Layers() as layers:
             if self._inner and self._listeners.is_awaited(Phase.IN_STEP):
                 # The last one of the chain: the state is then as torn as it gets.
-                patches.wrap(self._inner[-1].optimizer, "step", step)
+                layers.put(Layer.FAULTS, {"Optimizer.step": step}, of=self._inner[-1].optimizer)
             yield

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     StepBatchsizeNumMicroBatchesCalculator,
-    get_current_global_batch_size,
     get_current_running_global_batch_size,
     get_num_microbatches,
     update_num_microbatches,
@@ -24,6 +23,7 @@ from megatron.training.training import num_floating_point_operations
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
+from megatron.fault_tolerance.seams.counters import counters_in, num_left_out
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
     record_settings,
@@ -191,12 +191,11 @@ class MegatronLoop(CoreLoop):
     @override
     def counters(self, num_uncounted: int) -> LoopCounters:
         args = get_args()
-        # It has not counted either what --decrease-batch-size-if-needed leaves out.
-        num_left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
         return LoopCounters(
             consumed_train_samples=args.consumed_train_samples + num_uncounted,
             consumed_valid_samples=args.consumed_valid_samples,
-            skipped_train_samples=args.skipped_train_samples + num_left_out * (num_uncounted > 0),
+            # It has not counted either what is left out.
+            skipped_train_samples=args.skipped_train_samples + num_left_out() * (num_uncounted > 0),
             num_microbatches=get_num_microbatches(),
         )
 
@@ -204,10 +203,7 @@ class MegatronLoop(CoreLoop):
     def resume(self, record: Counted) -> None:
         args = get_args()
         args.iteration = record.iteration
-        args.consumed_train_samples = record.consumed_train_samples
-        args.consumed_valid_samples = record.consumed_valid_samples
-        args.skipped_train_samples = record.skipped_train_samples
-        args.num_floating_point_operations_so_far = record.num_floating_point_operations
+        vars(args).update(counters_in(record))
         begin_reruns_again(record.iteration)
         update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
 

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import FINALIZE, Layer, Layers
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
 from moe_ft.loop.training_loop import RecordSend
 
 _Communicate = Callable[..., Any]
+_COMMUNICATE = "P2PCommunicator._communicate"
 
 
 def open_links(group: dist.ProcessGroup) -> None:
@@ -44,7 +45,7 @@ def recording(record: RecordSend) -> Iterator[None]:
                 record(neighbour, direction, given[name])
         return original(link, **given)
 
-    with _around_communicate(communicate):
+    with Layers().put(Layer.LOG, {_COMMUNICATE: communicate}):
         yield
 
 
@@ -54,7 +55,7 @@ def playing(player: BoundaryPlayer) -> Iterator[None]:
 
     Links to neighbours without a log stay live.
     """
-    with _around_communicate(partial(_play, player)):
+    with Layers().put(Layer.REPLAY, {_COMMUNICATE: partial(_play, player)}):
         yield
 
 
@@ -76,9 +77,9 @@ class IdleTime:
             config: of the model, whose function that finishes gradients is wrapped meanwhile.
         """
         self._waits = []
-        with Patches() as patches, _around_communicate(self._communicate):
+        with Layers().put(Layer.IDLE, {_COMMUNICATE: self._communicate}) as layers:
             if config.finalize_model_grads_func is not None:
-                patches.wrap(config, "finalize_model_grads_func", self._run)
+                layers.put(Layer.IDLE, {FINALIZE: self._run}, of=config)
             yield
 
     def seconds(self) -> float | None:
@@ -127,18 +128,6 @@ def _now() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-@contextmanager
-def _around_communicate(around: Callable[..., Any]) -> Iterator[None]:
-    original = P2PCommunicator._communicate
-
-    def communicate(link: P2PCommunicator, **given: Any) -> Any:
-        return around(original, link, **given)
-
-    with Patches() as patches:
-        patches.set(P2PCommunicator, "_communicate", communicate)
-        yield
 
 
 def _sends(link: P2PCommunicator) -> tuple[tuple[str, int, Direction], ...]:

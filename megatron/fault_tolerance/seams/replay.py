@@ -7,20 +7,19 @@ outside raises an error, since nobody would answer it. Point-to-point transfers 
 order of the iterations is moe_ft/loop/resumption.py's.
 """
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron.fault_tolerance.seams import pipeline_tap
+from megatron.fault_tolerance.seams import collectives, pipeline_tap
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import FINALIZE, Function, Layer, Layers
 from megatron.fault_tolerance.seams.versions import setting
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import Counted, JobNumbers, numbers_of
@@ -30,27 +29,6 @@ from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import UnitId
-
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-)
-
-Function = Callable[..., Any]
 
 
 def can_freeze(config: Any) -> bool:
@@ -147,25 +125,30 @@ def _logged(
     frozen: frozenset[UnitId],
 ) -> Iterator[None]:
     """Make the optimizer use the logged values: frozen units have no gradients to compute them from."""
-    prepare, step = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
-    def prepare_grads() -> bool:
-        prepare()  # its own answer, whether gradients are finite, lacks the frozen units
+    def prepare_grads(original: Function) -> bool:
+        original()  # its own answer, whether gradients are finite, lacks the frozen units
         return record.grad_norm is None
 
-    def step_with_ready_grads() -> bool:
+    def step_with_ready_grads(original: Function) -> bool:
         freezing.drop_gradients(frozen)  # not earlier: clipping needs at least one gradient
-        return bool(step())
+        return bool(original())
+
+    def get_grad_norm(_: Function) -> float:
+        return float(record.grad_norm or 0.0)
 
     def compute_grad_norms_by_group() -> dict[str, float]:
         norms = {name: float(norm) for name, norm in record.grad_norms_by_group.items()}
         optimizer.grad_norms_by_group = norms
         return norms
 
-    with Patches() as patches:
-        patches.set(optimizer, "prepare_grads", prepare_grads)
-        patches.set(optimizer, "step_with_ready_grads", step_with_ready_grads)
-        patches.set(optimizer, "get_grad_norm", lambda: float(record.grad_norm or 0.0))
+    with Layers() as layers, Patches() as patches:
+        functions = {
+            "ChainedOptimizer.prepare_grads": prepare_grads,
+            "ChainedOptimizer.step_with_ready_grads": step_with_ready_grads,
+            "ChainedOptimizer.get_grad_norm": get_grad_norm,
+        }
+        layers.put(Layer.REPLAY, functions, of=optimizer)
         patches.set(optimizer, "_compute_grad_norms_by_group", compute_grad_norms_by_group)
         yield
 
@@ -221,11 +204,9 @@ def answering(
 ) -> Iterator[None]:
     """Have an iteration answered that some ranks run again alone; the numbers are of the state at its end."""
     answers = _Answers(optimizer, numbers, ranks)
-    with Patches() as patches:
-        for name in COLLECTIVES:
-            patches.wrap(dist, name, answers.guarded(name))
+    with collectives.answering(Layer.REPLAY, answers.answer), Layers() as layers:
         if config.finalize_model_grads_func is not None:
-            patches.wrap(config, "finalize_model_grads_func", answers.finalize)
+            layers.put(Layer.REPLAY, {FINALIZE: answers.finalize}, of=config)
         yield
 
 
@@ -245,20 +226,23 @@ class _Answers:
         finally:
             self._num_tokens = None
 
-    def guarded(self, name: str) -> Function:
-        """Return what stands around a collective."""
+    def answer(self, call: collectives.Call) -> Any:
+        """Answer a collective, or run it among the ranks.
 
-        def call(original: Function, *args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, torch.Tensor) and self._answer(tensor):
-                return None
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            self._check(name, given.get("group"))
-            return original(*args, **kwargs)
+        Raises:
+            UnrecoverableError: if it reaches another rank, or the record lacks the answer.
+        """
+        tensor = call.given.get("tensor")
+        if isinstance(tensor, torch.Tensor) and self._is_known(tensor):
+            return None
+        if outside := sorted({*call.ranks} - self._ranks):
+            raise UnrecoverableError(
+                f"{call} cannot be run again by ranks {sorted(self._ranks)} alone: nothing answers for rank "
+                f"{outside[0]}. Start again with --moe-ft-recovery global, and report the model's flags"
+            )
+        return call.run()
 
-        return call
-
-    def _answer(self, tensor: torch.Tensor) -> bool:
+    def _is_known(self, tensor: torch.Tensor) -> bool:
         """Give a tensor its value of that time; return False if it has none."""
         if tensor is self._num_tokens:
             if self._numbers.num_tokens is None:
@@ -276,12 +260,3 @@ class _Answers:
 
     def _lacking(self, what: str) -> str:
         return f"the record of iteration {self._numbers.iteration} does not have {what}"
-
-    def _check(self, name: str, group: Any) -> None:
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if outside := sorted(set(members) - self._ranks):
-            raise UnrecoverableError(
-                f"torch.distributed.{name} of ranks {members} cannot be run again by ranks "
-                f"{sorted(self._ranks)} alone: nothing answers for rank {outside[0]}. Start again with "
-                "--moe-ft-recovery global, and report the model's flags"
-            )

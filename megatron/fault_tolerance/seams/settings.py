@@ -18,6 +18,7 @@ from megatron.fault_tolerance.seams.refusals import (
     check_no_replay_is_refused,
     check_refusals,
 )
+from megatron.fault_tolerance.seams.stack import SEAMS
 from moe_ft.cluster.link import own_link
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
@@ -148,7 +149,7 @@ def void_settings(
 def _void_permissions(args: argparse.Namespace, config: MoeFtConfig) -> list[str]:
     """Return one line for each value of --moe-ft-allow-untested that changes nothing."""
     run = {} if cpu_device.is_active() else flags.as_arguments(config)
-    run["has_misfits"] = any(seam.misfit() for seam in versions.SEAMS)
+    run["has_misfits"] = any(seam.misfit() for seam in SEAMS.values())
     run["cuda_graph_impl"] = config.strategy.is_on and args.cuda_graph_impl
     return [
         f"--moe-ft-allow-untested={value} changes nothing: nothing is refused for {each.name}"

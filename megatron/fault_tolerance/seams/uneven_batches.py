@@ -16,6 +16,7 @@ from megatron.training import get_args
 from megatron.training.datasets import data_samplers
 
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Layer, Layers
 from megatron.fault_tolerance.seams.versions import setting
 from moe_ft.planning.cells import cell_sizes, samples_of
 
@@ -86,9 +87,9 @@ def stepping_by_samples(scheduler: Any) -> Iterator[None]:
     def step(original: Callable[..., Any], increment: int) -> Any:
         return original(increment=increment - excess_samples(get_args()))
 
-    with Patches() as patches:
+    with Layers() as layers:
         if scheduler is not None and excess_samples(get_args()):
-            patches.wrap(scheduler, "step", step)
+            layers.put(Layer.LISTENERS, {"OptimizerParamScheduler.step": step}, of=scheduler)
         yield
 
 

@@ -91,14 +91,8 @@ def hold_stops_against_threads(patches: Patches) -> None:
 def position_at(iteration: int) -> Position:
     return Position(
         iteration=iteration,
-        consumed_train_samples=iteration,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        num_floating_point_operations_so_far=0.0,
+        counters={"consumed_train_samples": iteration},
         num_groups=1,
-        do_train=True,
-        do_valid=False,
-        do_test=False,
         gathers_weights=False,
         evaluations_draw=False,
     )

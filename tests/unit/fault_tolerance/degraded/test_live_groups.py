@@ -11,7 +11,6 @@ from megatron.training import global_vars
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups
-from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.errors import RepairError
 
 
@@ -21,9 +20,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGroups]:
     args = Namespace(distributed_timeout_minutes=1, distributed_timeout_seconds_after_init=None)
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    with Patches() as patches:
-        found = LiveGroups(frozenset({1}), {1: 0}, "without_1")
-        found.install(patches)
+    found = LiveGroups(frozenset({1}), {1: 0}, "without_1")
+    with found.answering():
         yield found
     dist.destroy_process_group()
 
@@ -82,9 +80,8 @@ def test_idle_rank_takes_part_in_what_the_whole_job_decides_and_in_nothing_else(
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
     stage = dist.new_group([0, 1, 2, 3])
-    with Patches() as patches:
-        found = LiveGroups(frozenset({3}), {2: 0, 3: 1}, "without_3")
-        found.install(patches)
+    found = LiveGroups(frozenset({3}), {2: 0, 3: 1}, "without_3")
+    with found.answering():
         assert (found.ranks, found.idle) == ([0, 1, 2], {2})
         assert dist.get_process_group_ranks(found.everyone) == [0, 1, 2]
         assert found._live[stage] is None

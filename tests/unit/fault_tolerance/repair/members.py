@@ -11,6 +11,7 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
+from megatron.fault_tolerance.seams.counters import COUNTERS
 from moe_ft.cluster.link import Link
 from moe_ft.cluster.rounds import Member, Rounds
 from tests.simulation.repairs import product
@@ -30,7 +31,8 @@ class Watched:
 
 def position_at(iteration: int, **changes: Any) -> Position:
     """Return the position of a loop in an iteration of 8 samples, in a job of 9 groups."""
-    given = {"consumed_train_samples": iteration * 8, "num_groups": 9, **changes}
+    counters = dict.fromkeys(COUNTERS, 0) | {"consumed_train_samples": iteration * 8}
+    given = {"counters": counters, "num_groups": 9, **changes}
     return replace(product.position_at(iteration), **given)
 
 

@@ -24,7 +24,8 @@ from megatron.fault_tolerance.repair.between import (
     can_log_again,
 )
 from megatron.fault_tolerance.repair.meet import Done, Membership, Position, met
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.cluster.link import Link
 from moe_ft.cluster.rounds import Member, Rounds
 from moe_ft.errors import RepairError
@@ -35,7 +36,7 @@ PER_STEP = 10  # samples
 
 
 class _Loader(list[int]):
-    dataset = "validation"
+    dataset, collate_fn = "validation", list
 
 
 @pytest.fixture
@@ -117,13 +118,15 @@ def evaluate(
         training, "build_train_valid_test_data_loaders", lambda _: (None, [_Loader()], None)
     )
     watched = Watched()
-    with Patches() as patches:
+    data_sets = DataSets()
+    with Layers() as layers:
+        data_sets.install(layers)
         membership = Membership(watched.link, watched.rounds, 0)
         membership.position = position_at(3)
         between = BetweenIterations(
-            watched.watcher, membership, watched.links, dist.barrier, notice, repair
+            watched.watcher, membership, watched.links, data_sets, dist.barrier, notice, repair
         )
-        between.install(patches)
+        between.install(layers)
         training.train()
     return result[0], megatrons.seen, repairs
 
@@ -201,15 +204,16 @@ def log(
         watched.links.begin()
 
     monkeypatch.setattr(training, "training_log", training_log)
-    with Patches() as patches:
+    with Layers() as layers:
         BetweenIterations(
             watched.watcher,
             membership,
             watched.links,
+            DataSets(),
             lambda: die("end"),
             lambda error: 0.0,
             repair,
-        ).install_log(patches)
+        ).install(layers)
         result = training.training_log(
             {"loss": torch.tensor([1.0])}, totals, is_first_iteration=True
         )
@@ -251,8 +255,8 @@ def evaluations(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Skippe
 
 
 def evaluate_and_print(evaluations: SkippedEvaluations, draws: bool) -> None:
-    with Patches() as patches:
-        evaluations.install(patches)
+    with Layers() as layers:
+        evaluations.install(layers)
         training.evaluate_and_print_results(lambda: torch.rand(1) if draws else None)
 
 

@@ -172,10 +172,10 @@ def _others(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Have another rank say something; return the groups of some ranks that gather."""
     of_groups: list[Any] = []
 
-    def gather(values: list[Any], value: Any, group: Any = None) -> None:
+    def gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if group is not None:
             of_groups.append(group)
-        values[:] = [value, (value, None)]
+        object_list[:] = [obj, (obj, None)]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

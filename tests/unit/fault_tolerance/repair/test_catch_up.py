@@ -5,6 +5,7 @@ That results equal those without a failure is in tests/distributed/test_local_re
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, override
 
 import pytest
@@ -21,16 +22,22 @@ from megatron.training import training
 
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.catch_up import (
+    NEEDING_MORE,
     Step,
-    begin_iteration,
     catch_up,
-    count_iteration,
+    most_iteration,
     position_of,
+    recover,
     set_counters,
 )
-from megatron.fault_tolerance.repair.meet import Position
-from moe_ft.errors import RepairError
-from moe_ft.loop.listeners import Listeners, LoopListener, LoopState
+from megatron.fault_tolerance.repair.meet import Done, Position
+from megatron.fault_tolerance.seams.counters import begin_iteration, count_iteration
+from megatron.fault_tolerance.seams.data_sets import DataSets
+from moe_ft.config.flag_table import flag_classes
+from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
+from moe_ft.loop.listeners import Built, Listeners, LoopListener, LoopState
+from moe_ft.loop.training_loop import LoopParts
 from tests.unit.fault_tolerance.repair.members import Watched, position_at
 
 BROKEN = 5
@@ -206,3 +213,48 @@ def test_iterations_are_counted_as_the_loop_counts_them(rank: Rank) -> None:
     assert args.consumed_train_samples == 2 * args.global_batch_size
     assert args.skipped_train_samples == args.global_batch_size
     assert get_num_microbatches() == 2
+
+
+def test_flags_that_ask_for_more_exist() -> None:
+    ours = {f"moe_ft_{each.name}" for each in fields(ObservabilityConfig)}
+    assert set(NEEDING_MORE) <= {*flag_classes(), *ours}
+
+
+def test_state_after_the_broken_iteration_is_recovered_only_where_all_can_have_its_result() -> None:
+    def most(*iterations: int, done: Done = Done.NOTHING, **flags: bool) -> int:
+        positions = [position_at(each, done=done) for each in iterations]
+        return most_iteration(positions, Namespace(**flags))
+
+    assert most(4, 4) == 5
+    assert most(4, 5) == 4
+    assert most(4, 4, log_num_zeros_in_grad=True) == 4
+    assert most(4, 4, done=Done.STEP) == 4, "its result was returned before"
+
+
+class _Failing(LoopListener):
+    """Cannot recover."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @override
+    def after_setup(self, built: Built) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UnrecoverableError("all is lost"), "found no state to continue from: all is lost"),
+        (ConfigError("node n2 has no room"), "cannot take up the state: node n2 has no room"),
+    ],
+)
+def test_repair_that_cannot_recover_is_no_refusal_of_the_job_and_says_what_is_true(
+    error: Exception, words: str, loop_args: Namespace
+) -> None:
+    loop_args.iteration = 0
+    listeners, position = Listeners(LoopState(), [_Failing(error)]), position_at(4)
+    parts = LoopParts(model=[], optimizer=None, config=None, forward_backward=print)
+    with pytest.raises(RepairError, match=words):
+        recover(listeners, DataSets(), ([], None, None), parts, [position])
+    assert listeners.loop.most_iteration == 5, "all know the result of the broken iteration"

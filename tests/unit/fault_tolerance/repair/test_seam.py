@@ -23,7 +23,7 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, installed
 from megatron.fault_tolerance.repair.swap import Recipes
-from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.stack import Layer, Layers
 from moe_ft.cluster.link import Heart, Link
 from moe_ft.cluster.rounds import Member, Rounds
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
@@ -82,7 +82,7 @@ def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_e
         note()
 
     monkeypatch.setattr(training, "train", train)
-    with repairing.below_hooks(), repairing.above_hooks():
+    with repairing.repairing():
         training.train()
         note()
     note()
@@ -96,7 +96,7 @@ def test_only_rank_of_an_elastic_job_is_not_replaced(
 ) -> None:
     step(monkeypatch)
     loop_args.world_size = 1
-    with repairing.below_hooks(), repairing.above_hooks():
+    with repairing.repairing():
         training.train_step(*ARGUMENTS, iteration=7)
         assert not link.is_armed
 
@@ -113,8 +113,7 @@ def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
 
     monkeypatch.setattr(training, "train_step", train_step)
     with (
-        repairing.below_hooks(),
-        repairing.above_hooks(),
+        repairing.repairing(),
         pytest.raises(LinksEndedError, match="what was computed since does not count"),
     ):
         training.train_step(*ARGUMENTS, iteration=3)
@@ -129,7 +128,7 @@ def test_rank_that_has_lost_its_device_ends_while_it_can_be_replaced(
     def end() -> int:
         pid = os.fork()
         if pid == 0:
-            with suppress(Exception), repairing.below_hooks(), repairing.above_hooks():
+            with suppress(Exception), repairing.repairing():
                 training.train_step(*ARGUMENTS, iteration=3)
             os._exit(7)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -153,8 +152,7 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
 
     monkeypatch.setattr(training, "train", train)
     with (
-        repairing.below_hooks(),
-        repairing.above_hooks(),
+        repairing.repairing(),
         pytest.raises(RepairError, match="died between two iterations, and not in a log line"),
     ):
         training.train()
@@ -208,8 +206,7 @@ def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
 ) -> None:
     loop_args.distributed_timeout_minutes = 1
     fake_world(recipes, "nccl")
-    with Patches() as patches:
-        patches.wrap(dist, "new_group", recipes.make_fake)
+    with Layers().put(Layer.REPLACEMENT, {"new_group": recipes.make_fake}):
         barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)
         barrier.make_group()
     assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
@@ -222,8 +219,7 @@ def test_their_group_follows_the_timeout_of_the_others(
     changed: list[timedelta] = []
     monkeypatch.setattr(training, "update_pg_timeout", changed.append)
     barrier, timeout = EndBarrier(links, recipes), timedelta(seconds=17)
-    with Patches() as patches:
-        barrier.install(patches)
+    with Layers().put(Layer.REPAIR, {"update_pg_timeout": barrier.change_timeout}):
         training.update_pg_timeout(timeout)  # the group is Megatron's
         barrier._group = dist.new_group([0], backend="gloo")
         training.update_pg_timeout(timeout)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.refusals import SEAM_REFUSALS, check_refusals, check_yaml
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
@@ -24,6 +23,7 @@ from megatron.fault_tolerance.seams.settings import (
     planned_iterations,
     void_settings,
 )
+from megatron.fault_tolerance.seams.stack import Seam
 from moe_ft.cluster import link
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.untested import FEATURES
@@ -260,7 +260,7 @@ def test_leave_that_changes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         f"--moe-ft-allow-untested={value} changes nothing" for value in ("repair", "roles")
     ]
     assert len(void("--mock-data", allowed)) == 3
-    monkeypatch.setattr(versions.Seam, "misfit", lambda seam: "it is not there")
+    monkeypatch.setattr(Seam, "misfit", lambda seam: "it is not there")
     assert void("--mock-data", "--moe-ft-allow-untested=megatron") == []
 
 

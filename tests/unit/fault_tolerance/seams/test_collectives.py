@@ -1,4 +1,4 @@
-"""Collectives of an iteration that some ranks run again alone: answered, run among them, or refused."""
+"""Collectives that others than their ranks answer: where some ranks run an iteration again, or are alone."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.fault_tolerance.seams.collectives import alone, fake_world, recorded, recording
 from megatron.fault_tolerance.seams.replay import answering
+from megatron.fault_tolerance.seams.stack import Layer
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import JobNumbers, numbers_of
 from tests.unit.moe_ft.builders import make_record
@@ -112,3 +114,25 @@ def test_collective_that_reaches_another_rank_is_refused_by_name(job: Job) -> No
             dist.all_gather_object([None] * 3, "all ranks are the default")
         with pytest.raises(UnrecoverableError, match="barrier"):
             dist.barrier()
+
+
+def test_rank_of_a_plan_speaks_for_all() -> None:
+    values, total, args = [""] * 3, torch.ones(1), Namespace()
+    with fake_world(args), alone():
+        assert args.fake_process_group
+        dist.all_gather_object(values, "mine")
+        assert dist.all_reduce(total) is None
+    assert (values, float(total)) == (["mine"] * 3, 1.0)
+    assert not hasattr(args, "fake_process_group")
+
+
+def test_what_all_ranks_gathered_is_kept_and_answered_in_its_order() -> None:
+    kept: list[list[Any]] = []
+    first, again = ([[""] * 3 for _ in range(2)] for _ in range(2))
+    with alone(), recording(Layer.DEPUTIES, kept.append):
+        for values, word in zip(first, ("one", "two"), strict=True):
+            dist.all_gather_object(values, word)
+    with recorded(Layer.DEPUTIES, iter(kept)):
+        for values in again:
+            dist.all_gather_object(values, "another")
+    assert again == first == [["one"] * 3, ["two"] * 3]
