@@ -1,8 +1,8 @@
 """The process of a node that `keep` starts without torchrun: it has the zygote fork ranks, as it is told.
 
 It is forked from the zygote, as ranks are, and asks it for each rank over a connection. It stands for them:
-if it ends, they are killed. The coordinator (nodes.py) gives it orders, from a process on node 0 or on a node
-without ranks. If its node was called lost, it kills its ranks and comes again, as a spare. So it does if the
+if it ends, they are killed. The law (law.py) gives it orders, from a process on node 0 or on a node without
+ranks. If its node was called lost, it kills its ranks and comes again, as a spare. So it does if the
 store is silent for as long as makes a node lost: others may have its ranks, and it would not know.
 
 SIGTERM tells it that its node is to end, and when: then a spare gets its ranks, or all ranks of the job get
@@ -20,13 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_ft.cluster import job_store
+from moe_ft.cluster.coordinator import Coordinator, policy_of
 from moe_ft.cluster.forked_rank import follow_parent
-from moe_ft.cluster.link import START, Link, exit_signal, flag_value, token_of, wants_repair
-from moe_ft.cluster.nodes import Coordinator
+from moe_ft.cluster.link import START, Link, exit_signal, token_of
 from moe_ft.cluster.own_node import OwnNode
 from moe_ft.cluster.protocol import (
     FORWARDED,
@@ -62,6 +61,7 @@ class _Rank:
         code: its exit code, as a shell has it.
     """
 
+    rank: int
     connection: socket.socket
     asked_s: float | None
     code: int | None = None
@@ -208,9 +208,12 @@ class Node:
 
     def _step(self) -> tuple[int, str] | None:
         """Do what is to be done now; return how the job has ended, or None."""
-        codes = [each.code for each in self._ranks if each.code is not None]
-        have_ended = any(codes) or (codes and len(codes) == len(self._ranks))
-        code = max(codes) if have_ended else None
+        orders = self._ask(self._seat.new_orders)
+        for each in orders:  # before it is said how the others have ended
+            self._let_go(each)
+        codes = [each.code for each in self._ranks]
+        have_ended = any(codes) or (codes and None not in codes)
+        code = max(each or 0 for each in codes) if have_ended else None
         if self._end.is_new():
             say(f"node {self._name} is told to end: {self._end.describe()}")
         facts = self._own.facts(has_ranks=bool(self._ranks))
@@ -223,12 +226,12 @@ class Node:
                 self._end_ranks(signal.SIGKILL)
                 return 0, f"{why}, and it is told to end"
             self._give_up("is replaced: it was silent, or did not reach another node")
-            self._seat = self._ask(self._come)
+            self._seat, orders = self._ask(self._come), []
         if (number := self._end.due_signal(is_to_save)) is not None:
             if number is signal.SIGTERM:
                 say(f"node {self._name}: {self._end.describe_sigterm()}")
             self.pass_on(number)
-        for order in self._ask(self._seat.new_orders):
+        for order in orders:
             self._take(order)
         self._hear(self._period_s)
         return None
@@ -282,6 +285,13 @@ class Node:
         say(f"node {self._name} {why}: its ranks are killed, and it comes again as a spare")
         self._end_ranks(signal.SIGKILL)
 
+    def _let_go(self, order: Order) -> None:
+        """Kill ranks that another node gets."""
+        for each in [each for each in self._ranks if each.rank in order.ends]:
+            self._ranks.remove(each)
+            with suppress(OSError):  # it has ended
+                send_signal(each.connection, signal.SIGKILL)
+
     def _take(self, order: Order) -> None:
         """Have the zygote fork the ranks of an order, once those of an earlier start have ended."""
         if order.start != self._start:
@@ -305,8 +315,7 @@ class Node:
             )
             connection = _connect(self._environment["MOE_FT_KEEP_SOCKET"])
             send_request(connection, request, (0, 1, 2))
-            found = _Rank(connection, time.monotonic())
-            self._ranks.append(found)
+            self._ranks.append(found := _Rank(rank, connection, time.monotonic()))
             self._selector.register(connection, selectors.EVENT_READ, found)
 
     def _hear(self, timeout_s: float) -> None:
@@ -372,19 +381,9 @@ def serve_store(
     """
 
     def coordinate(open_start: Callable[[int], SignedStore]) -> NoReturn:
-        status = environment["MOE_FT_KEEP_STATUS"]
-        coordinator = Coordinator(
-            open_start,
-            num_nodes=int(environment["GROUP_WORLD_SIZE"]),
-            fewest=int(environment.get("MOE_FT_KEEP_FEWEST") or 0),
-            ranks_per_node=int(environment["LOCAL_WORLD_SIZE"]),
-            own_number=int(environment["GROUP_RANK"]),
-            lost_after_s=float(environment["MOE_FT_KEEP_LOST_AFTER_S"]),
-            can_repair=wants_repair(words),
-            waits=flag_value(words, "--moe-ft-spare") == "wait",
-            status=Path(status) if status else None,
-            can_play=flag_value(words, "--moe-ft-without-spare") == "reroute",
-        )
+        lost_after_s = float(environment["MOE_FT_KEEP_LOST_AFTER_S"])
+        policy, status = policy_of(environment, words), environment["MOE_FT_KEEP_STATUS"]
+        coordinator = Coordinator(open_start, policy, lost_after_s, status)
         if not _has_ranks(environment):
             signal.signal(signal.SIGTERM, lambda *_: coordinator.tell())
         while coordinator.over is None or _has_ranks(environment):

@@ -1,6 +1,6 @@
 """Facts of a node that its own process finds out: its memory, and other nodes that it does not reach.
 
-The coordinator (nodes.py) hears every node, and cannot see that two of them do not reach each other: their
+The coordinator hears every node, and cannot see that two of them do not reach each other: their
 ranks would wait for each other until the groups' timeout. So nodes send each other datagrams. One says
 whether its sender hears the receiver, so that both ends learn of a link that carries one direction alone. It
 is not signed: with the id of a node, which is in the store, a stranger can make a dead link look alive.
@@ -81,13 +81,12 @@ class OwnNode:
             remove_unused(self._memory)
 
     def facts(self, *, has_ranks: bool) -> dict[str, Any]:
-        """Return attributes of `HeardNode`, with each beat; send to others, and hear them."""
+        """Return attributes of `Node`, with each beat; send to others, and hear them."""
         found: dict[str, Any] = {"address": self._address, "unreached": self._look()}
         with suppress(OSError):  # the memory is being made, or removed
-            if self._memory is not None and has_ranks:
-                found["used_bytes"] = measure(self._memory)[0]
-            elif self._memory is not None:
+            if self._memory is not None:
                 found["room_bytes"] = room_bytes(self._memory)
+                found["used_bytes"] = measure(self._memory)[0] if has_ranks else 0
         return found
 
     def is_due(self) -> bool:

@@ -5,7 +5,7 @@ without its rank, which declares that round if nobody has. Every other rank join
 iteration, and a round is complete when all have joined. It is over when an iteration has been finished. If a
 rank dies before, its replacement declares the next round, and all others leave the one that is broken.
 
-The loss of a node is a verdict (nodes.py), and may be false. So it declares a round that nobody else has,
+The loss of a node is a verdict (law.py), and may be false. So it declares a round that nobody else has,
 with the ranks that it replaces. Earlier processes of these ranks may take part in rounds before it, and in
 none from there on: all that is said and connected belongs to one round. If nobody replaces them, the verdict
 says which ranks are absent from there on, and a round is complete when all others have joined.
@@ -20,15 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moe_ft.cluster.answers import MOST_UNFINISHED
 from moe_ft.cluster.link import Link
+from moe_ft.cluster.membership import Stages
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.files.progress import awaiting_others, note_progress
 
-# [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
-Stages = Sequence[Sequence[Sequence[int]]]
-
-MOST_UNFINISHED = 3  # rounds in a row that are broken before an iteration is finished
 _MIN_POLL_S = 0.01
 
 
@@ -79,10 +77,6 @@ class Rounds:
     def is_finished(self, number: int) -> bool:
         """Return whether an iteration was finished in a round."""
         return number == 0 or self._has(number, "finished")
-
-    def is_newest_finished(self, since: int) -> bool:
-        """Return whether one was in the last round that has begun, at or after one that has."""
-        return self.is_finished(self.newest(since))
 
     def has_trained(self) -> bool:
         """Return whether an iteration was finished in this start."""
@@ -198,13 +192,11 @@ class Rounds:
         """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
         self._store.append("waiting", self.rank)
 
-    def are_waiting(self, ranks: Sequence[int]) -> bool:
-        """Return whether all of some ranks have said so."""
-        return set(ranks) <= set(self._store.values("waiting"))
-
-    def some_wait(self, ranks: Sequence[int]) -> bool:
-        """Return whether any of some ranks has said so."""
-        return not set(ranks).isdisjoint(self._store.values("waiting"))
+    def waiting(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the ranks that have said so, of which some are known."""
+        if self._store.length("waiting") == len(known):
+            return known
+        return frozenset(self._store.values("waiting"))
 
     def wait_for_spare(self, number: int) -> None:
         """Say that no node is there to replace the one that a round has lost."""
@@ -258,12 +250,14 @@ class Rounds:
         self._store.append(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
-    def lacks(self, number: int, ranks: Sequence[int]) -> bool:
-        """Return whether all wait for some of these ranks, in a round or in a later one, to say so."""
-        newest = self.newest(number)
-        ready = (self._store.values(_key(each, "ready")) for each in range(number, newest + 1))
-        is_ready = any({*ranks} <= {said["rank"] for said in each} for each in ready)
-        return not is_ready and self._has(newest, "all_members")
+    def have_met(self, number: int) -> bool:
+        """Return whether all ranks of a round know its members."""
+        return self._has(number, "all_members")
+
+    def ready(self, first: int, last: int) -> frozenset[int]:
+        """Return the ranks that could make connections in some of these rounds."""
+        said = (self._store.values(_key(each, "ready")) for each in range(first, last + 1))
+        return frozenset(each["rank"] for of_round in said for each in of_round)
 
     @awaiting_others()
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:

@@ -12,7 +12,8 @@ from enum import Enum, IntEnum, auto
 from typing import Any, NoReturn
 
 from moe_ft.cluster.link import Link
-from moe_ft.cluster.rounds import Member, Rounds, Stages, member_of
+from moe_ft.cluster.membership import Stages
+from moe_ft.cluster.rounds import Member, Rounds, member_of
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.saying import say
 

@@ -3,7 +3,7 @@
 `fit` chooses the layout before Megatron validates its arguments: it changes the command line and the
 environment, so that the ranks that train are a world of their own. Ranks that are left over never join it.
 They wait until training has ended, or until the launcher starts all ranks again, because nodes have come or
-gone: torchrun, or `keep` (moe_ft/cluster/nodes.py). moe_ft/planning/cells.py has the rule, uneven_batches.py
+gone: torchrun, or `keep` (moe_ft/cluster/law.py). moe_ft/planning/cells.py has the rule, uneven_batches.py
 the batches that ranks cannot share equally.
 """
 

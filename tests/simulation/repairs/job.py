@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.repairs.oracle import Oracle
 
 WORDS = ["train.py", "--moe-ft-repair", "auto"]
-PLAYS = ["--moe-ft-without-spare", "reroute"]
+WITHOUT_SPARE = "--moe-ft-without-spare"
 LOST_AFTER_S = 10.0  # silence of a node
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
 _NOTICE_S = 1.0
@@ -80,7 +80,8 @@ class Job:
         self.machine = Machine(world, self)
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
         self.fewest = schedule.fewest
-        self.plays, self.words = schedule.plays, WORDS + PLAYS * schedule.plays
+        self.without_spare = schedule.without_spare
+        self.words = [*WORDS, WITHOUT_SPARE, schedule.without_spare]
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart
         self._memory: dict[tuple[int, str], dict[int, int]] = {}
@@ -96,7 +97,12 @@ class Job:
     @property
     def is_kept(self) -> bool:
         """True if `keep` starts the nodes, and spares among them."""
-        return self.num_spares > 0 or self.fewest > 0
+        return self.num_spares > 0 or self.fewest > 0 or self.crowds
+
+    @property
+    def crowds(self) -> bool:
+        """True if a node that trains gets the ranks of a lost one that no spare gets."""
+        return self.without_spare == "crowd"
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank: the one where it was started last, else where it is to be started."""

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from moe_ft.cluster import job_store, node, worker, zygote
-from moe_ft.cluster.nodes import Coordinator
+from moe_ft.cluster.coordinator import Coordinator
+from moe_ft.cluster.membership import Begin
 from moe_ft.cluster.protocol import IMPORTING, RankRequest
 from moe_ft.cluster.target import Target
 from tests.simulation.active import Patches, World, world
@@ -409,7 +410,7 @@ def install(patches: Patches) -> None:
         patches.set(module, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
     patches.set(node, "set_process_name", lambda name: None)
     patches.set(node, "OwnNode", _NoFacts)
-    patches.set(Coordinator, "_begin_start", _observed(Coordinator._begin_start))
+    patches.set(Coordinator, "_begin", _observed(Coordinator._begin))
     patches.set(node, "send_request", _send_request)
     patches.set(node, "_connect", _connect_here)
     patches.set(zygote, "why_not_to_fork", lambda: "")
@@ -430,15 +431,15 @@ def install(patches: Patches) -> None:
 
 
 def _observed(
-    begin_start: Callable[[Coordinator, str], None],
-) -> Callable[[Coordinator, str], None]:
+    original: Callable[[Coordinator, Begin], None],
+) -> Callable[[Coordinator, Begin], None]:
     """Have the oracle see when a coordinator has all ranks begin again."""
 
-    def begin(self: Coordinator, why: str) -> None:
+    def begin(self: Coordinator, command: Begin) -> None:
         machine = machine_here()
         of_nodes, of_start = (each._store._store.values for each in (self, self._rounds))
-        machine.job.oracle.begins_again(of_nodes, of_start, why, machine.world.kernel.now)
-        begin_start(self, why)
+        machine.job.oracle.begins_again(of_nodes, of_start, command.why, machine.world.kernel.now)
+        original(self, command)
 
     return begin
 

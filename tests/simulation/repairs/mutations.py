@@ -4,10 +4,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.cluster import job_store, roster, rounds, zygote
+from moe_ft.cluster import answers, job_store, law, roster, rounds, zygote
 from moe_ft.cluster.link import Link, Pulse
+from moe_ft.cluster.membership import Job
 from moe_ft.cluster.node import Node
-from moe_ft.cluster.nodes import Coordinator
 from moe_ft.cluster.rounds import Member, Rounds
 from moe_ft.cluster.zygote import Zygote
 from moe_ft.faults import Section
@@ -288,7 +288,44 @@ def absent_ranks_of_before_forgotten(patches: Patches) -> None:
 @node_mutation
 def roles_played_for_no_spare_alone(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although peers could play their roles."""
-    patches.set(Coordinator, "_to_play", lambda self, lost, num_free: set())
+    patches.set(answers, "_played_of", lambda job, lost: frozenset())
+
+
+@node_mutation
+def nobody_is_crowded(patches: Patches) -> None:
+    """The job ends if nobody takes a lost node's ranks, although a node that trains could."""
+    patches.set(answers, "_hosts_of", lambda job, slots: {})
+
+
+@node_mutation
+def crowded_slots_forgotten(patches: Patches) -> None:
+    """Of the slots of a host that is lost, only its own gets another node."""
+    original = Job.slots_of
+
+    def slots_of(self: Job, ids: Any) -> frozenset[int]:
+        own = dict(reversed([*((id, slot) for slot, id in self.seats.items())]))
+        return original(self, ids) & {*own.values()}
+
+    patches.set(Job, "slots_of", slots_of)
+
+
+@node_mutation
+def ranks_that_move_live_on(patches: Patches) -> None:
+    """A host does not end ranks that another node gets, and reports that they have failed."""
+    patches.set(Node, "_let_go", lambda self, order: None)
+
+
+@node_mutation
+def slots_move_in_the_middle_of_a_round(patches: Patches) -> None:
+    """A node that comes gets a slot of a host although a repair is not finished."""
+    original = law._uncrowd
+
+    def uncrowd(job: Job) -> law.Done:
+        newest = job.reports.newest
+        moved, commands = original(replace(job, reports=replace(job.reports, finished=newest)))
+        return replace(moved, reports=job.reports), commands
+
+    patches.set(law, "_uncrowd", uncrowd)
 
 
 @node_mutation
@@ -300,7 +337,7 @@ def store_is_waited_for(patches: Patches) -> None:
 @node_mutation
 def silent_nodes_are_waited_for(patches: Patches) -> None:
     """Nobody calls a node lost."""
-    patches.set(Coordinator, "_lose", lambda self, lost, why: None)
+    patches.set(law, "_lose", lambda job, ids, why: (job, []))
 
 
 @node_mutation
@@ -325,14 +362,13 @@ def starts_share_a_store(patches: Patches) -> None:
 @elastic_mutation
 def starts_after_all_are_to_save(patches: Patches) -> None:
     """All ranks begin again when a node is lost, although they were to save and end."""
-    original = Coordinator._lose
+    original = law._lose
 
-    def lose(self: Coordinator, lost: Any, why: str) -> None:
-        self._ends, ends = False, self._ends
-        original(self, lost, why)
-        self._ends = ends
+    def lose(job: Job, ids: Any, why: str) -> law.Done:
+        found, commands = original(replace(job, is_ending=False), ids, why)
+        return replace(found, is_ending=job.is_ending), commands
 
-    patches.set(Coordinator, "_lose", lose)
+    patches.set(law, "_lose", lose)
 
 
 @elastic_mutation
@@ -352,30 +388,27 @@ def ends_of_an_earlier_start_count(patches: Patches) -> None:
 @elastic_mutation
 def growth_in_the_middle_of_a_round(patches: Patches) -> None:
     """All ranks begin again when a node comes, although a repair is not finished."""
-    original = Coordinator._grow
+    original = law._grow
 
-    def grow(self: Coordinator) -> None:
-        finished = Patches()
-        finished.set(self._rounds, "is_finished", lambda number: True)
-        try:
-            original(self)
-        finally:
-            finished.restore()
+    def grow(job: Job) -> law.Done:
+        newest = job.reports.newest
+        found, commands = original(replace(job, reports=replace(job.reports, finished=newest)))
+        return (found if commands else job), commands
 
-    patches.set(Coordinator, "_grow", grow)
+    patches.set(law, "_grow", grow)
 
 
 @elastic_mutation
 def untrained_starts_counted_for_ever(patches: Patches) -> None:
     """Nodes lost before an iteration was finished count, although one was finished since."""
-    original = Coordinator._begin_start
+    original = law._begin
 
-    def begin_start(self: Coordinator, why: str) -> None:
-        before = self._num_untrained
-        original(self, why)
-        self._num_untrained = before
+    def begin(job: Job, *given: Any, **how: Any) -> law.Done:
+        found, commands = original(job, *given, **how)
+        return replace(found, vain=job.vain + how.get("is_failure", True)), commands
 
-    patches.set(Coordinator, "_begin_start", begin_start)
+    patches.set(answers, "next_vain", lambda job: job.vain + 1)
+    patches.set(law, "_begin", begin)
 
 
 @elastic_mutation

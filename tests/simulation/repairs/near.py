@@ -17,7 +17,7 @@ _PLAYED_AGAIN = (
         nodes=3,
         spares=1,
         keeps_apart=True,
-        plays=True,
+        without_spare="reroute",
         iterations=12,
         faults=(
             Fault(kind="lose-node", start=0, moment="forward", time=6, target=1),

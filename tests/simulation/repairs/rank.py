@@ -231,8 +231,9 @@ class Rank:
 
     def _become_replaceable(self) -> None:
         with self._ends.waiting():
-            size = self._start.size
-            self.membership.become_replaceable([[[r] for r in range(size)]] * self._job.plays)
+            plays = self._job.without_spare == "reroute"
+            stages = [[[rank] for rank in range(self._start.size)]] if plays else []
+            self.membership.become_replaceable(stages)
         self._job.oracle.is_replaceable(self)
         self._heart.start()
 

@@ -62,7 +62,7 @@ BEHIND = {
 _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
-_PLAYS = 0.6  # of the schedules with spares
+_WITHOUT_SPARE = ("end", "reroute", "reroute", "crowd", "crowd")  # with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
 _EACH_ROUND = 6
@@ -103,7 +103,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         fewest: nodes with which all ranks begin again; with any, `keep` starts the nodes. 0 if none may be
             missing.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
-        plays: whether peers play the roles of ranks that no spare takes; all are in one stage.
+        without_spare: of --moe-ft-without-spare; for roles that are played all ranks are in one stage.
         switching: probability with which another thread runs after an event.
     """
 
@@ -113,7 +113,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     spares: int = 0
     fewest: int = 0
     keeps_apart: bool = False
-    plays: bool = False
+    without_spare: str = "end"
     iterations: int = 6
     repairs: bool = True
     hang_limit: str = "auto"
@@ -126,7 +126,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         head += f" and {self.spares} spares" * bool(self.spares)
         head += f", {self.fewest} at least" * bool(self.fewest)
         head += ", and one for the store" * self.keeps_apart
-        head += ", roles are played" * self.plays + " without repairs" * (not self.repairs)
+        head += f", {self.without_spare} without a spare" + ", without repairs" * (not self.repairs)
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
         return "\n".join(
             [f"{head}, {self.iterations} iterations", *(f"  {f}" for f in self.faults)]
@@ -138,10 +138,10 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             replace(self, faults=faults[:place] + faults[place + 1 :])
             for place in range(len(faults))
         ]
-        is_kept = bool(self.spares or self.fewest)
+        is_kept = bool(self.spares or self.fewest or self.without_spare == "crowd")
         simpler = {
             "nodes": 1 + is_kept,
-            "spares": 0 if self.fewest else 1,
+            "spares": 0 if self.fewest or self.without_spare == "crowd" else 1,
             "ranks": 2,
             "iterations": 3,
         }
@@ -230,12 +230,16 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     if of_spares.random() < with_spares:
         nodes = of_spares.choice([each for each in (2, 3) if ranks % each == 0])
         spares, keeps_apart = of_spares.choice((1, 2, 3)), of_spares.random() < 0.5
-    plays = bool(spares) and random.Random(f"plays {seed}").random() < _PLAYS
+    without_spare = "end"
+    if spares:
+        of_spares = random.Random(f"without a spare {seed}")
+        without_spare = of_spares.choice(_WITHOUT_SPARE)
+        spares = of_spares.choice((0, 0, 1, spares)) if without_spare == "crowd" else spares
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 1, 2))):
         kinds = MENDED if rng.random() >= _WITH_RESTARTS else {**RESTARTS, "kill": 3}
         first = {"kill": 6, "stop": 2, "hang": 1, "pause-node": 1}
-        if spares:
+        if nodes > 1 and (spares or without_spare == "crowd"):
             kinds = first = WITH_SPARES
         num_first, num_more = rng.choice(_NUM_FAULTS)
         moments: tuple[str, ...] = (*IN_REPAIRS, *BEHIND)
@@ -253,7 +257,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         nodes=nodes,
         spares=spares,
         keeps_apart=keeps_apart,
-        plays=plays,
+        without_spare=without_spare,
         iterations=iterations,
         faults=tuple(faults),
         switching=rng.choice((0.02, 0.1, 0.3, 0.6)),

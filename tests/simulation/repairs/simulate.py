@@ -88,7 +88,8 @@ class Injection:
             oracle.excuses.append(fault.kind)
         limit_s = _REPAIR_S + 2 * LOST_AFTER_S * job.is_kept
         limit_s += (TIMEOUT_S + STUCK_S) * (fault.kind == "hang") + HEARTBEAT_S
-        oracle.limit_s = max(oracle.limit_s, kernel.now + limit_s)
+        if not job.crowds:  # nodes come at whatever time, and take back what others have
+            oracle.limit_s = max(oracle.limit_s, kernel.now + limit_s)
         if process is not None and fault.kind in _EXPLAINED:
             process.local |= {IS_EXPLAINED: True, **_EXPLAINED[fault.kind](fault.amount)}
             return
@@ -137,7 +138,7 @@ class Injection:
         if job.fewest:
             self._judge_elastic_loss(node)
             return
-        if oracle.num_losses > job.num_spares and not job.plays:
+        if oracle.num_losses > job.num_spares and job.without_spare == "end":
             oracle.excuses.append("there may be no spare")
         if node == f"node{job.keeper}":
             oracle.excuses.append("the job's store is lost")
@@ -239,7 +240,8 @@ class Injection:
         node, started = self._job.node_of(rank), self._job.starts[-1]
         self._job.lose(node)
         self._oracle.away_s[node] = _FOR_EVER_S
-        if self._job.fewest and fault.amount < _COMES_BACK and node != f"node{self._job.keeper}":
+        may_come = self._job.fewest or self._job.crowds
+        if may_come and fault.amount < _COMES_BACK and node != f"node{self._job.keeper}":
             seconds = fault.amount * _LONGEST_ABSENCE_S
             self._oracle.away_s[node] = self._kernel.now + seconds + _BACK_S
             self._kernel.call_later(seconds, lambda: self._job.come_back(node, started))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.cluster import job_store, node, roster
+from moe_ft.cluster import job_store, law, node
 from moe_ft.cluster.node import PlannedEnd
 from moe_ft.cluster.roster import OVER
 from moe_ft.cluster.signed_store import SignedStore
@@ -123,7 +123,7 @@ def test_node_says_under_its_newest_name_that_it_is_told_to_end(
 
     def decide(self: node.Node, timeout_s: float) -> None:
         job.coordinator.step()
-        advance(roster.GATHER_S)
+        advance(law.GATHER_S)
 
     member = node.Node(environment, SAVING, reach)
     monkeypatch.setattr(node.Node, "_hear", decide)
@@ -161,7 +161,7 @@ def test_ranks_are_ended_once(environment: dict[str, str]) -> None:
     job = Job()
     member = node.Node(environment, SAVING, lambda limit_s: job.store)
     rank, zygote = socket.socketpair()
-    found = node._Rank(rank, None)
+    found = node._Rank(0, rank, None)
     member._ranks.append(found)
     member._selector.register(rank, selectors.EVENT_READ, found)
     zygote.close()  # the zygote has ended

@@ -1,0 +1,268 @@
+"""Driver of the law (law.py): events from silence and values of the store, and commands as values and lines.
+
+It runs in the process that keeps the store, and decides nothing. Each start has values of its own in the
+store, which processes of earlier ones cannot sign.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+from moe_ft.cluster import law
+from moe_ft.cluster.answers import FLAG
+from moe_ft.cluster.link import flag_value, wants_repair
+from moe_ft.cluster.membership import (
+    Begin,
+    Changed,
+    Command,
+    Declare,
+    Declared,
+    End,
+    Event,
+    HearAll,
+    Job,
+    Lost,
+    Over,
+    Passed,
+    Policy,
+    Registered,
+    Reports,
+    Save,
+    Say,
+    Seat,
+    Shape,
+    StoreTold,
+    Strike,
+    Told,
+    Wait,
+    Wake,
+    WithoutSpare,
+)
+from moe_ft.cluster.protocol import say
+from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
+from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.signed_store import SignedStore
+from moe_ft.errors import ConfigError
+from moe_ft.failure_domains import SLURM, domains_of_slurm, read_domains
+from moe_ft.files.private_files import replace_file
+
+
+class Coordinator:
+    """Drives the law of one job. One thread, in the process that keeps the store."""
+
+    def __init__(
+        self,
+        open_start: Callable[[int], SignedStore],
+        policy: Policy,
+        lost_after_s: float,
+        status: str = "",
+    ) -> None:
+        """Know no node yet.
+
+        Args:
+            open_start: returns the store of a start by its number; nodes use the first one, 0.
+            lost_after_s: silence of a node after which it is lost.
+            status: path of a file, or empty. It has the exit code of the job, "-" before, and in the next
+                lines names of nodes by slot. These get the same ranks again: their memory has their state.
+        """
+        size = policy.shape.num_nodes
+        self._status = Path(status) if status else None
+        self.job = Job(policy=policy, before=_read_names(self._status, size), size=size)
+        self._open_start = open_start
+        self._store = open_start(0)
+        self._rounds = Rounds(self._store, 0, len(self.job.ranks_of(range(size))))
+        self._roster = Roster(self._store, lost_after_s)
+        self._written = ""  # to the file
+        self._due_s: dict[str, float] = {}  # by the name of a `Wake`
+        self._died_s: dict[int, float] = {}  # of the ranks that a round leaves out
+        self._is_told = False
+
+    @property
+    def over(self) -> int | None:
+        """Exit code of the job; None while it runs."""
+        return self.job.over
+
+    def tell(self) -> None:
+        """Learn that the store is to end; may be called by a handler of a signal."""
+        self._is_told = True
+
+    def step(self) -> None:
+        """Look once, and tell the law what there is to see."""
+        if self.over is None:
+            for event in self._events():
+                self._feed(event)
+            self._write_status()
+
+    def _events(self) -> Iterator[Event]:
+        """Yield what has happened since the last look; each is fed before the next one is looked for."""
+        if arrived := self._roster.arrived():
+            yield Registered(arrived)
+        changed, lost = self._roster.hear(
+            self.job.start, lambda: self._rounds.is_next_suspected(self.job.reports.newest)
+        )
+        now_s = time.monotonic()
+        due = [what for what, due_s in self._due_s.items() if now_s > due_s]
+        nodes = (*changed, *self.job.nodes.values())
+        may_lose = bool(lost or due) or any(each.code or each.unreached for each in nodes)
+        if (reports := self._reports(may_lose)) != self.job.reports:
+            yield reports
+        if changed:
+            yield Changed(changed)
+        if lost:
+            yield Lost(tuple(node.id for node, _ in lost), f"silent for {lost[0][1]:.1f} s")
+        if told := self._roster.told():
+            yield Told(told)
+        if self._is_told:
+            yield StoreTold()
+        for what in due:
+            if self._due_s.get(what, now_s) < now_s:  # nothing has asked for it anew
+                del self._due_s[what]
+                yield Passed(what)
+        if self._roster.has_heard_all():
+            yield Passed("heard")
+
+    def _reports(self, may_lose: bool) -> Reports:
+        """Read what ranks have reported; who knows where training is only if a node may be lost now."""
+        known, rounds = self.job.reports, self._rounds
+        newest = rounds.newest(known.newest)
+        later = range(newest, known.finished, -1)
+        finished = next((each for each in later if rounds.is_finished(each)), known.finished)
+        knowing = None
+        if newest > finished:
+            knowing = known.knowing if newest == known.newest else None
+            knowing = frozenset(rounds.survivors(newest)) if may_lose else knowing
+        trained = known.trained or rounds.has_trained()
+        is_building = bool(self.job.returned)
+        return Reports(
+            newest=newest,
+            finished=finished,
+            trained=trained,
+            ended=known.ended or rounds.have_ended(),
+            waiting=rounds.waiting(known.waiting),
+            knowing=knowing,
+            met=is_building and newest > finished and rounds.have_met(newest),
+            ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
+            stages=rounds.stages() if trained and not known.trained else known.stages,
+        )
+
+    def _feed(self, event: Event) -> None:
+        self.job, commands = law.step(self.job, event)
+        for each in commands:
+            self._carry_out(each)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Seat(node, slot, round, lost):
+                died_s = self._died_s.get(round, 0.0)
+                ranks = self.job.ranks_of([slot])
+                self._order(node, Order(ranks=ranks, round=round, died_s=died_s, lost_node=lost))
+            case End(node, slot):
+                # Before the round begins: whoever leaves because of it has been told to end.
+                round = self.job.reports.newest
+                self._order(node, Order(ends=self.job.ranks_of([slot]), round=round))
+            case Wake(what, after_s):
+                self._due_s[what] = time.monotonic() + after_s
+            case Wait(round, is_over):
+                (self._rounds.note_spare if is_over else self._rounds.wait_for_spare)(round)
+            case Say(line):
+                say(line)
+            case HearAll():
+                self._roster.ask_for_all()
+            case Strike() | Save() | Over():
+                self._end(command)
+            case Declare():
+                self._declare(command)
+            case Begin():
+                self._begin(command)
+
+    def _end(self, command: Strike | Save | Over) -> None:
+        """Have a node, or all ranks, or the job end."""
+        match command:
+            case Strike(nodes, why):
+                names = self._roster.strike(nodes)
+                say(
+                    f"{f'node {names} is' if len(nodes) == 1 else f'nodes {names} are'} lost: {why}"
+                )
+            case Save(why):
+                say(f"{why}. All ranks are to end")
+                self._store.set(SAVE, True)
+            case Over(code, why):
+                if why:
+                    say(f"the job ends: {why}")
+                self._write_status()
+                self._store.set(OVER, {"code": code, "why": why})
+
+    def _order(self, node: str, order: Order) -> None:
+        facts = asdict(order) | {"start": self.job.start, "num_nodes": self.job.size}
+        self._store.append(of_node(node, "orders"), facts)
+
+    def _declare(self, command: Declare) -> None:
+        slots, absent, is_loss = command
+        died_s = self._roster.lost_s if is_loss else time.time()
+        number = self._rounds.declare_lost(
+            self.job.ranks_of(slots),
+            self.job.reports.newest,
+            None if absent is None else self.job.ranks_of(absent),
+            died_s,
+        )
+        self._died_s[number] = died_s
+        self._feed(Declared(number))
+
+    def _begin(self, command: Begin) -> None:
+        start, size, why = command
+        self._rounds = Rounds(self._open_start(start), 0, len(self.job.ranks_of(range(size))))
+        self._roster.begin_start()
+        self._died_s.clear()
+        names = (self.job.nodes[id].name for _, id in sorted(self.job.seats.items()))
+        say(f"all ranks begin again on nodes {', '.join(dict.fromkeys(names))}: {why}")
+
+    def _write_status(self) -> None:
+        names = dict(enumerate(self.job.before)) | dict(self.job.names)
+        code = "-" if self.over is None else str(self.over)
+        text = "\n".join([code, *(name for _, name in sorted(names.items()))]) + "\n"
+        if self._status is None or text == self._written:
+            return
+        self._written = text
+        try:
+            replace_file(self._status, text)
+        except OSError as error:  # the job goes on without it
+            say(f"warning: {self._status} is not written: {error}")
+
+
+def policy_of(environment: Mapping[str, str], words: Sequence[str]) -> Policy:
+    """Return the policy of the job that a command line begins.
+
+    Args:
+        environment: of the node that keeps the store.
+        words: command line of the ranks.
+    """
+    fewest = int(environment.get("MOE_FT_KEEP_FEWEST") or 0)
+    nodes, ranks = int(environment["GROUP_WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+    given, domains = flag_value(words, FLAG), dict[str, str]()
+    without: WithoutSpare = "shrink" if fewest else "end"
+    if flag_value(words, "--moe-ft-spare") == "wait":
+        without = "wait"
+    without = next((each for each in get_args(WithoutSpare) if each == given), without)
+    if domain := flag_value(words, "--moe-ft-failure-domain"):
+        with suppress(ConfigError):  # the ranks refuse it, with all that is wrong
+            domains = domains_of_slurm() if domain == SLURM else read_domains(Path(domain))
+    return Policy(
+        shape=Shape(nodes, ranks, fewest),
+        repair=wants_repair(words),
+        without_spare=without,
+        store=int(environment["GROUP_RANK"]),
+        max_restarts=int(environment.get("MOE_FT_KEEP_MAX_RESTARTS") or 0),
+        domains=domains,
+    )
+
+
+def _read_names(status: Path | None, num_nodes: int) -> tuple[str, ...]:
+    """Return the nodes of the last start by slot; none if it had another number of nodes, or is not known."""
+    try:
+        names = [] if status is None else status.read_text().splitlines()[1:]
+    except OSError:  # there was none, or it will not be written either
+        return ()
+    return tuple(names) if len(names) == num_nodes else ()

@@ -1,0 +1,444 @@
+"""Law of a job's membership: who trains now, as what, after anything that happens to nodes and ranks.
+
+`step(job, event)` returns the job after an event, and commands (words are in membership.py). It has no clock,
+store or process. Its driver (coordinator.py) turns silence and values of the store into events, and carries
+commands out by writes; nodes and ranks obey. Nothing else decides.
+
+A lost slot goes to a spare. Without one `Policy.without_spare` says who gets it. What cannot be repaired in
+place begins another start: in the same layout while each slot has a node, or on fewer nodes if the job is
+elastic. Else the job is over.
+
+A verdict may be false: a node that was silent may wake up. It therefore declares a round of its own,
+and a node that registers again has another id. Events about ids that are no nodes any more change nothing.
+
+tests/cluster has a transcript for each of these cases.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from moe_ft.cluster import answers
+from moe_ft.cluster.answers import FLAG
+from moe_ft.cluster.membership import (
+    Begin,
+    Changed,
+    Command,
+    Declare,
+    Declared,
+    End,
+    Event,
+    HearAll,
+    Job,
+    Lost,
+    Node,
+    Opened,
+    Over,
+    Passed,
+    Registered,
+    Reports,
+    Save,
+    Say,
+    Seat,
+    StoreTold,
+    Strike,
+    Told,
+    Wait,
+    Wake,
+)
+
+GATHER_S = 3.0  # for further nodes to come, or to be told to end
+MISSING_S = 30.0  # for a node to come, after the last one that came
+BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (repair/meet.py)
+AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
+AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if these were not built by then
+_REFUSED = (2, 4)  # exit codes of ranks that would end so again (loop/refusing.py)
+
+Done = tuple[Job, list[Command]]
+
+
+def step(job: Job, event: Event) -> Done:
+    """Return the job after an event, and commands in their order."""
+    if job.over is not None:
+        return job, []
+    job, commands = _take_in(job, event)
+    for rule in (_part, _replace_missing, _return_played, _uncrowd, _grow, _fill, _end):
+        if job.over is None and not job.is_declaring:
+            job, more = rule(job)
+            commands = [*commands, *more]
+    return job, commands
+
+
+def _take_in(job: Job, event: Event) -> Done:
+    """Note what an event says, and decide what it alone decides."""
+    match event:
+        case Reports():
+            returned = {s: n for s, n in job.returned.items() if not 0 < n <= event.finished}
+            return replace(job, reports=event, returned=returned), []
+        case Registered(nodes):
+            return _meet(job, nodes)
+        case Changed(nodes):
+            known = {each.id: each for each in nodes if each.id in job.nodes}
+            return replace(job, nodes={**job.nodes, **known}), []
+        case Lost(ids, why):
+            return _lose(job, ids, why)
+        case Told(ids):
+            told = job.told | (job.nodes.keys() & {*ids})
+            if told == job.told or job.is_deciding or job.is_ending:
+                return replace(job, told=told), []
+            return replace(job, told=told, is_deciding=True), [Wake("told", GATHER_S)]
+        case StoreTold():
+            return _end_all(job, "the node of the job's store is told to end")
+        case Declared(number):
+            opened = {
+                s: each._replace(round=each.round or number) for s, each in job.opened.items()
+            }
+            returned = {slot: before or number for slot, before in job.returned.items()}
+            reports = replace(job.reports, newest=number, met=False)
+            return replace(
+                job, opened=opened, returned=returned, reports=reports, is_declaring=False
+            ), []
+        case Passed(what):
+            return _note_time(job, what)
+
+
+def _note_time(job: Job, what: str) -> Done:
+    if what == "told":
+        return _let_go(replace(job, is_deciding=False))
+    if what.startswith("built"):
+        return replace(job, late=job.late | {int(what.split()[1])}), []
+    if what == "again":
+        return replace(job, is_early=False), []
+    if what == "heard":
+        return replace(job, are_heard=True), []
+    return replace(job, quiet={"gathered": GATHER_S, "missing": MISSING_S}[what]), []
+
+
+# Nodes that come
+
+
+def _meet(job: Job, nodes: Iterable[Node]) -> Done:
+    """Give nodes the ranks that they had in the last start, or those of their number."""
+    commands: list[Command] = [Wake("gathered", GATHER_S), Wake("missing", MISSING_S)]
+    job = replace(job, nodes={**job.nodes, **{each.id: each for each in nodes}}, quiet=0.0)
+    for node in nodes:
+        slot = None if job.start else _own_slot(job, node)
+        if slot is None:
+            commands.append(Say(f"node {node.name} is a spare{answers.room_of(job, node)}"))
+        else:
+            job, seat = _seat(job, node.id, slot)
+            commands.append(seat)
+    return job, commands
+
+
+def _own_slot(job: Job, node: Node) -> int | None:
+    """Return the slot of a node that has come; None if it has none, or that is kept for another one."""
+    kept = dict(enumerate(job.before))
+    kept.pop(job.policy.store, None)  # that node alone may have these ranks
+    for slot, name in job.names.items():
+        kept.pop(slot, None)
+        if job.before[slot : slot + 1] != (name,):  # it has others than in the last start
+            kept.pop(next((each for each in kept if kept[each] == name), -1), None)
+    slot = node.number
+    if node.number != job.policy.store and kept.get(node.number) != node.name:
+        if node.name in kept.values():
+            slot = next(each for each, name in kept.items() if name == node.name)
+        elif node.number in kept:
+            return None
+    return slot if slot < job.size and slot not in job.names else None
+
+
+def _seat(job: Job, id: str, slot: int, opened: Opened | None = None) -> tuple[Job, Seat]:
+    names = job.names
+    if id not in job.seats.values():
+        names = {**names, slot: job.nodes[id].name}
+    seats = {each: node for each, node in job.seats.items() if each != slot} | {slot: id}
+    round, lost = opened[:2] if opened else (0, "")
+    job = replace(job, seats=seats, names=names)
+    return job, Seat(id, slot, round, lost)
+
+
+def _replace_missing(job: Job) -> Done:
+    """Give spares the slots of nodes that have not come, where enough others are there."""
+    slots = {*range(job.size)} - {job.policy.store, *job.names}
+    if job.start or not slots or not job.quiet:
+        return job, []
+    spares = {each.number: each for each in job.spares}
+    if job.quiet < MISSING_S:
+        names = {each.name for each in job.nodes.values()}
+        # Enough nodes, and none of the last start, are a new job on other hosts: nobody else will come.
+        if len(job.nodes) < job.size or names & {*job.before}:
+            return job, []
+        slots &= spares.keys()
+    elif len(slots) > job.num_free:
+        return _begin(job, "other nodes have not come") if answers.can_shrink(job) else (job, [])
+    commands: list[Command] = []
+    for slot in sorted(slots, key=lambda slot: slot not in spares):
+        node = next((each for each in job.spares if each.number == slot), job.spares[0])
+        why = "" if node.number == slot else ", which is not there"
+        commands.append(Say(f"node {node.name} gets the ranks of node {slot}{why}"))
+        job, seat = _seat(job, node.id, slot)
+        commands.append(seat)
+    return job, commands
+
+
+# Nodes that go
+
+
+def _lose(job: Job, ids: Collection[str], why: str) -> Done:
+    """Call nodes lost, and answer the loss of their slots."""
+    lost = [job.nodes[each] for each in ids if each in job.nodes]
+    if not lost:
+        return job, []
+    needed = job.slots_of([each.id for each in lost if each.code != 0])
+    left = dict.fromkeys(job.slots_of([each.id for each in lost]) - needed, 0)
+    names = {slot: job.nodes[job.seats[slot]].name for slot in needed}
+    commands: list[Command] = [Strike(tuple(each.id for each in lost), why)]
+    job = _without(replace(job, left={**job.left, **left}), lost)
+    # A repair, or another start, would end ranks that save; nobody needs ranks that wait.
+    if job.is_ending or {*job.ranks_of(needed)} <= job.reports.waiting:
+        left = dict.fromkeys(needed, int(job.is_ending))
+        return replace(job, left={**job.left, **left}), commands
+    answer = answers.answer(job, lost, needed)
+    if answer.how == "over":
+        return _over(job, 1, f"{_are(lost)} lost, and {answer.why}", commands)
+    if answer.how == "start":
+        return _begin(job, answer.why, commands)
+    opened = {
+        slot: Opened(0, names[slot], answer.hosts.get(slot, "")) for slot in needed - answer.played
+    }
+    job = replace(
+        job, opened={**job.opened, **opened}, played=job.played | answer.played, is_declaring=True
+    )
+    moves = {(job.nodes[host].name, names[slot]): None for slot, host in answer.hosts.items()}
+    for host, name in moves:
+        line = f"no spare is left: node {host} also runs ranks of node {name} ({FLAG} crowd)"
+        commands.append(Say(line))
+    if answer.played:
+        ranks = ", ".join(map(str, job.ranks_of(answer.played)))
+        commands.append(
+            Say(f"no spare is left: peers play the roles of ranks {ranks} ({FLAG} reroute)")
+        )
+    absent = tuple(sorted(job.played)) if answer.played else None
+    return job, [*commands, Declare(tuple(sorted(needed)), absent)]
+
+
+def _let_go(job: Job) -> Done:
+    """Replace nodes that are told to end, or have all ranks save and end."""
+    going = [each for id, each in job.nodes.items() if id in job.told]
+    if job.is_ending or not going:  # a repair would kill ranks that save
+        return job, []
+    ids = [each.id for each in going]
+    if slots := job.slots_of(ids):
+        answer = answers.answer(_without(job, going), going, slots, can_wait=False)
+        if answer.how == "over":
+            return _end_all(job, f"{_are(going)} told to end, without a replacement: {answer.why}")
+    return _lose(job, ids, "told to end")
+
+
+def _part(job: Job) -> Done:
+    """Replace a node that does not reach another one, as both report.
+
+    Of the two it is not the node of the store, and else the one with more dead links.
+    """
+    seated = {*job.seats.values()}
+    ids = [id for id, node in job.nodes.items() if id in seated and node.code is None]
+    pairs = [(job.nodes[one], other) for one in ids for other in job.nodes[one].unreached]
+    links = [
+        (one, job.nodes[other])
+        for one, other in pairs
+        if other in ids and one.id in job.nodes[other].unreached
+    ]
+    if not links or job.is_ending:
+        return job, []
+    num_dead = Counter(one.id for one, _ in links)
+    node, other = max(
+        links, key=lambda link: (link[0].number != job.policy.store, num_dead[link[0].id])
+    )
+    why = f"it does not reach node {other.name}, and both reach the job's store"
+    slots, rest = job.slots_of([node.id]), _without(job, [node])
+    answer = answers.answer(rest, [node], slots, can_wait=False)
+    if answer.how == "repair":
+        return _lose(replace(job, parted=job.parted | {node.name}), [node.id], why)
+    if node.id in job.stays:
+        return job, []
+    job = replace(job, stays=job.stays | {node.id})
+    return job, [Say(f"node {node.name} stays: {why}: {answer.why}")]
+
+
+# Slots that get a node again
+
+
+def _return_played(job: Job) -> Done:
+    """Have spares take the ranks whose roles peers play: training stands still until they have."""
+    slots = sorted(job.played)[: max(0, job.num_free)]
+    if not slots or job.is_early or job.is_ending or not job.is_finished:
+        return job, []
+    absent, opened = job.played.difference(slots), {s: Opened(0, job.names[s]) for s in slots}
+    job = replace(
+        job,
+        played=absent,
+        opened={**job.opened, **opened},
+        returned={**job.returned, **dict.fromkeys(slots, 0)},
+        late=job.late.difference(slots),
+        is_early=True,
+        is_declaring=True,
+    )
+    wakes = [Wake(f"built {slot}", BUILT_S) for slot in slots]
+    declare = Declare(tuple(slots), tuple(sorted(absent)), is_loss=False)
+    return job, [Wake("again", AGAIN_S), *wakes, declare]
+
+
+def _uncrowd(job: Job) -> Done:
+    """Have a spare take the slot that a node got last which has several."""
+    host, num_slots = max(
+        Counter(job.seats.values()).items(), key=lambda each: each[1], default=("", 0)
+    )
+    able = (each for each in job.spares if each.id not in job.told)
+    spare = next((each.id for each in able if each.name not in job.parted), "")
+    if num_slots < 2 or not spare or job.opened or job.is_ending or not job.is_finished:
+        return job, []
+    slot = [slot for slot, id in job.seats.items() if id == host][-1]
+    if answers.why_not_in_place(job, (), [slot]):
+        return job, []
+    seats = {each: id for each, id in job.seats.items() if each != slot}
+    opened = {slot: Opened(0, job.nodes[host].name, spare)}
+    job = replace(job, seats=seats, opened=opened, is_declaring=True)
+    return job, [End(host, slot), Declare((slot,), is_loss=False)]
+
+
+def _fill(job: Job) -> Done:
+    """Give open slots to their hosts, and to spares; have ranks wait while there are too few."""
+    commands: list[Command] = []
+    for slot, opened in sorted(job.opened.items()):
+        spares = job.spares
+        if not opened.host and not spares:
+            if job.waits_in == job.reports.newest:
+                return job, commands
+            line = f"no spare is left: training waits for a node ({FLAG} wait)"
+            said = [Say(line)] if job.waits_in < 0 else []
+            job = replace(job, waits_in=job.reports.newest)
+            return job, [*commands, *said, Wait(job.waits_in)]
+        rest = {each: its for each, its in job.opened.items() if each != slot}
+        job = replace(job, opened=rest)
+        if not rest and job.waits_in >= 0:
+            commands.append(Wait(job.waits_in, is_over=True))
+            job = replace(job, waits_in=-1)
+        id = opened.host or spares[0].id
+        if id not in job.seats.values():
+            line = f"node {job.nodes[id].name} takes over the ranks of node {opened.lost}"
+            commands.append(Say(line))
+        job, seat = _seat(job, id, slot, opened)
+        commands.append(seat)
+    return job, commands
+
+
+# Other starts, and the end
+
+
+def _grow(job: Job) -> Done:
+    """Have all ranks of an elastic job begin again when a node has come, or enough have."""
+    if not answers.can_shrink(job):
+        return job, []
+    is_small = job.size < job.policy.shape.num_nodes and not job.opened and job.num_free > 0
+    # In the middle of a repair, all would lose what it brings back.
+    if is_small and job.quiet and not job.is_deciding and job.is_finished:
+        return _begin(job, "a node has come", is_failure=False)
+    return _begin(job, "no spare is left", is_failure=False) if job.num_free < 0 else (job, [])
+
+
+def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool = True) -> Done:
+    """Have all ranks end and begin again: in the same layout if each slot has a node."""
+    vain = 0 if job.reports.trained else job.vain
+    nodes = {id: replace(each, code=None) for id, each in job.nodes.items()}
+    empty = [slot for slot in range(job.size) if slot not in job.seats]
+    given = dict(zip(empty, (each.id for each in job.spares), strict=False))
+    seats = {**job.seats, **given}
+    names = {**job.names, **{slot: nodes[id].name for slot, id in given.items()}}
+    most = min(len(nodes), job.policy.shape.num_nodes)
+    if len(seats) < max(job.size, most):
+        seats = dict(enumerate(_in_order(job)[:most]))
+        names = {slot: nodes[id].name for slot, id in seats.items()}
+    job = Job(
+        policy=job.policy,
+        nodes=nodes,
+        seats=seats,
+        names=names,
+        start=job.start + 1,
+        size=len(seats),
+        vain=answers.next_vain(job) if is_failure else vain,
+        quiet=job.quiet,
+        told=job.told,
+        is_deciding=job.is_deciding,
+        parted=job.parted,
+    )
+    begin = Begin(job.start, job.size, why)
+    return job, [*done, begin, *(Seat(id, slot) for slot, id in seats.items())]
+
+
+def _in_order(job: Job) -> list[str]:
+    """Return nodes for a start: that of the store first, others in the order of their slots, spares last."""
+    slots = {id: slot for slot, id in reversed([*job.seats.items()])}
+
+    def place(node: Node) -> tuple[bool, int]:
+        return node.number != job.policy.store, slots.get(node.id, job.size)
+
+    return [each.id for each in sorted(job.nodes.values(), key=place)]
+
+
+def _end(job: Job) -> Done:
+    """End the job when all its ranks have ended, or some have failed; begin again where that may help."""
+    codes = {slot: job.nodes[id].code for slot, id in job.seats.items()}
+    if vain := [slot for slot in job.returned if _came_in_vain(job, slot)]:
+        ids = {job.seats[slot] for slot in vain}
+        why = f"its ranks have failed, or were not built within {BUILT_S:g} s"
+        job, commands = _lose(job, sorted(ids), why)
+        is_late = any(codes[slot] is None for slot in vain)
+        return job, [*([Wake("again", AGAIN_AFTER_LATE_S)] if is_late else []), *commands]
+    if code := max((each or 0 for each in codes.values()), default=0):
+        # A node may be lost, and that is why.
+        if (job.policy.shape.fewest or job.policy.max_restarts) and not job.are_heard:
+            return replace(job, is_asking=True), [] if job.is_asking else [HearAll()]
+        if code not in _REFUSED and answers.can_restart(job):
+            return _begin(job, f"a rank has failed with exit code {code}")
+        return _over(job, code, "a rank has failed")
+    rest = {*range(job.size)} - job.left.keys() - job.played
+    if any(codes.get(slot) is None for slot in rest):
+        return job, []
+    is_worse = any(job.left.values())
+    return _over(
+        job, int(is_worse), "a node was lost while its ranks were to save" if is_worse else ""
+    )
+
+
+def _came_in_vain(job: Job, slot: int) -> bool:
+    """Return whether ranks that came back from peers have failed, or others wait for them in vain."""
+    if slot not in job.seats:
+        return False
+    is_missed = job.reports.met and not {*job.ranks_of([slot])} <= job.reports.ready
+    return bool(job.nodes[job.seats[slot]].code) or (slot in job.late and is_missed)
+
+
+def _end_all(job: Job, why: str) -> Done:
+    return (job, []) if job.is_ending else (replace(job, is_ending=True), [Save(why)])
+
+
+def _over(job: Job, code: int, why: str, commands: Iterable[Command] = ()) -> Done:
+    return replace(job, over=code), [*commands, Over(code, why)]
+
+
+def _without(job: Job, nodes: Iterable[Node]) -> Job:
+    """Return the job without nodes, whose slots have none."""
+    ids = {each.id for each in nodes}
+    return replace(
+        job,
+        nodes={id: each for id, each in job.nodes.items() if id not in ids},
+        seats={slot: id for slot, id in job.seats.items() if id not in ids},
+        told=job.told - ids,
+        lost_bytes=job.used_bytes,
+    )
+
+
+def _are(nodes: Collection[Node]) -> str:
+    names = ", ".join(each.name for each in nodes)
+    return f"node {names} is" if len(nodes) == 1 else f"nodes {names} are"

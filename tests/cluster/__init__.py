@@ -1,0 +1,1 @@
+"""Tests of the law of membership: transcripts, and whatever happens."""
