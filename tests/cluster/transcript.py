@@ -105,16 +105,13 @@ def _ranks(text: str) -> frozenset[int]:
     return frozenset(map(int, filter(None, text.split(","))))
 
 
-def _reports(driver: Driver, words: list[str]) -> list[Command]:
+def _report(driver: Driver, words: list[str]) -> list[Command]:
     values: dict[str, object] = {}
     for word in words:
         key, _, value = word.partition("=")
-        values[key] = {
-            "waiting": lambda text: _ranks(text),
-            "ready": lambda text: _ranks(text),
-            "knowing": lambda text: _ranks(text),
-            "newest": int,
-        }.get(key, lambda text: True)(value)
+        values[key] = True
+        if value:
+            values[key] = int(value) if key == "newest" else _ranks(value)
     return driver.report(**values)
 
 
@@ -123,7 +120,7 @@ _EVENTS: dict[str, Callable[[Driver, list[str]], list[Command]]] = {
     "change": Driver.change,
     "finished": lambda driver, words: driver.finish(),
     "died": lambda driver, words: driver.report(newest=driver.job.reports.newest + 1),
-    "report": _reports,
+    "report": _report,
     "lost": lambda driver, words: driver.feed(Lost(tuple(words), "silent")),
     "told": lambda driver, words: (
         driver.feed(StoreTold()) if words == ["store"] else driver.feed(Told(tuple(words)))

@@ -213,7 +213,7 @@ def test_job_ends_when_a_node_is_lost_and_no_spare_is_left(repaired: RepairedJob
         repaired.wait_for_iteration(4)
         nodes.kill("node1")
         assert nodes.wait() == {"node0": 1}
-        assert "no spare is left (--moe-ft-spare restart)" in nodes.log("node0")
+        assert "no spare is left (--moe-ft-without-spare end)" in nodes.log("node0")
         assert nodes.status.read_text().split() == ["1", "node0", "node1"]
 
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+from moe_ft.cluster.answers import MOST_UNFINISHED
 from moe_ft.cluster.link import START
 from moe_ft.cluster.roster import SAVE
-from moe_ft.cluster.rounds import MOST_UNFINISHED, Member
+from moe_ft.cluster.rounds import Member
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group, Operation
 from tests.simulation.repairs.job import Job, Start
