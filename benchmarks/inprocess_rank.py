@@ -30,7 +30,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.member import Member
 from moe_ft.loop.failure_report import FailureReport
 
 _LEAVING_S = 20.0  # from the end of the connections until the function has ended
@@ -43,8 +44,8 @@ class Calls:
 
     def __init__(self, flags: list[str], ports: list[int], notes: Path) -> None:
         self._flags, self._ports, self._notes = flags, ports, notes
-        self._link = Link()
-        self._links = Links(self._link, (Gloo(),))
+        self._member = Member(Assignment(rank=0, local_rank=0, world_size=1, node=""))
+        self._links = Links(self._member, (Gloo(),))
         self._has_left = threading.Event()
         self._has_left.set()
         for name in ("init_process_group", "new_group"):
@@ -62,7 +63,7 @@ class Calls:
         os.environ["MASTER_PORT"] = str(self._ports[number])
         os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        self._link.round = number
+        self._member.round = number
         self._links.begin()
         self._has_left.clear()
         note_call(self._notes, number, int(rank))
@@ -73,7 +74,7 @@ class Calls:
 
     def abort(self) -> None:
         """Have the function end with an exception, and wait until it has. Not on its thread."""
-        self._links.end(self._link.round)
+        self._links.end(self._member.round)
         self._has_left.wait(_LEAVING_S)  # the wrapper's own exception would tear up what it closes
 
     def _record(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

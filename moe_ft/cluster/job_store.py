@@ -32,11 +32,6 @@ _NUM_OWN = 128
 _MANY = 1 << 16  # open files, where that is allowed: an elastic job grows
 
 
-def is_shared(environment: Mapping[str, str]) -> bool:
-    """Return whether the launcher keeps the store itself."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def listen(environment: Mapping[str, str]) -> socket.socket:
     """Return a socket that listens at MASTER_PORT, on the interface of MASTER_ADDR (addresses.py).
 

@@ -49,7 +49,7 @@ from moe_ft.cluster.membership import (
 
 GATHER_S = 3.0  # for further nodes to come, or to be told to end
 MISSING_S = 30.0  # for a node to come, after the last one that came
-BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (repair/meet.py)
+BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (cluster/member.py)
 AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
 AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if these were not built by then
 _REFUSED = (2, 4)  # exit codes of ranks that would end so again (loop/refusing.py)

@@ -33,31 +33,11 @@ class Link:
     The zygote makes the link and forks the rank, which then has it too. Either may change it, in any thread.
     """
 
-    def __init__(
-        self, died_s: float | None = None, predecessor_hung_s: float = 0.0, token: str = ""
-    ) -> None:
-        """Be not armed, and expect no beats.
-
-        Args:
-            died_s: time since 1970 when the rank died that this one replaces; None for the first one.
-            predecessor_hung_s: `hung_s` of that rank.
-        """
-        self.died_s, self.predecessor_hung_s = died_s, predecessor_hung_s
-        self.is_watched = (
-            False  # whether a coordinator calls nodes lost, for which it needs a while
-        )
-        self.node = self.lost_node = (
-            ""  # of a rank whose node is lost: where it runs now, and ran before
-        )
-        self.round = 0  # that the rank has joined last; a replacement joins one before it begins
+    def __init__(self, token: str = "") -> None:
+        """Be not armed, and expect no beats."""
         memory = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS + _TOKEN_BYTES))
         self._cells, self._token = memory[: 8 * _NUM_CELLS].cast("d"), memory[8 * _NUM_CELLS :]
         self.token = token
-
-    @property
-    def is_replacement(self) -> bool:
-        """True if the rank replaces one that has died."""
-        return self.died_s is not None
 
     @property
     def token(self) -> str:
@@ -189,26 +169,6 @@ class Pulse:
         else:
             self._silent_s += passed_s
         return self._silent_s
-
-
-_own: Link | None = None
-
-
-def own_link() -> Link | None:
-    """Return the link of this process; None if nothing would replace it."""
-    return _own
-
-
-def set_own_link(link: Link | None) -> None:
-    """Become the rank of a link."""
-    global _own
-    _own = link
-
-
-def retire_own() -> None:
-    """Have the end of this process be taken as it is, if it has a link."""
-    if _own is not None:
-        _own.retire()
 
 
 def wants_repair(words: Sequence[str]) -> bool:

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ft.cluster.answers import MOST_UNFINISHED
-from moe_ft.cluster.link import Link
 from moe_ft.cluster.membership import Stages
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError, ReplacedError
@@ -31,8 +30,8 @@ _MIN_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """One rank in a round.
+class Entry:
+    """Entry of one rank in a round.
 
     Attributes:
         died_s: time since 1970 when the rank died that this one replaces; None for a survivor. A replacement
@@ -51,27 +50,13 @@ class Member:
     lost_node: str = ""
 
 
-def member_of(rank: int, link: Link, facts: dict[str, Any] | None = None) -> Member:
-    """Return what a replacement says of itself."""
-    return Member(
-        rank=rank,
-        died_s=link.died_s,
-        hung_s=link.predecessor_hung_s,
-        facts=facts or {},
-        node=link.node,
-        lost_node=link.lost_node,
-    )
-
-
 class Rounds:
     """One connection's view of the rounds. Used by one thread."""
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
-        self._known: tuple[int, dict[str, Any]] = (
-            0,
-            {},
-        )  # a round, and its last verdict on absence
+        # A round, and its last verdict on absence.
+        self._known: tuple[int, dict[str, Any]] = 0, {}
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
 
     def is_finished(self, number: int) -> bool:
@@ -82,13 +67,19 @@ class Rounds:
         """Return whether an iteration was finished in this start."""
         return self._has(0, "finished")
 
-    def finish(self, number: int, stages: Stages = ()) -> None:
-        """Note that an iteration was finished in a round; all ranks of it may say so.
+    def finish(self, number: int) -> None:
+        """Note that an iteration was finished in a round; all ranks of it may do so."""
+        self._store.set(_key(number, "finished"), True)
+
+    def begin_training(self, stages: Stages = ()) -> None:
+        """Note that an iteration was finished in the start. Rank 0 alone.
 
         Args:
-            stages: of the job, at its start, if peers may play the roles of lost ranks.
+            stages: of the job, if peers may play the roles of lost ranks.
         """
-        self._store.set(_key(number, "finished"), stages or True)
+        if stages:  # first: who reads that the job trains may ask for them
+            self._store.set(_key(0, "stages"), stages)
+        self.finish(0)
 
     def note_end(self) -> None:
         """Say that a rank ends as planned, as all others do then: no rank is replaced or begins again."""
@@ -100,8 +91,8 @@ class Rounds:
 
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
-        said = self._store.get(_key(0, "finished"))
-        return said if isinstance(said, list) else ()
+        found: Stages = self._store.get(_key(0, "stages")) or ()
+        return found
 
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
@@ -113,13 +104,13 @@ class Rounds:
             since += 1
         return since
 
-    def replaced(self, number: int) -> tuple[int, ...]:
+    def dead_ranks(self, number: int) -> tuple[int, ...]:
         """Return the ranks whose processes are not part of a round or of a later one: their node is lost."""
         return tuple((self._store.get(_key(number, "declared")) or {}).get("ranks", ()))
 
     def is_own_lost(self, number: int) -> bool:
         """Return whether the rank's process so far is not part of a round: its node is lost."""
-        return self.rank in self.replaced(number)
+        return self.rank in self.dead_ranks(number)
 
     def absent(self, number: int) -> frozenset[int]:
         """Return the ranks without a process in a round that has begun: peers play their roles."""
@@ -167,7 +158,10 @@ class Rounds:
         left = set(range(self._world_size)) - self.absent(number)
         while not self.is_finished(number) and not self._has(number, "all_members"):
             said = self._store.values(_key(number, "members"))
-            left -= {*self.replaced(number), *(each["rank"] for each in said if not each["facts"])}
+            left -= {
+                *self.dead_ranks(number),
+                *(each["rank"] for each in said if not each["facts"]),
+            }
             number -= 1
         return left
 
@@ -225,21 +219,48 @@ class Rounds:
         """Return whether a rank takes part in a round already."""
         return any(said["rank"] == rank for said in self._store.values(_key(number, "members")))
 
-    def join(self, number: int, member: Member) -> None:
+    def join(self, number: int, entry: Entry) -> None:
         """Take part in a round, once. A replacement declares it with that."""
-        if member.died_s is not None:
+        if entry.died_s is not None:
             self._declare(number, {})
-        self._store.append(_key(number, "members"), asdict(member))
+        self._store.append(_key(number, "members"), asdict(entry))
 
-    def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Member]:
-        """Return all members of a round, by rank. Called by all of them.
+    def join_for_dead(self, entry: Entry, since: int = 0) -> int:
+        """Join the round in which a replacement takes the place of a dead rank, and return its number.
+
+        Args:
+            since: the round in which the rank came to this node.
+
+        Raises:
+            ReplacedError: if another node has the rank now.
+            RepairError: if too many rounds have been broken.
+        """
+        number = max(since, 1)  # what came before that is not this process's
+        while True:
+            is_past = self.is_finished(number) or self.has_joined(number, self.rank)
+            if not is_past and self.has_broken_too_many(number):
+                raise RepairError(
+                    f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
+                )
+            if is_past or self.is_declared(number) or self._declare(number, {}):
+                # It is declared, so this does not change any more.
+                if number > since and self.is_own_lost(number):
+                    raise ReplacedError(f"another node has rank {self.rank} since round {number}")
+                if not is_past:
+                    break
+                number += 1
+        self.join(number, entry)
+        return number
+
+    def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Entry]:
+        """Return the entries of all ranks of a round, in their order. Called by all of them.
 
         Raises:
             RepairError: if some have not joined in time, or the round is broken.
         """
         told = self._wait_for(number, "members", deadline_s)
-        members = [Member(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
-        return sorted(members, key=lambda each: each.rank)
+        entries = [Entry(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
+        return sorted(entries, key=lambda each: each.rank)
 
     def wait_until_ready(self, number: int, deadline_s: float) -> None:
         """Say that this rank can make connections, and wait until all can.
@@ -301,40 +322,3 @@ def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
         rest = {name: each for name, each in value.items() if name != "rank"}
         found.setdefault(json.dumps(rest), []).append(rank)
     return [[json.loads(text), ranks] for text, ranks in found.items()]
-
-
-def declare(
-    store: SignedStore,
-    rank: int,
-    world_size: int,
-    died_s: float,
-    hung_s: float = 0.0,
-    *,
-    since: int = 0,
-) -> int:
-    """Join the round in which a replacement takes the place of a dead rank, and return its number.
-
-    Args:
-        since: the round in which the rank came to this node.
-
-    Raises:
-        ReplacedError: if another node has the rank now.
-        RepairError: if too many rounds have been broken.
-    """
-    rounds = Rounds(store, rank, world_size)
-    number = max(since, 1)  # what came before that is not this process's
-    while True:
-        is_past = rounds.is_finished(number) or rounds.has_joined(number, rank)
-        if not is_past and rounds.has_broken_too_many(number):
-            raise RepairError(
-                f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
-            )
-        if is_past or rounds.is_declared(number) or rounds._declare(number, {}):
-            # It is declared, so this does not change any more.
-            if number > since and rank in rounds.replaced(number):
-                raise ReplacedError(f"another node has rank {rank} since round {number}")
-            if not is_past:
-                break
-            number += 1
-    rounds.join(number, Member(rank=rank, died_s=died_s, hung_s=hung_s))
-    return number

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.forked_rank import (
     become,
     follow_parent,
@@ -33,14 +34,14 @@ from moe_ft.cluster.forked_rank import (
     without_driver,
 )
 from moe_ft.cluster.link import (
-    Link,
+    START,
     Pulse,
     exit_signal,
     period_s,
-    set_own_link,
     token_of,
     wants_repair,
 )
+from moe_ft.cluster.member import Member, become_member
 from moe_ft.cluster.protocol import (
     IMPORTING,
     Answer,
@@ -50,8 +51,8 @@ from moe_ft.cluster.protocol import (
     say,
     send_answer,
 )
-from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.cluster.target import Target
+from moe_ft.launches import shares_store
 from moe_ft.processes import set_process_name
 
 _REQUEST_DEADLINE_S = 30.0  # from a connection to its request
@@ -125,8 +126,8 @@ class _Rank:
     connection: socket.socket  # of its worker
     request: RankRequest
     streams: tuple[int, ...] = ()  # kept for a replacement
-    link: Link | None = None
-    pulse: Pulse | None = None  # with a link
+    member: Member | None = None
+    pulse: Pulse | None = None  # with a member
 
 
 Role = Callable[[], None]
@@ -170,22 +171,23 @@ class Zygote:
 
     def _look_period_s(self) -> float | None:
         """Return how often to look at beats of ranks and at silent callers; None if there are none."""
-        periods = [period_s(rank.link.limit_s) for rank in self._ranks if rank.link is not None]
+        periods = [
+            period_s(rank.member.link.limit_s) for rank in self._ranks if rank.member is not None
+        ]
         return min(periods + [_LOOK_S] * bool(self._callers), default=None)
 
     def _end_silent(self) -> None:
         """Kill ranks without a beat for too long. Their death is repaired like any other, or not."""
         for rank in self._ranks:
-            if rank.link is None or rank.pulse is None:
+            if rank.member is None or rank.pulse is None:
                 continue
-            silent_s = rank.pulse.silent_s()
-            if silent_s > rank.link.limit_s:
-                rank.link.note_hang(silent_s)
-                rank.link.expect_beats(0)  # it is killed once
-                number = rank.request.environment.get("RANK")
+            link, silent_s = rank.member.link, rank.pulse.silent_s()
+            if silent_s > link.limit_s:
+                link.note_hang(silent_s)
+                link.expect_beats(0)  # it is killed once
                 say(
-                    f"rank {number} (process {rank.pid}) has given no sign of life for {silent_s:.1f} s "
-                    f"(in its {rank.link.section}), and is killed"
+                    f"rank {rank.member.rank} (process {rank.pid}) has given no sign of life for "
+                    f"{silent_s:.1f} s (in its {link.section}), and is killed"
                 )
                 _send(rank, signal.SIGKILL)
 
@@ -196,8 +198,8 @@ class Zygote:
         self._selector.unregister(self._listener)
         self._listener.close()
         for rank in self._ranks:
-            if rank.link is not None:
-                rank.link.retire()
+            if rank.member is not None:
+                rank.member.link.retire()
 
     def _accept(self) -> None:
         try:
@@ -236,11 +238,11 @@ class Zygote:
         answer = Answer.FAILED
         try:
             if not (problem := why_not_to_fork()):
-                link = _link_of(request) if wants_repair(request.words) else None
-                if link is not None and not link.token and request.environment.get("RANK") == "0":
-                    link.token = self._start_store(request)
+                member = Member(_assignment_of(request)) if _has_member(request) else None
+                if member is not None and not member.link.token and member.rank == 0:
+                    member.link.token = self._start_store(request)
                 if self._role is None:
-                    self._fork(request, tuple(streams), connection, link)
+                    self._fork(request, tuple(streams), connection, member)
                 return
             answer = Answer.UNUSABLE
             say(
@@ -259,13 +261,13 @@ class Zygote:
         request: RankRequest,
         streams: tuple[int, ...],
         connection: socket.socket,
-        link: Link | None,
+        member: Member | None,
     ) -> None:
         """Fork a rank, and tell its worker; raise OSError if it cannot be forked, now."""
         pid = os.fork()
         if pid == 0:
             self._forget(connection)
-            self._role = lambda: _be_rank(request, streams, link)
+            self._role = lambda: _be_rank(request, streams, member)
             return
         try:
             end = os.pidfd_open(pid)
@@ -273,12 +275,12 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
-        if link is None:
+        if member is None:
             for each in streams:
                 os.close(each)
             streams = ()
-        pulse = None if link is None else Pulse(link)
-        rank = _Rank(pid, end, connection, request, streams, link, pulse)
+        pulse = None if member is None else Pulse(member.link)
+        rank = _Rank(pid, end, connection, request, streams, member, pulse)
         self._ranks.add(rank)
         self._selector.register(rank.end, selectors.EVENT_READ, lambda: self._reap(rank))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
@@ -291,7 +293,7 @@ class Zygote:
         from moe_ft.cluster import job_store
 
         self._end_store()
-        if job_store.is_shared(request.environment):
+        if shares_store(request.environment):
             return ""
         try:
             listener = job_store.listen(request.environment)
@@ -341,8 +343,8 @@ class Zygote:
         """Pass a signal on; kill a rank whose worker is gone."""
         heard = receive_signal(rank.connection)
         number = signal.SIGKILL if heard is None else heard
-        if rank.link is not None and number in _ENDING:
-            rank.link.retire()
+        if rank.member is not None and number in _ENDING:
+            rank.member.link.retire()
         if heard is None:
             self._selector.unregister(rank.connection)
             name = _name_of(rank.request)
@@ -352,7 +354,8 @@ class Zygote:
 
     def _reap(self, rank: _Rank) -> None:
         """Replace a rank that has died, or tell the worker how it has ended."""
-        died_s, can_replace = time.time(), rank.link is not None and rank.link.is_armed
+        died_s, dead = time.time(), rank.member
+        can_replace = dead is not None and dead.link.is_armed
         if can_replace:
             # Processes that it has started share its locks and connections.
             with suppress(ProcessLookupError):
@@ -363,17 +366,15 @@ class Zygote:
         os.close(rank.end)
         if rank.connection in self._selector.get_map():
             self._selector.unregister(rank.connection)
-        if rank.link is not None and can_replace and status:
-            name = rank.request.environment.get("RANK")
+        if dead is not None and can_replace and status:
             try:
                 if not why_not_to_fork():
-                    say(f"rank {name} has died ({_end_of(status)}), and is replaced")
-                    link = Link(died_s, rank.link.hung_s, rank.link.token)
-                    link.is_watched = rank.link.is_watched
-                    self._fork(rank.request, rank.streams, rank.connection, link)
+                    say(f"rank {dead.rank} has died ({_end_of(status)}), and is replaced")
+                    member = dead.replacement(died_s)
+                    self._fork(rank.request, rank.streams, rank.connection, member)
                     return
             except OSError as error:
-                say(f"rank {name} cannot be replaced: {error}")
+                say(f"rank {dead.rank} cannot be replaced: {error}")
         for each in rank.streams:
             os.close(each)
         with suppress(OSError):
@@ -402,41 +403,44 @@ def _send(rank: _Rank, number: int) -> None:
             os.kill(rank.pid, number)
 
 
-def _link_of(request: RankRequest) -> Link:
-    """Return the link of the first process of a rank on this node."""
-    link = Link(request.died_s if request.round else None, token=token_of(request.environment))
-    link.is_watched = bool(link.token)
-    link.round, link.lost_node = request.round, request.lost_node
-    link.node = request.environment.get("MOE_FT_NODE_ID", "") if request.round else ""
-    return link
+def _has_member(request: RankRequest) -> bool:
+    """Return whether a process is a rank that may be replaced."""
+    return "RANK" in request.environment and wants_repair(request.words)
 
 
-def _be_rank(request: RankRequest, streams: tuple[int, ...], link: Link | None) -> None:
-    """Run a rank. A replacement first says that its predecessor has died: the others wait for it."""
+def _assignment_of(request: RankRequest) -> Assignment:
+    """Return the assignment of the first process of a rank on this node."""
+    variables, token = request.environment, token_of(request.environment)
+    start = int(variables.get(START) or variables.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return Assignment(
+        rank=int(variables["RANK"]),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
+        world_size=int(variables["WORLD_SIZE"]),
+        node=variables.get("MOE_FT_NODE_ID", ""),
+        start=start,
+        begun_from=start - 1,
+        round=request.round,
+        died_s=request.died_s if request.round else None,
+        lost_node=request.lost_node,
+        is_watched=bool(token),
+        token=token,
+    )
+
+
+def _be_rank(request: RankRequest, streams: tuple[int, ...], member: Member | None) -> None:
+    """Run a rank. A replacement first reports that its predecessor has died: the others wait for it."""
     number = exit_signal(request.words)
     if number is not None and number not in _ENDING:
         signal.signal(number, signal.SIG_IGN)  # it would die of it until Megatron has its handler
     become(request, streams)
-    set_own_link(link)
-    if link is not None and link.died_s is not None:
-        # They import torch, as a script that repairs does anyway.
-        from moe_ft.cluster import job_store, rounds
+    become_member(member)
+    if member is not None and member.is_replacement:
+        # It imports torch, as a script that repairs does anyway.
+        from moe_ft.cluster import job_store
 
-        environment = request.environment
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        store = job_store.connect(environment, link, _STORE_DEADLINE_S)
-        signed = SignedStore(store, lambda: link.token)
-        if link.round:  # a node is lost, and the round has begun with that
-            rounds.Rounds(signed, rank, world_size).join(link.round, rounds.member_of(rank, link))
-        else:
-            link.round = rounds.declare(
-                signed,
-                rank,
-                world_size,
-                link.died_s,
-                link.predecessor_hung_s,
-                since=request.round,
-            )
+        store = job_store.connect(request.environment, member.link, _STORE_DEADLINE_S)
+        member.connect(store)
+        member.take_place()
     run(Target(words=request.words, preload=()))
 
 

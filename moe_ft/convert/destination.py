@@ -33,6 +33,7 @@ from moe_ft.files.private_files import make_private, open_directory
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
+from moe_ft.launches import launch_of
 from moe_ft.processes import boot_id
 
 _JOURNAL = "conversion.json"
@@ -348,7 +349,7 @@ class RemoteDestination(Destination):
             shutil.rmtree(self.work, ignore_errors=True)
 
     def _take_lock(self) -> None:
-        seen, own = self._lock.look(), own_origin(os.environ)
+        seen, own = self._lock.look(), own_origin(launch_of(os.environ))
         if seen is not None and not seen.is_over(own):
             line = (
                 f"DST={self.place} belongs to another conversion: watching for {LOCK_STALE_S:.0f} s"

@@ -16,6 +16,7 @@ from moe_ft.files.storage import Storage
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import check_header
 from moe_ft.format.manifest import Manifest
+from moe_ft.launches import launch_of
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.readers import MemoryReader, StateReader, StorageReader
@@ -95,7 +96,7 @@ def check_is_quiet(directory: str, storage: Storage) -> None:
     """Raise ConfigError if a job writes to a persist directory: it may delete what is read."""
     lock = StorageLock(storage)
     before = lock.look()
-    if before is None or before.is_over(own_origin(os.environ)):
+    if before is None or before.is_over(own_origin(launch_of(os.environ))):
         return
     now = watch_lock(lock, before, _WATCH_S)
     if now is not None and now != before:

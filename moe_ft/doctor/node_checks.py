@@ -36,6 +36,7 @@ from moe_ft.doctor.storage import (
 )
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.errors import ConfigError
+from moe_ft.launches import launch_of
 from moe_ft.recovery.persist_directory import trouble_of
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
@@ -135,6 +136,7 @@ class NodeChecks:
             node_dir=node_directory(memory.memory_dir, job_id, self.node),
             rank=0,
             topology=Topology(ranks=(info,)),
+            launch=launch_of(os.environ),
         )
 
     def _memory(self) -> list[Row]:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moe_ft.engine.persist.origin import restart_counts
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import expand
+from moe_ft.launches import launch_of, shares_store
 
 TOKEN_NAME = "MOE_FT_DOCTOR_TOKEN"
 _LEAST_TOKEN = 16  # characters: the proofs in the store let strangers try tokens at leisure
@@ -63,15 +63,14 @@ def find_place(environment: Mapping[str, str]) -> Place:
         world_size=world_size,
         local_world_size=local,
         master=_master(environment),
-        has_agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_agent_store=shares_store(environment),
         token=_token(environment),
     )
 
 
 def _check_is_first_start(environment: Mapping[str, str]) -> None:
     """Refuse a restart: torchrun's store still has what the processes before have shown."""
-    _, count = restart_counts(environment)
-    if count:
+    if count := launch_of(environment).start:
         raise ConfigError(
             f"TORCHELASTIC_RESTART_COUNT={count} must be 0: doctor has already run. Its table is above. "
             "Start it with torchrun --max-restarts 0, then it runs once."

@@ -15,6 +15,7 @@ from moe_ft.config.config import MemoryConfig
 from moe_ft.doctor.place import Place
 from moe_ft.doctor.rows import Result, Row, failed, join_nodes, passed, refused, warned
 from moe_ft.errors import ConfigError
+from moe_ft.launches import shares_store
 from moe_ft.processes import boot_id
 
 _VERSIONS, _GPUS, _NODES, _RANKS, _JOB = "versions", "gpus", "node names", "ranks", "job name"
@@ -260,7 +261,7 @@ def check_store(
     is_disabled = environment.get(VARIABLE) == "1"
     if backend is None:  # the launcher of doctor may also be that of training
         restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_shared = shares_store(environment)
         found = "shared"
     else:
         is_shared = not (is_disabled and backend == "c10d")

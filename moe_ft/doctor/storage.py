@@ -28,6 +28,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.files.progress import PATIENCE_S, SLOWEST_BYTES_PER_S
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
+from moe_ft.launches import launch_of
 from moe_ft.recovery.persist_directory import check_nobody_renews
 
 _SEMANTICS, _LOCK, _SPACE = "storage", "storage lock", "storage room"
@@ -151,7 +152,7 @@ def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
     seen = lock.look()
     if seen is None:
         return [passed(_LOCK, _PLACE, "free")]
-    if seen.is_over(own_origin(os.environ)):
+    if seen.is_over(own_origin(launch_of(os.environ))):
         return [passed(_LOCK, _PLACE, f"of {seen.holder}, which is over: a start takes it at once")]
     try:
         if check_nobody_renews(root, lock, seen, watch_s) is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ft.cluster.link import retire_own
+from moe_ft.cluster.member import retire_own
 from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, UnrecoverableError

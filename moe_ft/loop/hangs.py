@@ -20,7 +20,7 @@ from typing import Any, override
 import psutil
 import torch
 
-from moe_ft.cluster.link import own_link
+from moe_ft.cluster.member import own_member
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.engine.background import device_of_this_thread
@@ -190,8 +190,8 @@ class Hangs(LoopListener):
 
     @override
     def enter_section(self, section: Section) -> None:
-        if (link := own_link()) is not None:
-            link.section = section
+        if (member := own_member()) is not None:
+            member.link.section = section
 
     def close(self) -> None:
         """End the thread."""
@@ -224,8 +224,8 @@ class Hangs(LoopListener):
         loop, rank = self._loop, self._log.rank
         try:
             exit_within(LAST_WORDS_S)
-            if (link := own_link()) is not None:
-                link.note_hang(silent_s)
+            if (member := own_member()) is not None:
+                member.link.note_hang(silent_s)
             say(
                 f"rank {rank} hangs in iteration {loop.iteration}, phase {loop.phase}, and ends: in its "
                 f"{section} it has made no progress for {silent_s:.1f} s, and waits for no other rank. The "

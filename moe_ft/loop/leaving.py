@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from msgspec.json import Decoder
 
-from moe_ft.cluster.link import own_link
+from moe_ft.cluster.member import own_member
 from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
@@ -91,14 +91,15 @@ def meet_processes() -> JobProcesses:
         if namespace and namespace == own[0]
     }
     # A repair may fail on some ranks before they meet: they sign with what a replacement has from its zygote.
-    link = own_link()
-    return JobProcesses(pids=pids, token=(link and link.token) or everyone[0][2])
+    member = own_member()
+    return JobProcesses(pids=pids, token=(member and member.link.token) or everyone[0][2])
 
 
 def _early_token() -> str:
     """Return the token that all ranks of this start have already; empty if some may lack it."""
-    link = own_link()
-    return link.token if link is not None and (link.is_watched or link.is_replacement) else ""
+    member = own_member()
+    has_token = member is not None and (member.assignment.is_watched or member.is_replacement)
+    return member.link.token if member is not None and has_token else ""
 
 
 def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:

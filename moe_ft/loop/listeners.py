@@ -131,7 +131,7 @@ class Repair:
     number: int
     iteration: int
     recovered: int
-    dead: Sequence[int]
+    dead_ranks: Sequence[int]
     hung_s: Mapping[int, float]
     is_replacement: bool
     phases_s: Mapping[str, float]

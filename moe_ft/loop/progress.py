@@ -132,7 +132,7 @@ class Progress(LoopListener):
             "repair",
             loop.iteration,
             round=repair.number,
-            dead_ranks=list(repair.dead),
+            dead_ranks=list(repair.dead_ranks),
             hung_s={str(rank): seconds for rank, seconds in repair.hung_s.items()},
             is_replacement=repair.is_replacement,
             taken_over=dict(repair.taken_over),

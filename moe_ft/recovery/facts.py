@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ft.engine.seats import Seat
+from moe_ft.launches import Launch
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport
 from moe_ft.planning.experts import ExpertFacts
@@ -17,6 +18,7 @@ class JobFacts:
     """Facts about the job and this rank.
 
     Attributes:
+        launch: start of the ranks that this process belongs to.
         stage: pipeline rank.
         fingerprint: settings that the state depends on, by flag.
         replay_settings: further settings that the result of an iteration depends on, by flag.
@@ -37,6 +39,7 @@ class JobFacts:
         randomness: random numbers of this rank; None for those of its process.
     """
 
+    launch: Launch
     rank: int
     world_size: int
     stage: int

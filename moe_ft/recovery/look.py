@@ -2,14 +2,13 @@
 
 One rank of each node looks at its memory, and sends what it finds to rank 0, which plans for all of them.
 
-Flags that say where to begin hold for the first start of a launcher only. torchrun counts its restarts after
-failures, but not those after nodes have come or gone; so each node remembers which launcher started it last,
-which starts there were before that, and which start was the last. If that was the one before, the memory of
-the nodes is the newest state of the run, also while storage cannot be read.
+Flags that say where to begin hold for the first start of a launcher only. So each node notes which start
+(moe_ft/launches.py) was its last, and what there was before the first one of that launcher. If its last start
+was the one before this, the memory of the nodes is the newest state of the run, also while storage cannot be
+read.
 """
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.persist.origin import agent_name, is_kept, restart_counts
 from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
+from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
 from moe_ft.recovery.attempts import Failure, attempt
@@ -81,39 +80,40 @@ class Found:
         return self.wish.only_iteration is not None and not self.wish.is_restart
 
 
-_NAME = "launcher"
+_NAME = "launch"
 
 
-class Launcher(msgspec.Struct, frozen=True):
-    """Note of a node on what started its ranks.
+class LaunchNote(msgspec.Struct, frozen=True):
+    """Note of a node on its last start.
 
     Attributes:
-        process: name of torchrun's agent; empty for anything else.
-        known: names of the starts that had left something when it first started the job.
-        number: of the last start on the node: SLURM's job, its requeues, and restarts by the launcher.
+        known: names of the starts that had left something when its launcher first started the job.
         has_begun: whether that start, or one before it in the same chain, has got as far as training.
     """
 
-    process: str
+    launch: Launch
     known: tuple[str, ...]
-    number: tuple[str, int, int] = ("", 0, 0)
     has_begun: bool = False
 
 
-_LAUNCHER = msgspec.json.Decoder(Launcher)
+_NOTE = msgspec.json.Decoder(LaunchNote)
 
 
 class _Sight(msgspec.Struct, frozen=True, array_like=True):
-    """Findings of one rank; all but the first field are of the node, and empty on its other ranks.
+    """Findings of one rank: all of them are of the node, and empty on its other ranks.
 
     Attributes:
-        has_last: see `has_last_start`.
+        is_counted: whether the launcher has counted a start before this one.
+        has_last: whether the start before this one was on this node too, and had begun to train. The memory
+            of the nodes is what the run has left last, then. A node that was away in between, or that some
+            other launcher has used, may have an older state of the run.
+        known: see `LaunchNote`; None if this launcher has not started the node's ranks before.
         inventory: of its memory, as it travels.
     """
 
-    is_counted: bool
+    is_counted: bool = False
     has_last: bool = False
-    launcher: Launcher | None = None
+    known: tuple[str, ...] | None = None
     attempts: list[Attempt] = []
     inventory: bytes = b""
 
@@ -143,16 +143,17 @@ def look(met: Met, claimed: Claimed) -> Found:
 
 def _look_here(met: Met) -> _Sight:
     """Return what this rank has found."""
-    site, is_counted = met.site, is_counted_restart(os.environ)
+    site = met.site
     if not site.is_lowest_on_node:
-        return _Sight(is_counted=is_counted)
+        return _Sight()
     inventory = look_at_memory(site.node_dir, site.node, site.job_id)
     if met.pipelines is not None:
         inventory.logs = look_at_logs(site.node_dir, site.node, site.job_id)
+    launch, note = site.launch, read_note(site.node_dir)
     return _Sight(
-        is_counted=is_counted,
-        has_last=has_last_start(site.node_dir, os.environ),
-        launcher=recall_launcher(site.node_dir, os.environ),
+        is_counted=launch.is_counted,
+        has_last=note is not None and note.has_begun and launch.follows(note.launch),
+        known=note.known if note is not None and launch.repeats(note.launch) else None,
         attempts=read_attempts(site.node_dir),
         inventory=pack(inventory),
     )
@@ -203,88 +204,30 @@ def note_start(met: Met, found: Found, *, has_begun: bool) -> None:
     wish = found.wish
     if met.site.is_lowest_on_node:
         known = wish.known_before if wish.is_restart else found.inventory.names
-        note_launcher(met.site.node_dir, os.environ, known, has_begun=has_begun)
+        note = LaunchNote(launch=met.site.launch, known=tuple(sorted(known)), has_begun=has_begun)
+        with suppress(
+            OSError
+        ):  # at worst a flag that names where to begin holds for one more start
+            write_atomically(met.site.node_dir / _NAME, msgspec.json.encode(note))
 
 
 def _wish_of(sights: Sequence[_Sight], met: Met) -> Wish:
     """Return what the flags ask for."""
     recovery = met.config.recovery
-    launchers = [each.launcher for each in sights if each.launcher is not None]
+    known = [each.known for each in sights if each.known is not None]
     return Wish(
         recover_from=recovery.recover_from,
         only_iteration=recovery.only_iteration,
-        is_restart=bool(launchers) or any(each.is_counted for each in sights),
+        is_restart=bool(known) or any(each.is_counted for each in sights),
         loaded_iteration=met.facts.iteration,
         began_with=met.facts.began_with,
-        known_before=frozenset(name for each in launchers for name in each.known),
+        known_before=frozenset(name for names in known for name in names),
         has_last_memory=any(each.has_last for each in sights),
     )
 
 
-def is_counted_restart(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun or SLURM says that it has started this job before."""
-    _, *counts = _number(environment)
-    return any(counts)
-
-
-def _number(environment: Mapping[str, str]) -> tuple[str, int, int]:
-    return environment.get("SLURM_JOB_ID", ""), *restart_counts(environment)
-
-
-def recall_launcher(node_dir: Path, environment: Mapping[str, str]) -> Launcher | None:
-    """Return a node's note of its launcher; None if that has not started its ranks before."""
-    known = _read(node_dir)
-    if known is None:
-        return None
-    process = agent_name(environment)
-    requeues, _ = restart_counts(environment)
-    is_same = known.process == process
-    if not process or is_kept(environment):
-        is_same = is_counted_restart(environment)
-    return known if is_same or requeues else None
-
-
-def has_last_start(node_dir: Path, environment: Mapping[str, str]) -> bool:
-    """Return whether the start before this one was on this node too, and had begun to train.
-
-    Then the memory of the nodes is what the run has left last. A node that was away in between, or that some
-    other launcher has used, may have an older state of the run.
-    """
-    known = _read(node_dir)
-    if known is None or not known.has_begun:
-        return False
-    (job, *before), (own_job, *now) = known.number, _number(environment)
-    requeues, restarts = (new - old for new, old in zip(now, before, strict=True))
-    if job != own_job or requeues:
-        return job == own_job and requeues == 1
-    process = agent_name(environment)
-    # torchrun does not count every restart; of other launchers nobody knows whether it is still the same.
-    return known.process == process and (restarts == 1 or (restarts == 0 and bool(process)))
-
-
-def _read(node_dir: Path) -> Launcher | None:
+def read_note(node_dir: Path) -> LaunchNote | None:
+    """Return a node's note of its last start; None without one that can be read."""
     with suppress(OSError, ValueError):
-        return _LAUNCHER.decode(read_private(node_dir / _NAME))
+        return _NOTE.decode(read_private(node_dir / _NAME))
     return None
-
-
-def note_launcher(
-    node_dir: Path,
-    environment: Mapping[str, str],
-    known: Iterable[str],
-    *,
-    has_begun: bool = False,
-) -> None:
-    """Note the launcher that starts a node's ranks. Called by one rank of a node, in each start.
-
-    Args:
-        known: names of the starts that had left something when it first did so.
-    """
-    launcher = Launcher(
-        process=agent_name(environment),
-        known=tuple(sorted(known)),
-        number=_number(environment),
-        has_begun=has_begun,
-    )
-    with suppress(OSError):  # at worst a flag that names where to begin holds for one more start
-        write_atomically(node_dir / _NAME, msgspec.json.encode(launcher))

@@ -22,7 +22,6 @@ from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.persist.origin import agent_name
 from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import BusyError, ConfigError, PlanError
@@ -222,6 +221,7 @@ def meet(
         node_dir=node_dir,
         rank=facts.rank,
         topology=topology,
+        launch=facts.launch,
     )
     return Met(
         config=config,
@@ -318,7 +318,7 @@ def _exchange_places(
         node=node,
         stage=facts.stage,
         pid=os.getpid(),
-        agent=agent_name(os.environ),
+        agent=facts.launch.agent,
         address=server.address,
         **asdict(sizes),
     )

@@ -24,6 +24,7 @@ from moe_ft.engine.persist.storage_lock import (
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
+from moe_ft.launches import launch_of
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 
@@ -188,7 +189,7 @@ def release_lock(lock: StorageLock) -> None:
 
 def origin_of(site: Site) -> Origin:
     """Return the origin of this start. Rank 0 only."""
-    return own_origin(os.environ, (info.agent for info in site.topology.ranks))
+    return own_origin(site.launch, (info.agent for info in site.topology.ranks))
 
 
 def take_lock(job_id: str, storage: Storage, origin: Origin | None = None) -> StorageLock:
@@ -205,7 +206,7 @@ def take_lock(job_id: str, storage: Storage, origin: Origin | None = None) -> St
         OSError: if storage fails.
     """
     lock = StorageLock(storage)
-    acquire(job_id, storage, lock, origin or own_origin(os.environ))
+    acquire(job_id, storage, lock, origin or own_origin(launch_of(os.environ)))
     lock.start(say)
     return lock
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.launches import Launch
 from moe_ft.saying import say
 from moe_ft.topology import Topology
 
@@ -19,6 +20,7 @@ class Site:
     node_dir: Path
     rank: int
     topology: Topology
+    launch: Launch
 
     @property
     def is_lowest_on_node(self) -> bool:

@@ -21,7 +21,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.swap import Groups, Recipes
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.member import Member
 from moe_ft.errors import LinksEndedError
 from tests.device.nccl import late_nccl
 from tests.device.process import late_process
@@ -40,8 +41,9 @@ class _Rank:
     def __init__(self, folder: str) -> None:
         self.number = int(os.environ["RANK"])
         set_variables(os.environ)
-        self.link, self._recipes = Link(), Recipes()
-        self.links = Links(self.link, (Gloo(), Nccl()))
+        assignment = Assignment(rank=self.number, local_rank=0, world_size=2, node="")
+        self.member, self._recipes = Member(assignment), Recipes()
+        self.links = Links(self.member, (Gloo(), Nccl()))
         self._store = dist.FileStore(f"{folder}/second", 2)
         with self.links.recording():
             first = dist.FileStore(f"{folder}/first", 2)
@@ -73,7 +75,7 @@ class _Rank:
         """Leave what was broken off, and put new backends under the groups."""
         self.links.leave()
         self.groups.drop_later()
-        self.link.round = number
+        self.member.round = number
         args = SimpleNamespace(distributed_timeout_minutes=1)
         with mock.patch.object(swapping, "get_args", lambda: args):
             swapping.swap(self.groups, self.links, self._store, number)

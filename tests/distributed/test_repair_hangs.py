@@ -86,13 +86,13 @@ def test_timeout_of_the_flag_counts_before_and_after_a_repair(repaired: Repaired
 DIES_IN_SWAP = f"""
 import os, runpy, signal, sys
 from megatron.fault_tolerance.repair import gloo
-from moe_ft.cluster.link import own_link
+from moe_ft.cluster.member import own_member
 
 make, made = gloo.ProcessGroupGloo, []
 
 def die(*arguments):
     made.append(arguments)
-    if len(made) == 3 and os.environ["RANK"] == "1" and own_link().died_s is None:
+    if len(made) == 3 and os.environ["RANK"] == "1" and not own_member().is_replacement:
         os.kill(os.getpid(), signal.SIGKILL)
     return make(*arguments)
 

@@ -20,7 +20,8 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.swap import Groups, Recipes
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.member import Member
 from moe_ft.errors import LinksEndedError
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.gpu.determinism import deterministic_environment
@@ -58,8 +59,8 @@ def renew_one_rank(folder: str) -> None:
     """Abort groups of NCCL of one rank, and put new backends under them, many times."""
     set_variables(os.environ)
     torch.cuda.set_device(0)
-    recipes, link = Recipes(), Link()
-    links = Links(link, (Gloo(), Nccl()))
+    recipes, member = Recipes(), Member(Assignment(rank=0, local_rank=0, world_size=1, node=""))
+    links = Links(member, (Gloo(), Nccl()))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 8
     with links.recording():
@@ -84,7 +85,7 @@ def renew_one_rank(folder: str) -> None:
             dist.all_reduce(value, group=fast)
         links.leave()
         groups.drop_later()
-        link.round = number
+        member.round = number
         links.begin()
         with links.recording():
             groups.renew(store, number, TIMEOUT)

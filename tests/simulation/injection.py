@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from moe_ft.engine.persist.origin import agent_name, own_origin
+from moe_ft.engine.persist.origin import own_origin
 from moe_ft.errors import ConfigError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
+from moe_ft.launches import launch_of
 from moe_ft.recovery.inspect.pruning import Rules, prune
 from moe_ft.recovery.persist_directory import take_lock
 from tests.simulation.file_faults import Fault as FileFault
@@ -255,9 +256,8 @@ class Injection:
         def act() -> None:
             with suppress(ConfigError, OSError):
                 storage = Storage(str(self._job.root / _STORAGE), PATIENCE_S)
-                take_lock(
-                    "job", storage, own_origin(os.environ, [agent_name(os.environ)])
-                ).release()
+                launch = launch_of(os.environ)
+                take_lock("job", storage, own_origin(launch, [launch.agent])).release()
 
         process = self._run_elsewhere(act)
         process.local[PARENT] = self._kernel.make_process("agent", process.node).pid

@@ -4,6 +4,7 @@ It stands for Megatron's loop, its schedules and its optimizer. Everything else 
 starts, trains, replays or leaves is the product's.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import xxhash
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.seats import Seat, Seats
 from moe_ft.format.records import Counted
+from moe_ft.launches import launch_of
 from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
 from moe_ft.planning.couplings import SharedWeights, report_couplings
 from moe_ft.planning.experts import ExpertFacts
@@ -114,6 +116,7 @@ class SimulatedLoop(TrainingLoop):
         shared = SharedWeights(num_stages=shape.stages, is_tied=False)
         pipeline = self.links.pipeline
         return JobFacts(
+            launch=launch_of(os.environ),
             rank=self._rank,
             world_size=shape.num_ranks,
             stage=shape.stage_of(self._rank),

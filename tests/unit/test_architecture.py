@@ -32,6 +32,7 @@ BASE = (
     "failure_domains",
     "faults",
     "format",
+    "launches",
     "processes",
     "saying",
 )

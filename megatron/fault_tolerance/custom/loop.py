@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.flag_classes import settings_of
 from megatron.fault_tolerance.seams.replay import CoreLoop
+from moe_ft.cluster.member import own_launch
 from moe_ft.config.flag_table import Kind
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted, IterationRecord
@@ -160,6 +161,7 @@ class CustomLoop(CoreLoop):
             "sequence_length": run.sequence_length,
         }
         return JobFacts(
+            launch=own_launch(),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             stage=groups.pp.rank(),

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
-from moe_ft.cluster import job_store
 from moe_ft.errors import ConfigError
+from moe_ft.launches import launch_of, shares_store
 from moe_ft.saying import say
 
 
@@ -56,10 +56,8 @@ def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
     torchrun shares its own TCP store with the ranks and keeps it across a restart (torch 2.13). The restarted
     ranks then read the addresses of dead processes from it and fail to connect.
     """
-    shares_store = job_store.is_shared(environment)
     max_restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if shares_store and (max_restarts != "0" or is_restart):
+    if shares_store(environment) and (max_restarts != "0" or launch_of(environment).start):
         raise ConfigError(
             f"torchrun --max-restarts={max_restarts} needs --rdzv-backend=c10d or --standalone, and the "
             "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without both, restarted ranks look "

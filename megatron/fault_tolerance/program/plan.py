@@ -35,7 +35,7 @@ from megatron.fault_tolerance.program.arguments import (
 )
 from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
-from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_link, plays_roles
+from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_member, plays_roles
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
@@ -49,7 +49,8 @@ from megatron.fault_tolerance.seams.settings import (
     check_sizes,
     planned_iterations,
 )
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import as_arguments
 from moe_ft.config.rules import Rule
@@ -203,10 +204,12 @@ class PlannedStart:
         if config.strategy.is_on:
             config.memory.resolve_job_id(environment)
         if config.recovery.repair != "off":
-            link = Link() if is_kept else None
-            link = checked_link(args, link, environment, on_gpus=self._on_gpus)
-            link.is_watched = is_watched
-            plays_roles(config, args, link)
+            assignment = Assignment(
+                rank=0, local_rank=0, world_size=args.world_size, node="", is_watched=is_watched
+            )
+            member = Member(assignment) if is_kept else None
+            member = checked_member(args, member, environment, on_gpus=self._on_gpus)
+            plays_roles(config, args, member)
             checked_heartbeat_s(config, args)
 
 

@@ -16,13 +16,13 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_timers, training
 
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Done, Membership
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.counters import SAMPLE_COUNTERS
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
+from moe_ft.cluster.member import Done, Member
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
@@ -38,7 +38,7 @@ class BetweenIterations:
     def __init__(
         self,
         watcher: Watcher,
-        membership: Membership,
+        member: Member,
         links: Links,
         data_sets: DataSets,
         wait_for_all: Callable[[], None],
@@ -51,7 +51,7 @@ class BetweenIterations:
             notice: returns when a death was noticed; raises the exception if no rank has died.
             repair: repairs from that time on, and runs the iteration again that is logged or evaluated.
         """
-        self._watcher, self._membership, self._links = watcher, membership, links
+        self._watcher, self._member, self._links = watcher, member, links
         self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
         self._data_sets = data_sets
         self._is_training = False
@@ -70,29 +70,29 @@ class BetweenIterations:
 
     def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Log an iteration. All ranks leave it together. Called by all ranks."""
-        membership, totals, result = self._membership, args[1], None
+        member, totals, result = self._member, args[1], None
         # A start logs its first iteration with collectives, which a replacement leaves out: see build.py.
-        kwargs["is_first_iteration"] &= not membership.has_met
-        if not can_log_again(membership):
+        kwargs["is_first_iteration"] &= not member.has_met
+        if not can_log_again(member):
             result = original(*args, **kwargs)
             self._wait_for_all()
             return result
         before = after = _Loop()
         totals_before = deepcopy(totals)
-        membership.note(Done.STEP)
+        member.note(Done.STEP)
         while True:
             try:
                 with self._watcher.inside():
                     result = original(*args, **kwargs)
                     self._links.check()  # or the sums may be wrong
                     after = _Loop()
-                    membership.note(Done.LOG)
+                    member.note(Done.LOG)
                     self._wait_for_all()
                 return result
             except BaseException as error:
                 noticed_s = self._notice(error)
             self._repair(noticed_s)
-            if membership.all_had_logged:
+            if member.all_had_logged:
                 after.restore()
                 clear_metrics()
                 return result
@@ -100,7 +100,7 @@ class BetweenIterations:
             kwargs["is_first_iteration"] = False
             totals.clear()
             totals.update(deepcopy(totals_before))
-            membership.note(Done.STEP)
+            member.note(Done.STEP)
 
     def _evaluate(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         _, iterators, model, _, config, *_ = args
@@ -116,7 +116,7 @@ class BetweenIterations:
             except BaseException as error:
                 noticed_s = self._notice(error)
             before.restore()
-            self._membership.note(Done.EVALUATING)
+            self._member.note(Done.EVALUATING)
             self._repair(noticed_s)
             before.restore()
             self._data_sets.renew_validation(iterators)
@@ -156,12 +156,12 @@ class _Evaluating(_Loop):
         clear_metrics()
 
 
-def can_log_again(membership: Membership) -> bool:
+def can_log_again(member: Member) -> bool:
     """Return whether a replacement comes to a log line without collectives that the others have made.
 
     With --overlap-param-gather the loop has modules gather weights after its first iteration.
     """
-    args, position = get_args(), membership.position
+    args, position = get_args(), member.position
     is_like_others = position is not None and (
         position.gathers_weights or not training.should_disable_forward_pre_hook(args)
     )

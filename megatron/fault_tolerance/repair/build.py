@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.collectives import fake_world, recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
+from moe_ft.cluster.member import Done, Member, Position, Standing
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 
@@ -34,8 +34,8 @@ _FLOAT = struct.Struct(">d")
 class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
-    def __init__(self, membership: Membership, recipes: Recipes) -> None:
-        self._membership, self._recipes, self._groups = membership, recipes, Layers()
+    def __init__(self, member: Member, recipes: Recipes) -> None:
+        self._member, self._recipes, self._groups = member, recipes, Layers()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
         self._leaves_out_log = False  # once: the others have logged the iteration
@@ -71,7 +71,7 @@ class Joining:
 
     @property
     def _is_alone(self) -> bool:
-        return self._membership.role is Role.JOINING
+        return self._member.standing is Standing.JOINING
 
     def _make_fake_world(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Make the group of all ranks, for which Megatron asks for a fake backend."""
@@ -131,8 +131,8 @@ def _without_loading(original: Function, *args: Any, **kwargs: Any) -> Any:
 class Gathered:
     """Record of what Megatron all-gathers in a start, in the job's store. Owned by the training thread."""
 
-    def __init__(self, store: SignedStore, role: Role) -> None:
-        self._store, self._has_record = store, role is Role.JOINING
+    def __init__(self, store: SignedStore, *, is_joining: bool) -> None:
+        self._store, self._has_record = store, is_joining
         self._keys = (f"gathered_{number}" for number in count())
 
     def installed(self) -> AbstractContextManager[None]:

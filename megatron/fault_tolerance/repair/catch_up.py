@@ -18,7 +18,6 @@ from megatron.training import get_args, training
 
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.counters import (
     begin_at,
@@ -29,6 +28,7 @@ from megatron.fault_tolerance.seams.counters import (
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function
+from moe_ft.cluster.member import Position
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts

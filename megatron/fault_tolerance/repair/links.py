@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
 from moe_ft.errors import LinksEndedError
 
 
@@ -75,9 +75,9 @@ class Transport(ABC):
 class Links:
     """The links of the present round. Any thread may end them, once, and only those of its round."""
 
-    def __init__(self, link: Link, transports: Sequence[Transport]) -> None:
+    def __init__(self, member: Member, transports: Sequence[Transport]) -> None:
         """Begin without links; transports whose ends raise in all that waits come first."""
-        self._link, self.transports = link, transports
+        self._member, self.transports = member, transports
         self._lock = threading.Lock()
         self._made: list[dict[Any, Any]] = [{} for _ in transports]
         self._is_open = True
@@ -113,7 +113,7 @@ class Links:
     def end(self, number: int) -> int:
         """End the links of a round, unless they have ended or it is over. Return their number."""
         with self._lock:
-            if number != self._link.round or not self._is_open:
+            if number != self._member.round or not self._is_open:
                 return 0
             self._is_open = False
             return self._end(self._made)

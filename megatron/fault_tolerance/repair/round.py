@@ -2,7 +2,7 @@
 
     free       leave the iteration, and remove what it leaves
     build      instead, in a replacement: it has been set up alone (build.py)
-    meet       meet all other ranks in the job's store (meet.py)                -> Met
+    meet       meet all other ranks in the job's store (cluster/member.py)     -> Round
     swap       put new backends under the process groups (swap.py); peers take the roles of absent ranks
     recover    set up the listeners again, which recovers a state (catch_up.py) -> the next iteration
     catch_up   run iterations until the broken one is finished (catch_up.py)    -> its result
@@ -25,14 +25,13 @@ from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Membership, Met, Role
 from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member, Round, Standing
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
@@ -46,10 +45,9 @@ _LOOP_TIMER = "interval-time"
 class Repaired:
     """One rank that is repaired: objects of a whole start, owned by the training thread."""
 
-    link: Link
+    member: Member
     store: Any  # of the job
     listeners: Listeners
-    membership: Membership
     joining: Joining | None  # None in the first process of a rank
     watcher: Watcher
     links: Links
@@ -123,19 +121,19 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
     """
     # Others may wait in a collective, with its timeout, for the rank that reads most.
     limit_s = max(_REPAIR_S, 60 * get_args().distributed_timeout_minutes + STUCK_S)
-    with ending_after(limit_s, rank.link):
+    with ending_after(limit_s, rank.member.link):
         free(rank.links, rank.listeners, step.parts, iteration)
-        if rank.joining is not None and rank.membership.role is Role.JOINING:
+        if rank.joining is not None and rank.member.standing is Standing.JOINING:
             rank.joining.end()
             phases.end("build")
         else:
             rank.groups.drop_later()
             phases.end("free")
-        met = rank.membership.meet()
+        met = rank.member.meet()
         phases.begin_with(met.died_s)
-        rank.membership.wait_until_ready()
+        rank.member.wait_until_ready()
         phases.end("meet")
-        swap(rank.groups, rank.links, rank.store, met.round, met.absent)
+        swap(rank.groups, rank.links, rank.store, met.number, met.absent)
         _share_roles(rank, built, met)
         phases.end("swap")
         with (
@@ -159,12 +157,12 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
     )
     rank.groups.set_timeout(timedelta(seconds=timeout_of_groups_s(get_args())))
     phases.end("catch_up")
-    rank.membership.finish()
+    rank.member.finish()
     _report(rank, met, iteration, first, phases)
     return result
 
 
-def _share_roles(rank: Repaired, built: Built, met: Met) -> None:
+def _share_roles(rank: Repaired, built: Built, met: Round) -> None:
     """Have peers play the roles of absent ranks from now on, or of none. Called by all live ranks."""
     degradation = rank.degradation
     if degradation is None:
@@ -178,28 +176,28 @@ def _share_roles(rank: Repaired, built: Built, met: Met) -> None:
         degradation.end(rank.listeners)
 
 
-def _report(rank: Repaired, met: Met, iteration: int, recovered: int, phases: Phases) -> None:
-    own, degradation = rank.membership.rank, rank.degradation
+def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: Phases) -> None:
+    own, degradation = rank.member.rank, rank.degradation
     played = {} if degradation is None else dict(degradation.chosen)
     done = Repair(
-        number=met.round,
+        number=met.number,
         iteration=iteration,
         recovered=recovered,
-        dead=met.dead,
+        dead_ranks=met.dead_ranks,
         hung_s=met.hung_s,
-        is_replacement=own in met.dead,
+        is_replacement=own in met.dead_ranks,
         taken_over=met.taken_over,
         phases_s=phases.seconds,
         played=played,
     )
     rank.listeners.after_repair(done)
-    if own != met.members[0].rank:
+    if own != met.entries[0].rank:
         return
     seconds = f"{sum(phases.seconds.values()):.1f} s"
     # People count iterations from 1, as log lines do.
     end = f"and iteration {iteration + 1} finished: no other rank was restarted"
-    if met.dead:
-        names = ("rank " if len(met.dead) == 1 else "ranks ") + ", ".join(map(str, met.dead))
+    if dead := met.dead_ranks:
+        names = ("rank " if len(dead) == 1 else "ranks ") + ", ".join(map(str, dead))
         names += "".join(f" of node {lost} on {by}" for lost, by in met.taken_over.items())
         say(f"{names} replaced in {seconds}, {end}")
     if played:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
-from moe_ft.cluster import job_store
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
+from moe_ft.launches import shares_store
 
 _SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 
@@ -35,27 +35,27 @@ _RULES_ON_GPUS: Mapping[str, str] = {
 }
 
 
-def checked_link(
+def checked_member(
     args: argparse.Namespace,
-    link: Link | None,
+    member: Member | None,
     environment: Mapping[str, str],
     *,
     on_gpus: bool,
-) -> Link:
-    """Return the link to the zygote.
+) -> Member:
+    """Return the member that this process is.
 
     Args:
         environment: of a rank of the job.
 
     Raises:
-        ConfigError: if the process has none, or the job cannot be repaired.
+        ConfigError: if it is none, or the job cannot be repaired.
     """
-    if link is None:
+    if member is None:
         raise ConfigError(
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
             "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
         )
-    if job_store.is_shared(environment):
+    if shares_store(environment):
         raise ConfigError(
             "--moe-ft-repair=auto needs a store of its own for each start, and torchrun shares the one that "
             "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
@@ -70,10 +70,10 @@ def checked_link(
         raise ConfigError(
             f"--moe-ft-repair=auto does not work with {what}: {reason}. Leave one of them out."
         )
-    return link
+    return member
 
 
-def plays_roles(config: MoeFtConfig, args: argparse.Namespace, link: Link) -> bool:
+def plays_roles(config: MoeFtConfig, args: argparse.Namespace, member: Member) -> bool:
     """Return whether peers may play the role of a lost rank.
 
     Raises:
@@ -83,7 +83,7 @@ def plays_roles(config: MoeFtConfig, args: argparse.Namespace, link: Link) -> bo
     if value == "off":
         return False
     asked = f"{flag_of('without_spare')}={value}"
-    if not link.is_watched:
+    if not member.assignment.is_watched:
         raise ConfigError(
             f"{asked} needs nodes that `python -m moe_ft keep --nodes` starts: torchrun ends all ranks when "
             "a node is lost. Start keep on each node without torchrun (docs/spare_nodes.md), or leave the "
@@ -103,9 +103,11 @@ def _is_used(args: argparse.Namespace, what: str) -> bool:
     return given == value if value else bool(given) and given != "none"
 
 
-def line_on_lost_nodes(args: argparse.Namespace, link: Link) -> str:
+def line_on_lost_nodes(args: argparse.Namespace, member: Member) -> str:
     """Return what the loss of a node means where torchrun has started several; else nothing."""
-    if link.is_watched or args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    if member.assignment.is_watched or args.world_size == int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ):
         return ""
     return (
         "a dead rank is replaced in place, and a lost node restarts all ranks, since torchrun has started "

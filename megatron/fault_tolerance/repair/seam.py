@@ -25,12 +25,11 @@ from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
-from megatron.fault_tolerance.repair.meet import Membership, Role
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
-    checked_link,
+    checked_member,
     line_on_lost_nodes,
     plays_roles,
 )
@@ -41,9 +40,9 @@ from megatron.fault_tolerance.seams.collectives import answering
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster import job_store
-from moe_ft.cluster.link import Heart, Link, own_link
+from moe_ft.cluster.link import Heart
+from moe_ft.cluster.member import Member, Standing, own_member
 from moe_ft.cluster.rounds import Rounds
-from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners
@@ -98,27 +97,29 @@ class RepairSeam:
 
     def __init__(
         self,
-        link: Link,
+        member: Member,
         listeners: Listeners,
         store: Any,
-        connections: tuple[Rounds, Rounds],
+        watched: Rounds,
         links: Links,
         heart: Heart,
-        rank: int,
         *,
         plays_roles: bool = False,
     ) -> None:
-        """Wrap nothing yet; the connections are those of the training thread and of the watcher."""
-        rounds, watched = connections
-        watcher, membership = Watcher(watched, links, link), Membership(link, rounds, rank)
-        recipes, is_joining = Recipes(), membership.role is Role.JOINING
+        """Wrap nothing yet.
+
+        Args:
+            store: to which the member is connected.
+            watched: rounds over another connection, for the watcher.
+        """
+        watcher, recipes = Watcher(watched, links, member), Recipes()
+        is_joining = member.standing is Standing.JOINING
         data_sets = DataSets()
         self._rank = Repaired(
-            link=link,
+            member=member,
             store=store,
             listeners=listeners,
-            membership=membership,
-            joining=Joining(membership, recipes) if is_joining else None,
+            joining=Joining(member, recipes) if is_joining else None,
             watcher=watcher,
             links=links,
             groups=Groups(links.transports, recipes),
@@ -127,12 +128,12 @@ class RepairSeam:
             degradation=Degradation(data_sets) if plays_roles else None,
         )
         self._heart, self._recipes = heart, recipes
-        self._deaths = Deaths(link, rounds, membership, watcher, links)
+        self._deaths = Deaths(member, watcher, links)
         self._end_barrier = EndBarrier(links, recipes)
-        self._gathered = Gathered(SignedStore(store, lambda: link.token), membership.role)
+        self._gathered = Gathered(member.sign(store), is_joining=is_joining)
         self._between = BetweenIterations(
             watcher,
-            membership,
+            member,
             links,
             data_sets,
             self._end_barrier.wait,
@@ -151,13 +152,13 @@ class RepairSeam:
             self._rank.watcher.start()
             try:
                 yield
-                self._rank.membership.end()
+                self._rank.member.end()
             except SystemExit as exit_:
                 if not exit_.code:
-                    self._rank.membership.end()
+                    self._rank.member.end()
                 raise
             finally:
-                self._rank.link.disarm()
+                self._rank.member.link.disarm()
                 self._heart.close()
                 self._rank.watcher.close()
 
@@ -189,7 +190,7 @@ class RepairSeam:
         if self._rank.joining is None:
             self._rank.listeners.after_setup(built, iteration)
             return
-        position = self._rank.membership.wait_for_survivors()
+        position = self._rank.member.wait_for_survivors()
         if position.num_groups != self._rank.groups.num_made:
             raise RepairError(
                 f"the others have made {position.num_groups} process groups, and this replacement "
@@ -220,22 +221,23 @@ class RepairSeam:
         try:
             return original(*args, **kwargs)
         except MAY_MEAN_DEATH as error:
-            if self._rank.link.is_armed and self._deaths.notice(error) is not None:
+            if self._rank.member.link.is_armed and self._deaths.notice(error) is not None:
                 raise RepairError(
                     "a rank has died between two iterations, and not in a log line or an evaluation that can "
                     "begin again: all ranks have to start again"
                 ) from error
             raise
         finally:
-            self._rank.link.disarm()
+            self._rank.member.link.disarm()
 
     def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run an iteration; repair if a rank dies in it. A replacement begins with a repair."""
         self._step = step = Step(original, args, kwargs, self._rank.listeners.loop)
         iteration: int = kwargs["iteration"]
-        if self._rank.membership.role is Role.JOINING:
-            assert self._rank.link.died_s is not None
-            noticed_s = self._rank.link.died_s
+        if self._rank.member.standing is Standing.JOINING:
+            died_s = self._rank.member.assignment.died_s
+            assert died_s is not None
+            noticed_s = died_s
         else:
             self._note_position(step, iteration)
             try:
@@ -251,7 +253,7 @@ class RepairSeam:
         return self._repair_until_finished(step, iteration, noticed_s)
 
     def _note_position(self, step: Step, iteration: int) -> None:
-        self._rank.membership.position = position_of(
+        self._rank.member.position = position_of(
             get_args(),
             iteration,
             num_groups=self._rank.groups.num_made,
@@ -262,9 +264,9 @@ class RepairSeam:
     def _become_replaceable(self) -> None:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
         degradation = self._rank.degradation
-        self._rank.membership.become_replaceable(() if degradation is None else stages_of_job())
+        self._rank.member.become_replaceable(() if degradation is None else stages_of_job())
         if get_args().world_size == 1:  # an elastic job may be so small: nobody could repair it
-            self._rank.link.disarm()
+            self._rank.member.link.disarm()
         self._heart.start()
 
     def _repair_between(self, noticed_s: float) -> None:
@@ -272,7 +274,7 @@ class RepairSeam:
 
         A replacement finishes that iteration in its `train_step`.
         """
-        position = self._rank.membership.position
+        position = self._rank.member.position
         assert self._step is not None and position is not None
         self._repair_until_finished(self._step, position.iteration, noticed_s)
 
@@ -303,28 +305,23 @@ def installed(
         with listeners, hooks.installed(listeners):
             yield {}
         return
-    link = checked_link(args, own_link(), os.environ, on_gpus=not cpu_device.is_active())
-    if args.rank == 0 and (line := line_on_lost_nodes(args, link)):
+    member = checked_member(args, own_member(), os.environ, on_gpus=not cpu_device.is_active())
+    if args.rank == 0 and (line := line_on_lost_nodes(args, member)):
         say(line)
     check_torch()
-    plays = plays_roles(config, args, link)
-    links = Links(link, _transports(args))
-    heart = Heart(link, checked_heartbeat_s(config, args))
+    plays = plays_roles(config, args, member)
+    links = Links(member, _transports(args))
+    heart = Heart(member.link, checked_heartbeat_s(config, args))
     if (limit_s := config.recovery.hang_limit_s) is not None:
         heart.start(limit_s)  # the setup has a limit too
     # Each thread has a connection of its own, made before those that end with a round.
     deadline_s = 60.0 * args.distributed_timeout_minutes
-    store, watched = (job_store.connect(os.environ, link, deadline_s) for _ in range(2))
-    if link.died_s is None:
+    store, watched = (job_store.connect(os.environ, member.link, deadline_s) for _ in range(2))
+    if not member.is_replacement:
         job_store.take_seat(store, os.environ)
-    rounds, of_watcher = (
-        Rounds(SignedStore(each, lambda: link.token), args.rank, args.world_size)
-        for each in (store, watched)
-    )
-    connections = (rounds, of_watcher)
-    seam = RepairSeam(
-        link, listeners, store, connections, links, heart, args.rank, plays_roles=plays
-    )
+    member.connect(store, args.world_size)
+    of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)
+    seam = RepairSeam(member, listeners, store, of_watcher, links, heart, plays_roles=plays)
     with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
         yield {"store": store}
 

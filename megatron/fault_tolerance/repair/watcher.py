@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Membership, end_replaced
 from megatron.fault_tolerance.repair.nccl import end_process, why_lost
 from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.errors import SnapshotError
 from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
@@ -46,8 +46,8 @@ class Watcher:
     that changes. Each reads what the other sets.
     """
 
-    def __init__(self, rounds: Rounds, links: Links, link: Link) -> None:
-        self._rounds, self._links, self._link = rounds, links, link
+    def __init__(self, rounds: Rounds, links: Links, member: Member) -> None:
+        self._rounds, self._links, self._member = rounds, links, member
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="moe_ft-repair", daemon=True)
         self._noticed_s: dict[int, float] = {}
@@ -85,12 +85,12 @@ class Watcher:
         try:
             while not self._ended.wait(self._rounds.poll_s):
                 # Before the look at the links of the round: the next one may open them.
-                number = self._link.round
+                number = self._member.round
                 if not self._links.is_open:
                     self._end_if_stuck()
                 elif self._is_broken(number + 1):
                     if self._rounds.is_own_lost(number + 1):
-                        end_replaced(self._link, self._rounds.rank, number + 1)
+                        self._member.end_replaced(number + 1)
                     self._noticed_s[number + 1] = time.time()
                     self._links.end(number)
                     self._freed_s = time.monotonic()
@@ -121,7 +121,7 @@ class Watcher:
         if now_s - max(self._freed_s, excused_until_s(thread), progress_s(thread)) < STUCK_S:
             return
         exit_within(LAST_WORDS_S)
-        self._link.note_hang(now_s - since_s)
+        self._member.link.note_hang(now_s - since_s)
         say(
             f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
             f"{now_s - since_s:.1f} s, and stays there although all its connections are closed. "
@@ -136,11 +136,8 @@ class Deaths:
     It ends the links then, so that nobody waits for this rank.
     """
 
-    def __init__(
-        self, link: Link, rounds: Rounds, membership: Membership, watcher: Watcher, links: Links
-    ) -> None:
-        self._link, self._rounds, self._membership = link, rounds, membership
-        self._watcher, self._links = watcher, links
+    def __init__(self, member: Member, watcher: Watcher, links: Links) -> None:
+        self._member, self._watcher, self._links = member, watcher, links
 
     def notice_or_raise(
         self, error: BaseException, may_mean_death: Kinds = MAY_MEAN_DEATH
@@ -149,42 +146,41 @@ class Deaths:
 
         After some exceptions the news of a death may still be on its way.
         """
-        if self._link.is_armed and (reason := why_lost(error)):
+        if self._member.link.is_armed and (reason := why_lost(error)):
             end_process(reason)
         noticed_s = self.notice(error, may_mean_death) if isinstance(error, Exception) else None
         if noticed_s is None:
-            self._link.disarm()
+            self._member.link.disarm()
             raise error
         return noticed_s
 
     def notice(self, error: Exception, may_mean_death: Kinds = MAY_MEAN_DEATH) -> float | None:
         """Return the time since 1970 when this rank learned of a death; None if no rank has died."""
-        raised_s, number = time.time(), self._membership.round + 1
+        raised_s, number = time.time(), self._member.round + 1
         if not self._is_declared(number, error, isinstance(error, may_mean_death)):
             return None
         self._links.end(number - 1)
-        is_over = self._rounds.is_finished(number - 1)
+        is_over = self._member.rounds.is_finished(number - 1)
         where = "its iteration" if is_over else "a repair"
-        rank = self._membership.rank
-        say(f"rank {rank} has left {where}: a rank has died ({_first_line(error)})")
+        say(f"rank {self._member.rank} has left {where}: a rank has died ({_first_line(error)})")
         return min(raised_s, self._watcher.noticed_s(number))
 
     @awaiting_others()
     def _is_declared(self, number: int, error: Exception, waits: bool) -> bool:
         """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
-        begin_s = time.monotonic()
+        begin_s, rounds = time.monotonic(), self._member.rounds
         if waits and is_timeout(error):
-            self._rounds.time_out(number)
-        if waits and not self._rounds.is_declared(number):
-            self._rounds.suspect(number)
-        while not self._rounds.is_declared(number):
+            rounds.time_out(number)
+        if waits and not rounds.is_declared(number):
+            rounds.suspect(number)
+        while not rounds.is_declared(number):
             # A rank that hangs ends itself then.
-            wait_s = _NOTICE_S * (1 + self._link.is_watched) + (
-                STUCK_S if self._rounds.has_timed_out(number) else 0.0
+            wait_s = _NOTICE_S * (1 + self._member.assignment.is_watched) + (
+                STUCK_S if rounds.has_timed_out(number) else 0.0
             )
             if not waits or time.monotonic() - begin_s > wait_s:
                 return False
-            time.sleep(self._rounds.poll_s)
+            time.sleep(rounds.poll_s)
         return True
 
 

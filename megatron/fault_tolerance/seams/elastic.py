@@ -23,18 +23,19 @@ from megatron.fault_tolerance.seams.refusals import check_refusals
 from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.cluster import job_store
-from moe_ft.cluster.link import START, own_link
-from moe_ft.cluster.rounds import Rounds
-from moe_ft.cluster.signed_store import SignedStore
+from moe_ft.cluster.member import own_member
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError, RepairError
+from moe_ft.launches import shares_store
 from moe_ft.planning.cells import Fit, fit_ranks, ranks_of_model
 from moe_ft.saying import say
 
 _POLL_S = 1.0
 # The launcher notices a dead rank, and starts the others again, long before.
 _LEFT_ALONE_S = 60.0
+# Keys of a start that tell that training has ended, and how many ranks know it.
+_OVER, _HEARD = "moe_ft/elastic/over", "moe_ft/elastic/heard"
 _HEARD_S = 10.0  # for ranks that wait to hear of the end
 _FLAG = flag_of("elastic")
 _DEPENDS = "it depends on the number of ranks which samples an iteration has"
@@ -146,10 +147,9 @@ def release(rank: int) -> None:
         return
     try:
         store = _connect(_HEARD_S)
-        over, heard = _keys()
-        store.set(over, "1")
+        store.set(_OVER, "1")
         deadline_s = time.monotonic() + _HEARD_S
-        while store.add(heard, 0) < num_waiting and time.monotonic() < deadline_s:
+        while store.add(_HEARD, 0) < num_waiting and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
     except (RuntimeError, RepairError) as error:
         say(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
@@ -174,7 +174,7 @@ def check_elastic(args: argparse.Namespace, environment: Mapping[str, str]) -> N
     """Raise ConfigError if an elastic job cannot have another number of ranks, or its launcher none."""
     check_refusals(args, ELASTIC_REFUSALS)
     check_refusals(args, [_sharing(args)])
-    if job_store.is_shared(environment):
+    if shares_store(environment):
         raise ConfigError(
             f"{_FLAG} needs a launcher that can start the ranks again: torchrun with --nnodes MIN:MAX, "
             "--rdzv-backend=c10d and the environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set "
@@ -342,29 +342,22 @@ def _wait_for_end(args: argparse.Namespace) -> NoReturn:
     say(f"rank {args.rank} waits: it takes no part in training until the ranks start again")
     with suppress(RuntimeError, RepairError):  # of a store that is gone
         timeout_s = args.distributed_timeout_minutes * 60.0
-        if (link := own_link()) is not None and link.is_watched:
-            signed = SignedStore(job_store.connect(os.environ, link, timeout_s), lambda: link.token)
-            Rounds(signed, args.rank, args.world_size).note_waiting()
-        store, (over, heard) = _connect(timeout_s), _keys()
-        while not store.check([over]):
+        store, member = _connect(timeout_s), own_member()
+        if member is not None and member.assignment.is_watched:
+            member.connect(store).note_waiting()
+        while not store.check([_OVER]):
             time.sleep(_POLL_S)
-        store.add(heard, 1)
+        store.add(_HEARD, 1)
         raise SystemExit(0)
     time.sleep(_LEFT_ALONE_S)
     say(f"rank {args.rank} has waited for ranks that have ended without a word")
     raise SystemExit(1)
 
 
-def _keys() -> tuple[str, str]:
-    """Return the keys of this start that say that training has ended, and how many have heard so."""
-    of_start = f"moe_ft/elastic{os.environ.get(START, '')}"
-    return f"{of_start}/over", f"{of_start}/heard"
-
-
 def _connect(timeout_s: float) -> dist.Store:
     """Return a connection to the store of the ranks that train, which rank 0 keeps, or its zygote."""
-    if (link := own_link()) is not None:
-        return job_store.connect(os.environ, link, timeout_s)
+    if (member := own_member()) is not None:
+        return job_store.connect(os.environ, member.link, timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)

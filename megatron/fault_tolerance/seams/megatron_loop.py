@@ -35,6 +35,7 @@ from megatron.fault_tolerance.seams.replay import CoreLoop
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
+from moe_ft.cluster.member import own_launch
 from moe_ft.config.fields import flag_of
 from moe_ft.config.stock_defects import lines_on_load
 from moe_ft.errors import ConfigError
@@ -105,6 +106,7 @@ class MegatronLoop(CoreLoop):
             **_slot_settings(args, "rebalance_interval", "min_replicas"),
         }
         return JobFacts(
+            launch=own_launch(),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             stage=groups.pp.rank(),

@@ -19,7 +19,7 @@ from megatron.fault_tolerance.seams.refusals import (
     check_refusals,
 )
 from megatron.fault_tolerance.seams.stack import SEAMS
-from moe_ft.cluster.link import own_link
+from moe_ft.cluster.member import own_member
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
@@ -172,7 +172,7 @@ def lines_on_gpus(config: MoeFtConfig, megatron: argparse.Namespace, world_size:
     facts = {
         "has_replicas": has_peers and config.strategy.is_on and config.memory.num_replicas != 0,
         "is_packed": config.precision.staging,
-        "is_kept": own_link() is not None,
+        "is_kept": own_member() is not None,
     }
     kind = registry.kind_of(config.strategy.strategy)
     own = [] if kind is None else [Feature(f"strategy {kind.name}", "", seen=kind.seen_on_gpu)]

@@ -5,11 +5,11 @@ renews tells it: storage_lock.py.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
-from moe_ft.format.encoding import checksum
+from moe_ft.launches import Launch
 from moe_ft.processes import has_ended, process_namespace, start_ticks
 
 _MAX_AGENTS = 64  # that a lock names: a restart without any of these watches the lock
@@ -45,42 +45,17 @@ class Origin(msgspec.Struct, frozen=True):
         return bool(is_here and self.processes) and all(has_ended(*each) for each in self.processes)
 
 
-def own_origin(environment: Mapping[str, str], agents: Iterable[str] = ()) -> Origin:
-    """Return the origin of this process."""
-    is_torchruns = _is_torchruns(environment)
-    pids = [os.getpid(), os.getppid()] if is_torchruns else [os.getpid()]
-    is_counted = not is_torchruns or is_kept(environment)  # by a script, for all nodes
-    requeues, restarts = restart_counts(environment)
-    job = environment.get("SLURM_JOB_ID", "")
+def own_origin(launch: Launch, agents: Iterable[str] = ()) -> Origin:
+    """Return the origin of this process, which a launch has made.
+
+    Args:
+        agents: of all nodes.
+    """
+    pids = [os.getpid(), os.getppid()] if launch.agent else [os.getpid()]
     return Origin(
         system=process_namespace(),
         processes=tuple((pid, start_ticks(pid)) for pid in pids),
         agents=tuple(dict.fromkeys(filter(None, agents)))[:_MAX_AGENTS],
-        scheduled=f"{environment.get('SLURM_CLUSTER_NAME', '')} {job}" if job else "",
-        counts=(requeues, restarts if is_counted else 0),
+        scheduled=launch.job,
+        counts=(launch.requeues, launch.scripted),
     )
-
-
-def agent_name(environment: Mapping[str, str]) -> str:
-    """Return a name of torchrun's agent, or of its zygote, that nothing else has; empty without torchrun."""
-    if not _is_torchruns(environment):
-        return ""
-    return checksum(f"{os.getppid()} {start_ticks(os.getppid())} {process_namespace()}".encode())
-
-
-def is_kept(environment: Mapping[str, str]) -> bool:
-    """Return whether `keep` has started the nodes of this job, without torchrun."""
-    return "MOE_FT_KEEP_TOKEN" in environment
-
-
-def _is_torchruns(environment: Mapping[str, str]) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environment
-
-
-def restart_counts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how often SLURM has requeued this job, and torchrun or keep started its ranks again."""
-    requeues, restarts = (
-        int(count) if (count := environment.get(f"{name}_RESTART_COUNT", "")).isdecimal() else 0
-        for name in ("SLURM", "TORCHELASTIC")
-    )
-    return requeues, restarts

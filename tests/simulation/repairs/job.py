@@ -10,7 +10,7 @@ from moe_ft.cluster.link import START
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group
-from tests.simulation.repairs.machine import LINK, MACHINE, Machine, handler_of
+from tests.simulation.repairs.machine import MACHINE, MEMBER, Machine, handler_of
 from tests.simulation.repairs.rank import Rank
 from tests.simulation.repairs.schedule import RepairSchedule
 
@@ -264,7 +264,9 @@ class Job:
     def processes_of(self, rank: int) -> list[Process]:
         name = f"rank {rank}"
         return [
-            each for each in self.world.kernel.processes if each.name == name and LINK in each.local
+            each
+            for each in self.world.kernel.processes
+            if each.name == name and MEMBER in each.local
         ]
 
     def tell(self, node: str) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.simulation.repairs.job import Job
 
 MACHINE = "machine"  # local state of each process, and of the job
-LINK = "link"
+MEMBER = "member"
 FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes into the store
 _IMPORT_S = 2.0
 _ANSWER_S = 0.002
@@ -256,11 +256,11 @@ class _System:
             act = lambda: job_store.serve(seen["listener"], environ, seen["token"])  # noqa: E731
             name = "store"
         else:
-            act = lambda: zygote._be_rank(request, (), seen["link"])  # noqa: E731
+            act = lambda: zygote._be_rank(request, (), seen["member"])  # noqa: E731
             name = f"rank {environ['RANK']}" if "RANK" in environ else "node"
         child = machine.make_process(name, parent.node, parent, environ, act)
         if name != "node":
-            child.local[LINK] = seen.get("link")
+            child.local[MEMBER] = seen.get("member")
         parent.children.append(child)
         return child.pid
 
@@ -417,7 +417,7 @@ def install(patches: Patches) -> None:
     patches.set(zygote, "receive_request", _receive_request)
     patches.set(zygote, "become", lambda request, streams: None)
     patches.set(zygote, "run", _run)
-    patches.set(zygote, "set_own_link", lambda link: None)
+    patches.set(zygote, "become_member", lambda member: None)
     patches.set(worker, "read_target", _read_target)
     patches.set(worker, "_connect", _connect)
     patches.set(worker, "socket_path", lambda agent_pid: "")

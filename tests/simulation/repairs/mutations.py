@@ -4,11 +4,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.cluster import answers, job_store, law, roster, rounds, zygote
+from moe_ft.cluster import answers, job_store, law, roster, rounds
 from moe_ft.cluster.link import Link, Pulse
 from moe_ft.cluster.membership import Job
 from moe_ft.cluster.node import Node
-from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.cluster.zygote import Zygote
 from moe_ft.faults import Section
 from moe_ft.loop import hangs
@@ -18,7 +18,7 @@ from tests.simulation.mutations import Mutation, mutation, name_of
 from tests.simulation.repairs.product import (
     Done,
     Links,
-    Membership,
+    Member,
     Watcher,
     be_replaced_again,
     hold_stops_against_threads,
@@ -124,7 +124,14 @@ def told_to_end_and_replaced(patches: Patches) -> None:
 @repair_mutation
 def replacement_without_the_token(patches: Patches) -> None:
     """The zygote does not pass the token of the start to a replacement."""
-    patches.set(zygote, "Link", lambda *given: Link(*given[:2]))
+    original = Member.replacement
+
+    def replacement(self: Member, died_s: float) -> Member:
+        found = original(self, died_s)
+        found.link.token = ""
+        return found
+
+    patches.set(Member, "replacement", replacement)
 
 
 @repair_mutation
@@ -193,14 +200,14 @@ def hang_not_ended(patches: Patches) -> None:
 @repair_mutation
 def replacement_forever(patches: Patches) -> None:
     """A rank that was replaced once says in each later round that it has died."""
-    original = Membership._join_next
+    original = Member._join_next
 
     def join_next(self: Any) -> None:
-        if self._link.is_replacement:
+        if self.is_replacement:
             be_replaced_again(self)
         original(self)
 
-    patches.set(Membership, "_join_next", join_next)
+    patches.set(Member, "_join_next", join_next)
 
 
 @repair_mutation
@@ -208,10 +215,10 @@ def position_of_the_round_before(patches: Patches) -> None:
     """A survivor says where its loop was when it met the others last."""
     original, said = Rounds.join, dict[Any, Any]()
 
-    def join(self: Rounds, number: int, member: Member) -> None:
-        facts = said.get(self) or member.facts
-        original(self, number, replace(member, facts=facts))
-        said[self] = member.facts
+    def join(self: Rounds, number: int, entry: Entry) -> None:
+        facts = said.get(self) or entry.facts
+        original(self, number, replace(entry, facts=facts))
+        said[self] = entry.facts
 
     patches.set(Rounds, "join", join)
 
@@ -220,20 +227,20 @@ def position_of_the_round_before(patches: Patches) -> None:
 def lines_logged_again_by_each_for_itself(patches: Patches) -> None:
     """A rank that has logged an iteration does not log it again, whether others had or not."""
     has_logged = property(lambda self: self.position.done >= Done.LOG)
-    patches.set(Membership, "all_had_logged", has_logged)
+    patches.set(Member, "all_had_logged", has_logged)
 
 
 @repair_mutation
 def log_lines_outside_of_repairs(patches: Patches) -> None:
     """A rank says of a log line that it was broken off in the iteration of its own loop that comes next."""
-    original = Membership.note
+    original = Member.note
 
     def note(self: Any, done: Done) -> None:
         original(self, done)
         if done == Done.STEP:
             self.position = replace(self.position, iteration=self.position.iteration + 1)
 
-    patches.set(Membership, "note", note)
+    patches.set(Member, "note", note)
 
 
 @node_mutation

@@ -10,11 +10,11 @@ from functools import partial
 from moe_ft.cluster.answers import MOST_UNFINISHED
 from moe_ft.cluster.link import START
 from moe_ft.cluster.roster import SAVE
-from moe_ft.cluster.rounds import Member
+from moe_ft.cluster.rounds import Entry
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group, Operation
 from tests.simulation.repairs.job import Job, Start
-from tests.simulation.repairs.machine import FORGED, LINK
+from tests.simulation.repairs.machine import FORGED, MEMBER
 from tests.simulation.repairs.rank import IS_EXPLAINED, Rank, final_states
 from tests.simulation.store import Values
 
@@ -91,7 +91,7 @@ class Oracle:
             self.violate(f"start {group.layout} goes on after {self._trained_layout} has begun")
         self._trained_layout = max(self._trained_layout, group.layout)
         for each in kernel.processes if group.layout else ():
-            is_earlier = LINK in each.local and int(each.environ.get(START, 0)) < group.layout
+            is_earlier = MEMBER in each.local and int(each.environ.get(START, 0)) < group.layout
             if each.is_alive and is_earlier and each.node in nodes and "RANK" in each.environ:
                 self.violate(f"{each} of an earlier start lives on a node of start {group.layout}")
 
@@ -125,29 +125,29 @@ class Oracle:
         if why == "a node has come" and not is_finished and now_s > self.fault_s + _LATE_S:
             self.violate(f"a node has all ranks begin again in the middle of round {number}")
 
-    def meets(self, rank: Rank, members: Sequence[Member]) -> None:
+    def meets(self, rank: Rank, entries: Sequence[Entry]) -> None:
         """Check that a rank sees the same round as the others, and in it who it is."""
         if rank._start.layout < self.layout:
             return
-        number = rank.membership.round
-        seen = json.dumps([[each.rank, each.died_s, each.hung_s, each.facts] for each in members])
+        number = rank.member.round
+        seen = json.dumps([[each.rank, each.died_s, each.hung_s, each.facts] for each in entries])
         if self._members.setdefault(number, seen) != seen:
             self.violate(
                 f"rank {rank.rank} sees {seen} in round {number}, others {self._members[number]}"
             )
-        if not rank.absent.isdisjoint(each.rank for each in members):
+        if not rank.absent.isdisjoint(each.rank for each in entries):
             self.violate(f"ranks {sorted(rank.absent)} are absent from round {number}, and in it")
         if self.absent - rank.absent:  # a node has come, at whatever time
             self.limit_s = 0.0
         self.absent = rank.absent
-        own = next(each for each in members if each.rank == rank.rank)
+        own = next(each for each in entries if each.rank == rank.rank)
         is_other = self._trains[rank.rank] is not rank._process
         if is_other != (own.died_s is not None):
             self.violate(
                 f"rank {rank.rank} is a member of round {number} as {own}, and its process is "
                 f"{'another one' if is_other else 'the same'} as before"
             )
-        position = rank.membership.position
+        position = rank.member.position
         if own.facts and (position is None or own.facts != position.facts()):
             self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
 
@@ -155,7 +155,7 @@ class Oracle:
         if rank._start.layout < self.layout:
             return
         kernel = rank._process.kernel
-        number = rank.membership.round
+        number = rank.member.round
         if number >= self._since.get(
             rank.rank, 0
         ):  # a node that was silent may finish a round of before
@@ -202,7 +202,7 @@ class Oracle:
     def after(self, start: Start, job: Job, *, has_ended: bool) -> None:
         self._check_rounds(job, start)
         for process in (each for rank in range(job.size) for each in job.processes_of(rank)):
-            if process.local[LINK].hung_s and process not in self.halted:
+            if process.local[MEMBER].link.hung_s and process not in self.halted:
                 self.violate(f"{process} is killed for a hang, and ran")
         self.check_silenced(job)
         if not has_ended:
@@ -227,7 +227,7 @@ class Oracle:
         for silent, end_s in self.silences:
             until_s |= {each: max(end_s, until_s.get(each, 0.0)) for each in silent}
         for process, end_s in until_s.items():
-            if LINK not in process.local or job.world.kernel.now < end_s + _REPLACED_S:
+            if MEMBER not in process.local or job.world.kernel.now < end_s + _REPLACED_S:
                 continue
             rank = int(process.environ["RANK"])
             newest = job.process_of(rank)

@@ -5,9 +5,8 @@ from typing import Any
 
 from megatron.fault_tolerance.repair import watcher
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Done, Membership, Position, Role
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Done, Member, Position, Standing
 from moe_ft.files import progress
 from moe_ft.loop import hangs
 from moe_ft.planning.schedules import Pipelines, choose_deputies
@@ -18,7 +17,7 @@ __all__ = [
     "Deaths",
     "Done",
     "Links",
-    "Membership",
+    "Member",
     "Position",
     "Watcher",
     "ending_after",
@@ -53,7 +52,7 @@ def install(patches: Patches) -> None:
     """Have simulated threads be told apart, and their hangs be watched; sections are learned soon."""
     for module in (progress, hangs, watcher):
         patches.set(module, "threading", _Threading())
-    patches.set(hangs, "own_link", lambda: _local("link", None))
+    patches.set(hangs, "own_member", lambda: _local("member", None))
     patches.set(hangs, "is_debugged", lambda thread: False)
     patches.set(hangs, "written_bytes", lambda: _local(WRITTEN, 0))
     patches.set(hangs, "is_in_exchange", lambda thread: _local(WAITS, 0) > 0)
@@ -67,8 +66,8 @@ def forget_threads() -> None:
         known.clear()
 
 
-def links_of(link: Link, transport: Any) -> Links:
-    return Links(link, (transport,))
+def links_of(member: Member, transport: Any) -> Links:
+    return Links(member, (transport,))
 
 
 def played(rank: Any) -> list[int]:
@@ -78,9 +77,9 @@ def played(rank: Any) -> list[int]:
     return [dead for (dead, _), deputy in deputies.items() if deputy == rank.rank]
 
 
-def be_replaced_again(membership: Membership) -> None:
+def be_replaced_again(member: Member) -> None:
     """Put a mistake in: say in the next round, too, that the rank of this process has died."""
-    membership.role = Role.JOINED
+    member.standing = Standing.JOINED
 
 
 def hold_stops_against_threads(patches: Patches) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_ft.cluster import job_store
-from moe_ft.cluster.link import Heart, Link
+from moe_ft.cluster.link import Heart
+from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Rounds
-from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
@@ -24,7 +24,7 @@ from tests.simulation.active import World
 from tests.simulation.kernel import Waiting
 from tests.simulation.repairs import product
 from tests.simulation.repairs.ends import Ends
-from tests.simulation.repairs.machine import LINK, MACHINE
+from tests.simulation.repairs.machine import MACHINE, MEMBER
 
 TIMEOUT_S = 60.0  # of groups in training, and twice that in a repair
 HEARTBEAT_S = 5.0
@@ -45,10 +45,12 @@ class Rank:
     def __init__(self, world: World) -> None:
         process = world.process
         self._kernel, self._process = world.kernel, process
-        self._job, self.link = process.local[MACHINE].job, process.local[LINK]
+        self._job = process.local[MACHINE].job
+        self.member: Member = process.local[MEMBER]
+        self.link = self.member.link
         self.rank, self._start = int(process.environ["RANK"]), self._job.start_of(process)
         self._memory = self._job.memory_on(self.rank, process.node)
-        self.is_alone = self.link.is_replacement
+        self.is_alone = self.member.is_replacement
         # By rank: the own one, and absent ones whose roles this one plays.
         self.states: dict[int, int] = {self.rank: 0}
         self.absent: frozenset[int] = frozenset()
@@ -56,25 +58,22 @@ class Rank:
 
     def run(self) -> None:
         """Train to the end, with all repairs; raises as a rank would."""
-        link: Link = self.link
+        member, link = self.member, self.link
         self._ends = Ends(self._job, self._start, self.rank)
         store, watched = (job_store.connect(os.environ, link, TIMEOUT_S) for _ in range(2))
-        if not link.is_replacement:
+        if not member.is_replacement:
             job_store.take_seat(store, os.environ)
-        rounds, of_watcher = (
-            Rounds(SignedStore(each, lambda: link.token), self.rank, self._start.size)
-            for each in (store, watched)
-        )
+        member.connect(store, self._start.size)
+        of_watcher = Rounds(member.sign(watched), self.rank, self._start.size)
         self.loop, config = LoopState(), RecoveryConfig(hang_limit=self._job.hang_limit)
         log = EventLog(Path(os.devnull), self.rank)
         self._listeners = Listeners(self.loop, [Hangs(config, self.loop, log, 2 * TIMEOUT_S)])
-        self.links = product.links_of(link, self._ends)
-        self._watcher = product.Watcher(of_watcher, self.links, link)
+        self.links = product.links_of(member, self._ends)
+        self._watcher = product.Watcher(of_watcher, self.links, member)
         self._heart = Heart(link, HEARTBEAT_S)
         if self._job.repairs and config.hang_limit_s is not None:
             self._heart.start(config.hang_limit_s)
-        self.membership = product.Membership(link, rounds, self.rank)
-        self._deaths = product.Deaths(link, rounds, self.membership, self._watcher, self.links)
+        self._deaths = product.Deaths(member, self._watcher, self.links)
         if not self._job.repairs:
             link.retire()
         with self._listeners:
@@ -94,7 +93,7 @@ class Rank:
             self._job.oracle.has_trained(self)
             if self._job.repairs:
                 with self._ends.waiting():
-                    self.membership.end()
+                    self.member.end()
             self._ends.gather("done", None, self._timeout_s)
         except Exception as error:
             self._job.oracle.leaves(self, error)
@@ -126,7 +125,7 @@ class Rank:
             self._pass("build")
             self._kernel.sleep(self._kernel.random.random() * LONGEST_BUILD_S / 3)
         with self._ends.waiting():
-            position = self.membership.wait_for_survivors()
+            position = self.member.wait_for_survivors()
         self._leaves_out_log = position.done >= product.Done.LOG
         return position.iteration
 
@@ -147,7 +146,7 @@ class Rank:
         if leaves_out:
             return
         while True:
-            self.membership.note(product.Done.STEP)
+            self.member.note(product.Done.STEP)
             try:
                 with self._watcher.inside():
                     self._pass("log")
@@ -155,13 +154,13 @@ class Rank:
                     self._pass("logged")
                     self._kernel.sleep(ITERATION_S * self._kernel.random.random())
                     self.links.check()  # stands for a collective of some of the ranks
-                    self.membership.note(product.Done.LOG)
+                    self.member.note(product.Done.LOG)
                     self._ends.gather(f"end of log:{iteration}", None, self._timeout_s)
                 return
             except BaseException as error:
                 self._notice_or_raise(error)
             self._repair_until_finished(iteration)
-            if self.membership.all_had_logged:
+            if self.member.all_had_logged:
                 return
 
     def _evaluate(self, iteration: int) -> None:
@@ -177,7 +176,7 @@ class Rank:
                 return
             except BaseException as error:
                 self._notice_or_raise(error)
-            self.membership.note(product.Done.EVALUATING)
+            self.member.note(product.Done.EVALUATING)
             self._repair_until_finished(iteration)
 
     def _save(self) -> None:
@@ -201,7 +200,7 @@ class Rank:
         if self.is_alone:
             self._become_replaceable()
         else:
-            self.membership.position = product.position_at(iteration)
+            self.member.position = product.position_at(iteration)
             if not self._job.repairs:
                 self._iterate(iteration)
                 return
@@ -233,7 +232,7 @@ class Rank:
         with self._ends.waiting():
             plays = self._job.without_spare == "reroute"
             stages = [[[rank] for rank in range(self._start.size)]] if plays else []
-            self.membership.become_replaceable(stages)
+            self.member.become_replaceable(stages)
         self._job.oracle.is_replaceable(self)
         self._heart.start()
 
@@ -265,18 +264,18 @@ class Rank:
             self._listeners.suspend(iteration)
             self._pass("leave")
             with self._ends.waiting():
-                met = self.membership.meet()
-            members, self.absent = met.members, met.absent
+                met = self.member.meet()
+            entries, self.absent = met.entries, met.absent
             self.is_alone = False
-            self._job.oracle.meets(self, members)
+            self._job.oracle.meets(self, entries)
             self._pass("meet")
             with self._ends.waiting():
-                self.membership.wait_until_ready()
-            number = self.membership.round
+                self.member.wait_until_ready()
+            number = self.member.round
             self.links.begin()
             self._timeout_s = 2 * TIMEOUT_S
             self._connect(number, CONNECT_S)
-            most = min(each.facts["iteration"] for each in members if each.facts)
+            most = min(each.facts["iteration"] for each in entries if each.facts)
             first = self._recover(most)
         for each in range(first, iteration + 1):
             with self._watcher.inside():
@@ -284,7 +283,7 @@ class Rank:
         self._timeout_s = TIMEOUT_S
         self._pass("finish")
         with self._ends.waiting():
-            self.membership.finish()
+            self.member.finish()
         self._job.oracle.finishes(self)
 
     @property
@@ -312,7 +311,7 @@ class Rank:
         common = set.intersection(*map(set, told))
         found = max((each for each in common if each <= most), default=None)
         if found is None:
-            if self.membership.round:
+            if self.member.round:
                 raise RepairError("a repair found no state to continue from")
             found, self._memory[0] = 0, 0
         self._kernel.sleep(self._kernel.random.random())

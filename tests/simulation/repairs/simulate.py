@@ -12,7 +12,7 @@ from tests.simulation.job import make_world
 from tests.simulation.kernel import HangError, Kernel, Process, Thread
 from tests.simulation.processes import lines_of
 from tests.simulation.repairs.job import LOST_AFTER_S, Job
-from tests.simulation.repairs.machine import LINK
+from tests.simulation.repairs.machine import MEMBER
 from tests.simulation.repairs.oracle import AFTER_S, Oracle
 from tests.simulation.repairs.product import FLOOR_S, STUCK_S, WAITS, forget_threads
 from tests.simulation.repairs.rank import (
@@ -74,7 +74,7 @@ class Injection:
     def _inflict(self, fault: Fault, there: Process) -> None:
         job, oracle, kernel = self._job, self._oracle, self._kernel
         rank = fault.target if fault.target >= 0 else int(there.environ.get("RANK", 0))
-        process = there if fault.target < 0 and LINK in there.local else job.process_of(rank)
+        process = there if fault.target < 0 and MEMBER in there.local else job.process_of(rank)
         oracle.fault_s = kernel.now
         oracle.log.append(f"{kernel.now:.3f} s: {fault.kind}: {process or f'rank {rank}'}")
         oracle.num_deaths += fault.kind in _DEATHS
@@ -107,7 +107,8 @@ class Injection:
 
     def _hit(self, kind: str, process: Process, *, waits: bool = False) -> None:
         """Hit the process of a rank. Nothing replaces one that is not armed."""
-        link = process.local.get(LINK)
+        member = process.local.get(MEMBER)
+        link = None if member is None else member.link
         if link is None or not link.is_armed:
             self._oracle.excuses.append("the rank is not armed")
         if kind == "kill":
@@ -144,7 +145,7 @@ class Injection:
             oracle.excuses.append("the job's store is lost")
         for rank in {*range(job.size)} - oracle.absent:  # that none of these runs is no excuse
             process = job.process_of(rank)
-            if process is None or not process.local[LINK].is_armed:
+            if process is None or not process.local[MEMBER].link.is_armed:
                 oracle.excuses.append("a rank is not armed")
 
     def _judge_deaths(self) -> None:

@@ -8,17 +8,18 @@ import torch.distributed as dist
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.swap import Recipes
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
+from tests.unit.signed import member_of
 
 
 @pytest.fixture
-def link() -> Link:
-    return Link()
+def member() -> Member:
+    return member_of()
 
 
 @pytest.fixture
-def links(link: Link) -> Links:
-    return Links(link, (Gloo(),))
+def links(member: Member) -> Links:
+    return Links(member, (Gloo(),))
 
 
 @pytest.fixture

@@ -8,25 +8,25 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
-from megatron.fault_tolerance.repair.meet import Position
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.counters import COUNTERS
-from moe_ft.cluster.link import Link
-from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.member import Position
+from moe_ft.cluster.rounds import Entry, Rounds
 from tests.simulation.repairs import product
-from tests.unit.signed import signed
+from tests.unit.signed import member_of, signed
 
 
 class Watched:
     """Rank 0 of some ranks in round 0, with a watcher of its links."""
 
     def __init__(self, num_ranks: int = 1, transport: Gloo | None = None) -> None:
-        self.job_store, self.link = dist.HashStore(), Link()
+        self.job_store = dist.HashStore()
         self.store = signed(self.job_store)
-        self.links = Links(self.link, (transport or Gloo(),))
-        self.rounds = Rounds(self.store, 0, num_ranks)
-        self.watcher = Watcher(Rounds(self.store, 0, num_ranks), self.links, self.link)
+        self.member = member_of(0, num_ranks, self.job_store)
+        self.link = self.member.link
+        self.links = Links(self.member, (transport or Gloo(),))
+        self.watcher = Watcher(Rounds(self.store, 0, num_ranks), self.links, self.member)
 
 
 def position_at(iteration: int, **changes: Any) -> Position:
@@ -36,9 +36,9 @@ def position_at(iteration: int, **changes: Any) -> Position:
     return replace(product.position_at(iteration), **given)
 
 
-def survivor(rank: int, iteration: int, **changes: Any) -> Member:
-    """Return a rank that has left an iteration, or the evaluation after it."""
-    return Member(rank=rank, facts=position_at(iteration, **changes).facts())
+def survivor(rank: int, iteration: int, **changes: Any) -> Entry:
+    """Return the entry of a rank that has left an iteration, or the evaluation after it."""
+    return Entry(rank=rank, facts=position_at(iteration, **changes).facts())
 
 
 def make_world(recipes: Recipes) -> None:

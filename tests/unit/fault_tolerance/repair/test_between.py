@@ -23,14 +23,13 @@ from megatron.fault_tolerance.repair.between import (
     can_evaluate_again,
     can_log_again,
 )
-from megatron.fault_tolerance.repair.meet import Done, Membership, Position, met
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.stack import Layers
-from moe_ft.cluster.link import Link
-from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.member import Done, Position, round_of
+from moe_ft.cluster.rounds import Entry
 from moe_ft.errors import RepairError
 from tests.unit.fault_tolerance.repair.members import Watched, position_at
-from tests.unit.signed import signed
+from tests.unit.signed import member_of
 
 PER_STEP = 10  # samples
 
@@ -121,10 +120,10 @@ def evaluate(
     data_sets = DataSets()
     with Layers() as layers:
         data_sets.install(layers)
-        membership = Membership(watched.link, watched.rounds, 0)
-        membership.position = position_at(3)
+        member = watched.member
+        member.position = position_at(3)
         between = BetweenIterations(
-            watched.watcher, membership, watched.links, data_sets, dist.barrier, notice, repair
+            watched.watcher, member, watched.links, data_sets, dist.barrier, notice, repair
         )
         between.install(layers)
         training.train()
@@ -147,15 +146,15 @@ def test_evaluation_fails_as_ever_without_a_death_or_where_a_replacement_would_w
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=0)
     assert can_evaluate_again()
-    membership = Membership(Link(), Rounds(signed(), 0, 1), 0)
-    membership.position = position_at(3)
-    assert can_log_again(membership)
+    member = member_of()
+    member.position = position_at(3)
+    assert can_log_again(member)
     loop.overlap_param_gather = True
-    assert not can_log_again(membership), "the others gather weights in the first iteration"
-    membership.position = position_at(3, gathers_weights=True)
-    assert can_log_again(membership)
+    assert not can_log_again(member), "the others gather weights in the first iteration"
+    member.position = position_at(3, gathers_weights=True)
+    assert can_log_again(member)
     loop.log_params_norm, loop.overlap_param_gather = True, False
-    assert not can_evaluate_again() and not can_log_again(membership)
+    assert not can_evaluate_again() and not can_log_again(member)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         evaluate(monkeypatch, loop, 1, deaths=1)
 
@@ -173,8 +172,8 @@ def log(
     totals: dict[str, Any] = {"loss": torch.tensor([2.0])}
     before: list[float] = []
     watched, places = Watched(), [where]
-    membership = Membership(watched.link, watched.rounds, 0)
-    membership.position = position_at(3)
+    member = watched.member
+    member.position = position_at(3)
     timer = training.get_timers()("interval-time", log_level=0)
     timer.start()
 
@@ -197,9 +196,9 @@ def log(
         return "whether memory is to be reported"
 
     def repair(noticed_s: float) -> None:
-        assert membership.position is not None
-        facts = (membership.position.facts(), other.facts())
-        membership._met = met(1, [Member(rank=rank, facts=each) for rank, each in enumerate(facts)])
+        assert member.position is not None
+        facts = (member.position.facts(), other.facts())
+        member._met = round_of(1, [Entry(rank=rank, facts=each) for rank, each in enumerate(facts)])
         loop.consumed_train_samples = 8  # as recovered
         watched.links.begin()
 
@@ -207,7 +206,7 @@ def log(
     with Layers() as layers:
         BetweenIterations(
             watched.watcher,
-            membership,
+            member,
             watched.links,
             DataSets(),
             lambda: die("end"),

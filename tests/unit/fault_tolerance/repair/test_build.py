@@ -15,23 +15,21 @@ from megatron.training import training
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair.build import Gathered, Joining, from_json, to_json
-from megatron.fault_tolerance.repair.meet import Done, Membership, Role
 from megatron.fault_tolerance.repair.swap import Recipe, Recipes
-from moe_ft.cluster.link import Link
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.member import Done, Member, Standing
 from moe_ft.errors import ConfigError, RepairError
 from tests.unit.fault_tolerance.repair.members import position_at
-from tests.unit.signed import signed
+from tests.unit.signed import member_of, signed
 
 
 @pytest.fixture
-def membership() -> Membership:
-    """Return that of a replacement."""
-    return Membership(Link(died_s=5.0), Rounds(signed(), 1, 2), 1)
+def member() -> Member:
+    """Return a replacement."""
+    return member_of(1, 2, died_s=5.0)
 
 
 def test_replacement_makes_fake_groups_and_loads_nothing_until_it_meets_the_others(
-    membership: Membership, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    member: Member, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(training, "setup_model_and_optimizer", lambda: calls.append(loop_args.load))
@@ -41,7 +39,7 @@ def test_replacement_makes_fake_groups_and_loads_nothing_until_it_meets_the_othe
     loop_args.load, loop_args.fake_process_group = "checkpoints", False
     loop_args.distributed_backend = "nccl"
     recipes, make_group = Recipes(), dist.new_group
-    joining = Joining(membership, recipes)
+    joining = Joining(member, recipes)
     with joining.installed():
         assert loop_args.fake_process_group
         # As Megatron does then.
@@ -61,11 +59,11 @@ def test_replacement_makes_fake_groups_and_loads_nothing_until_it_meets_the_othe
 
 
 def test_replacement_leaves_out_the_log_line_that_the_others_have_written(
-    membership: Membership, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    member: Member, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(training, "training_log", lambda *args, **kwargs: calls.append(args[3]))
-    joining = Joining(membership, Recipes())
+    joining = Joining(member, Recipes())
     joining.follow(position_at(4, done=Done.LOG))
     loop_args.fake_process_group = False
     with joining.installed():
@@ -96,7 +94,7 @@ class _Chunk:
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_replacement_gathers_weights_in_its_first_iteration_if_the_others_do(
-    gathers: bool, membership: Membership, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    gathers: bool, member: Member, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
 
@@ -104,14 +102,14 @@ def test_replacement_gathers_weights_in_its_first_iteration_if_the_others_do(
         seen.append((args[5].param_sync_func, bool(chunk.remove_forward_pre_hook_handles)))
 
     monkeypatch.setattr(training, "train_step", step)
-    chunk, joining = _Chunk(), Joining(membership, Recipes())
+    chunk, joining = _Chunk(), Joining(member, Recipes())
     loop_args.fake_process_group = False
     with joining.installed():
         joining.follow(position_at(4, gathers_weights=gathers))
         training.disable_forward_pre_hook([chunk], param_sync=False)  # as Megatron's loop begins
         chunk.config.param_sync_func = None
         joining.end()
-        membership.role = Role.JOINED
+        member.standing = Standing.JOINED
         training.train_step(*range(5), chunk.config)
         training.enable_forward_pre_hook([chunk])
         assert chunk.remove_forward_pre_hook_handles
@@ -184,12 +182,12 @@ def _others(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_replacement_gets_all_values_in_their_order(_others: list[Any]) -> None:
     store, gather = signed(), dist.all_gather_object
-    for role in (Role.SURVIVOR, Role.JOINING):
-        with Gathered(store, role).installed():
+    for is_joining in (False, True):
+        with Gathered(store, is_joining=is_joining).installed():
             found: list[Any] = []
             for value in ("first", "second"):
                 own: list[Any] = [None, None]
-                dist.all_gather_object(own, "alone" if role is Role.JOINING else value)
+                dist.all_gather_object(own, "alone" if is_joining else value)
                 found.append(own)
             dist.all_gather_object([None], value, "a group of some ranks")
         assert found == [["first", ("first", None)], ["second", ("second", None)]]
@@ -207,7 +205,7 @@ def test_code_of_a_stranger_in_the_store_does_not_run(capsys: pytest.CaptureFixt
     store = dist.HashStore()
     store.set("gathered_0", pickle.dumps([_Payload()]))  # type: ignore[arg-type]  # takes bytes too
     with (
-        Gathered(signed(store), Role.JOINING).installed(),
+        Gathered(signed(store), is_joining=True).installed(),
         pytest.raises(RepairError, match="gathered_0, which the ranks have told each other"),
     ):
         dist.all_gather_object([None, None], "alone")

@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroupGloo
 from megatron.fault_tolerance.repair import gloo
 from megatron.fault_tolerance.repair.gloo import Gloo, open_sockets, shut
 from megatron.fault_tolerance.repair.links import Links
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
+from tests.unit.signed import member_of
 
 Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
@@ -47,9 +48,9 @@ def test_only_recorded_connections_end(links: Links, connect: Connect) -> None:
 
 
 def test_connections_that_are_made_after_the_end_of_their_round_end_at_once(
-    link: Link, links: Links, connect: Connect
+    member: Member, links: Links, connect: Connect
 ) -> None:
-    link.round = 3
+    member.round = 3
     with links.recording():
         links.end(3)
         pair = connect()
@@ -57,12 +58,12 @@ def test_connections_that_are_made_after_the_end_of_their_round_end_at_once(
 
 
 def test_late_watcher_of_a_round_does_not_end_the_next_one(
-    link: Link, links: Links, connect: Connect
+    member: Member, links: Links, connect: Connect
 ) -> None:
     assert links.is_open
     links.end(0)
     assert not links.is_open
-    link.round = 1
+    member.round = 1
     links.begin()
     with links.recording():
         connect()
@@ -88,7 +89,7 @@ def outcome(wait: Callable[[], Any]) -> str:
 
 def send_and_end(num_elements: int) -> tuple[str, str]:
     """Send a message and end the connection at the same time; return what both ranks say of it."""
-    links = Links(Link(), (Gloo(),))
+    links = Links(member_of(), (Gloo(),))
     with links.recording():
         sender, receiver = pair_of_backends(timeout_s=20)
     given, taken = torch.ones(num_elements), torch.zeros(num_elements)

@@ -7,13 +7,14 @@ import pytest
 
 from megatron.fault_tolerance.repair.rules import (
     checked_heartbeat_s,
-    checked_link,
+    checked_member,
     line_on_lost_nodes,
     plays_roles,
 )
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
+from tests.unit.signed import member_of
 
 
 def args(**changes: Any) -> Namespace:
@@ -36,19 +37,19 @@ def args(**changes: Any) -> Namespace:
     return Namespace(**{**defaults, **changes})
 
 
-def check(link: Link | None = None, *, on_gpus: bool = False, **changes: Any) -> Link:
-    return checked_link(args(**changes), link or Link(), {}, on_gpus=on_gpus)
+def check(member: Member | None = None, *, on_gpus: bool = False, **changes: Any) -> Member:
+    return checked_member(args(**changes), member or member_of(), {}, on_gpus=on_gpus)
 
 
-def test_supported_job_gets_its_link() -> None:
-    link = Link()
-    assert check(link, on_gpus=True) is link, "a job on GPUs may be tried"
-    assert check(link, cuda_graph_impl="local") is link, "no GPU is used"
+def test_supported_job_is_repaired() -> None:
+    member = member_of()
+    assert check(member, on_gpus=True) is member, "a job on GPUs may be tried"
+    assert check(member, cuda_graph_impl="local") is member, "no GPU is used"
 
 
 def test_rank_that_nothing_would_replace_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs ranks that are forked by `python -m moe_ft keep`"):
-        checked_link(args(), None, {}, on_gpus=False)
+        checked_member(args(), None, {}, on_gpus=False)
 
 
 def test_store_that_torchrun_shares_is_refused() -> None:
@@ -57,7 +58,7 @@ def test_store_that_torchrun_shares_is_refused() -> None:
         "--moe-ft-repair=auto needs a store of its own .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )
     with pytest.raises(ConfigError, match=message):
-        checked_link(args(), Link(), environment, on_gpus=False)
+        checked_member(args(), member_of(), environment, on_gpus=False)
 
 
 ON_GPUS_ONLY = [
@@ -108,12 +109,11 @@ def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message
     ids=["torchrun", "job"],
 )
 def test_roles_that_cannot_be_played_are_refused(is_watched: bool, message: str) -> None:
-    link, job = Link(), args(use_distributed_optimizer=False)
-    link.is_watched = is_watched
-    assert not plays_roles(MoeFtConfig(), job, link)
+    member, job = member_of(is_watched=is_watched), args(use_distributed_optimizer=False)
+    assert not plays_roles(MoeFtConfig(), job, member)
     asked = MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute"))
     with pytest.raises(ConfigError, match=f"--moe-ft-without-spare=reroute {message}"):
-        plays_roles(asked, job, link)
+        plays_roles(asked, job, member)
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:
@@ -134,6 +134,5 @@ def test_lost_node_is_told_of_where_torchrun_has_started_several(
     local: str, is_watched: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    link = Link()
-    link.is_watched = is_watched
-    assert bool(line_on_lost_nodes(args(), link)) == is_said
+    member = member_of(is_watched=is_watched)
+    assert bool(line_on_lost_nodes(args(), member)) == is_said

@@ -25,7 +25,8 @@ from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, install
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.stack import Layer, Layers
 from moe_ft.cluster.link import Heart, Link
-from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.member import Member
+from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
@@ -42,12 +43,19 @@ def store() -> Any:
 
 
 @pytest.fixture
-def repairing(link: Link, links: Links, store: Any, loop_args: Namespace) -> Iterator[RepairSeam]:
+def link(member: Member) -> Link:
+    return member.link
+
+
+@pytest.fixture
+def repairing(
+    member: Member, links: Links, store: Any, loop_args: Namespace
+) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     loop_args.world_size = 2  # the other rank is not needed
-    connections = (Rounds(signed(store), 0, 1), Rounds(signed(store), 0, 1))
-    listeners, heart = Listeners(LoopState(), []), Heart(link, limit_s=100.0)
-    yield RepairSeam(link, listeners, store, connections, links, heart, 0)
+    member.connect(store)
+    watched, heart = Rounds(signed(store), 0, 1), Heart(member.link, limit_s=100.0)
+    yield RepairSeam(member, Listeners(LoopState(), []), store, watched, links, heart)
     dist.destroy_process_group()
 
 
@@ -147,7 +155,7 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
 
     def train() -> None:
         training.train_step(*ARGUMENTS, iteration=3)
-        Rounds(signed(store), 0, 1).join(1, Member(rank=0, died_s=5.0))
+        Rounds(signed(store), 0, 1).join(1, Entry(rank=0, died_s=5.0))
         raise RuntimeError("Connection closed by peer")  # in a log line
 
     monkeypatch.setattr(training, "train", train)
@@ -202,12 +210,12 @@ def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes
 
 
 def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
-    link: Link, recipes: Recipes, loop_args: Namespace
+    member: Member, recipes: Recipes, loop_args: Namespace
 ) -> None:
     loop_args.distributed_timeout_minutes = 1
     fake_world(recipes, "nccl")
     with Layers().put(Layer.REPLACEMENT, {"new_group": recipes.make_fake}):
-        barrier = EndBarrier(Links(link, (Gloo(), Nccl())), recipes)
+        barrier = EndBarrier(Links(member, (Gloo(), Nccl())), recipes)
         barrier.make_group()
     assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
 

@@ -17,10 +17,10 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.swap import Groups, Recipe, Recipes, check_torch, swap
-from moe_ft.cluster.link import Link
 from moe_ft.errors import ConfigError
 from tests.harness import run_ranks
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
+from tests.unit.signed import member_of
 
 NUM_ROUNDS = 10
 TIMEOUT = timedelta(seconds=60)
@@ -78,10 +78,10 @@ def test_swapped_groups_communicate_and_old_backends_leave_no_threads_and_descri
 
 def swap_fake_ones(folder: str) -> None:
     """Swap groups that were made in a fake world, as a replacement does, and end their links."""
-    rank, recipes, link = int(os.environ["RANK"]), Recipes(), Link()
+    rank, recipes = int(os.environ["RANK"]), Recipes()
     store = dist.FileStore(f"{folder}/store", 2)
     swaps.get_args = lambda: Namespace(distributed_timeout_minutes=1)  # type: ignore[attr-defined]
-    links = Links(link, (Gloo(),))
+    links = Links(member_of(rank, 2), (Gloo(),))
     fake_world(recipes, "gloo", rank)
     pair = recipes.make_fake(dist.new_group, [0, 1])
     groups = Groups(links.transports, recipes)

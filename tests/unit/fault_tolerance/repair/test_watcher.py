@@ -14,9 +14,8 @@ import pytest
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.meet import Membership
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
-from moe_ft.cluster.rounds import declare
+from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.files.progress import note_progress, waiting
 from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
@@ -31,12 +30,11 @@ class Rank(Watched):
     def __init__(self, transport: Gloo | None = None) -> None:
         super().__init__(2, transport)
         self.link.arm()
-        membership = Membership(self.link, self.rounds, 0)
-        self.deaths = Deaths(self.link, self.rounds, membership, self.watcher, self.links)
+        self.deaths = Deaths(self.member, self.watcher, self.links)
 
     def lose_the_other(self) -> None:
         """Have the replacement of rank 1 declare the next round."""
-        declare(self.store, rank=1, world_size=2, died_s=5.0)
+        Rounds(self.store, 1, 2).join_for_dead(Entry(rank=1, died_s=5.0))
 
     def wait_for_the_end(self) -> None:
         """Wait until the watcher has ended the links."""
@@ -104,7 +102,7 @@ def test_failure_without_an_exception_has_all_leave_their_iteration(
     with rank.watching():
         transport.text = "NCCL reports TIMEOUT in group 3"
         rank.wait_for_the_end()
-    assert rank.rounds.has_timed_out(1), "the other ranks learn of it"
+    assert rank.member.rounds.has_timed_out(1), "the other ranks learn of it"
     assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
 
 

@@ -24,7 +24,7 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
 )
 from megatron.fault_tolerance.seams.stack import Seam
-from moe_ft.cluster import link
+from moe_ft.cluster import member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.untested import FEATURES
 from moe_ft.errors import ConfigError
@@ -220,7 +220,7 @@ def test_sharding_that_was_given_and_that_the_distributed_optimizer_makes_void_i
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "is_active", lambda: False)
-    monkeypatch.setattr(link, "_own", None)
+    monkeypatch.setattr(member, "_own", None)
 
 
 DENSE = ("--mock-data", "--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")

@@ -46,7 +46,7 @@ def test_silent_node_is_replaced_in_a_round_of_its_own(advance: Advance) -> None
     assert [job.seats[f"host{number}"].is_lost() for number in range(3)] == [False, True, False]
     (order,) = job.seats["host2"].new_orders()
     assert (order.ranks, order.round, order.lost_node, order.num_nodes) == ((1,), 1, "host1", 2)
-    assert order.died_s > 0 and rounds.replaced(1) == (1,)
+    assert order.died_s > 0 and rounds.dead_ranks(1) == (1,)
 
 
 def test_silence_makes_a_node_lost_sooner_where_ranks_have_lost_connections(
@@ -84,17 +84,15 @@ def test_ranks_that_a_host_had_for_a_lost_node_end_before_another_node_gets_them
     assert host.new_orders() == [Order(ends=(2,), round=1, num_nodes=3)]
     (order,) = spare.new_orders()
     assert (order.ranks, order.round, order.lost_node) == ((2,), 2, "host0")
-    assert rounds.replaced(2) == (2,)
+    assert rounds.dead_ranks(2) == (2,)
 
 
 def test_roles_are_played_in_the_round_of_the_loss(advance: Advance) -> None:
-    job, rounds = job_that_trains(num_nodes=4, without_spare="reroute")
-    rounds.finish(0, [[[0], [1]], [[2], [3]]])
     job = Job(num_nodes=4, without_spare="reroute")
-    job.store.set("round_0/finished", [[[0], [1]], [[2], [3]]])
+    rounds = Rounds(job.store, 0, 4)
+    rounds.begin_training([[[0], [1]], [[2], [3]]])
     for number in range(4):
         job.come(f"host{number}", number)
-    rounds = Rounds(job.store, 0, 4)
     beat_but(job, "host3", advance=advance)
     assert rounds.absent(1) == {3} and rounds.lost_s(1) > 0
     rounds.finish(1)

@@ -184,9 +184,3 @@ def test_rank_waits_while_the_node_of_rank_0_imports_and_says_so(
 def test_wait_for_a_store_that_nobody_keeps_has_an_end() -> None:
     with pytest.raises(RepairError, match="nothing has listened at 127.0.0.1:.* within 0 s"):
         job_store.connect(environment(), Link(), 0.0)
-
-
-def test_store_of_the_launcher_is_recognized() -> None:
-    assert job_store.is_shared({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert not job_store.is_shared({"TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert not job_store.is_shared({})

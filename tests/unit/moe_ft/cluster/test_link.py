@@ -1,4 +1,4 @@
-"""Link of a rank and its zygote: an end that is taken as it is, and real beats.
+"""Link of a rank and its zygote: real beats, and flags that are read before any other.
 
 How silence counts is simulated (tests/simulation/repairs); test_zygote.py replaces ranks that die and stop.
 """
@@ -10,30 +10,10 @@ import pytest
 from moe_ft.cluster.link import (
     Heart,
     Link,
-    own_link,
     period_s,
-    retire_own,
-    set_own_link,
     wants_repair,
 )
 from tests.waiting import wait_for
-
-
-def test_process_that_is_to_end_retires_the_link_that_it_has() -> None:
-    assert own_link() is None
-    retire_own()  # has none: nothing to do
-    link = Link(died_s=12.5)
-    assert link.is_replacement
-    link.arm()
-    set_own_link(link)
-    try:
-        assert own_link() is link
-        retire_own()
-        assert not link.is_armed
-        link.arm()  # its training thread does not know yet
-        assert not link.is_armed
-    finally:
-        set_own_link(None)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_ft.cluster.rounds import Member, Rounds, declare
+from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.errors import RepairError, ReplacedError
 from tests.unit.signed import signed
 
@@ -35,7 +35,7 @@ def test_what_a_rank_reads_while_it_waits_and_meets_hardly_grows_with_their_numb
         store: Any = _Counting()
         for rank in range(world_size):
             rounds = Rounds(signed(store), rank, world_size)
-            rounds.join(1, Member(rank=rank, facts={"iteration": 7, "samples": 123456789}))
+            rounds.join(1, Entry(rank=rank, facts={"iteration": 7, "samples": 123456789}))
         store.num_bytes = 0
         with pytest.raises(RepairError):
             rounds.wait_for_all(1, 0.0)
@@ -75,11 +75,11 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     store = signed(open_store)
     first, other = Rounds(store, 0, 2), Rounds(store, 1, 2)
     assert not first.has_timed_out(1) and not first.is_declared(1) and not first.is_finished(1)
-    assert declare(store, rank=1, world_size=2, died_s=5.5) == 1
+    assert Rounds(store, 1, 2).join_for_dead(Entry(rank=1, died_s=5.5)) == 1
     assert first.is_declared(1) and not first.is_declared(2)
     with pytest.raises(RepairError, match=r"round 1 has not had all members .* \[0\] are missing"):
         first.wait_for_all(1, 0.0)
-    first.join(1, Member(rank=0))
+    first.join(1, Entry(rank=0))
     for rounds in (first, other):
         assert [each.died_s for each in rounds.wait_for_all(1, 0.0)] == [None, 5.5]
     with pytest.raises(RepairError, match="rank 0 says"):
@@ -92,9 +92,9 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
 def test_verdict_about_a_node_begins_a_round_that_has_not_begun_for_a_dead_rank() -> None:
     store = signed()
     rounds = Rounds(store, 0, 4)
-    assert declare(store, rank=1, world_size=4, died_s=5.0) == 1
+    assert Rounds(store, 1, 4).join_for_dead(Entry(rank=1, died_s=5.0)) == 1
     assert rounds.declare_lost([2, 3]) == 2
-    assert [rounds.replaced(number) for number in (1, 2)] == [(), (2, 3)]
+    assert [rounds.dead_ranks(number) for number in (1, 2)] == [(), (2, 3)]
     assert [Rounds(store, rank, 4).is_own_lost(2) for rank in range(4)] == [False] * 2 + [True] * 2
 
 
@@ -102,30 +102,30 @@ def test_rank_that_dies_on_a_node_after_another_one_has_it_is_not_replaced_there
     store = signed()
     Rounds(store, 0, 4).declare_lost([2, 3])
     with pytest.raises(ReplacedError, match="another node has rank 2 since round 1"):
-        declare(store, rank=2, world_size=4, died_s=5.0)
-    Rounds(store, 2, 4).join(1, Member(rank=2, died_s=4.0, node="spare", lost_node="node1"))
-    assert declare(store, rank=2, world_size=4, died_s=5.0, since=1) == 2
+        Rounds(store, 2, 4).join_for_dead(Entry(rank=2, died_s=5.0))
+    Rounds(store, 2, 4).join(1, Entry(rank=2, died_s=4.0, node="spare", lost_node="node1"))
+    assert Rounds(store, 2, 4).join_for_dead(Entry(rank=2, died_s=5.0), since=1) == 2
 
 
 def test_rank_whose_node_was_lost_together_with_another_begins_a_round_of_its_own() -> None:
     store = signed()
     rounds = Rounds(store, 0, 4)
     assert [rounds.declare_lost([2]), rounds.declare_lost([3])] == [1, 2]
-    Rounds(store, 3, 4).join(2, Member(rank=3, died_s=4.0, node="spare", lost_node="node1"))
-    assert declare(store, rank=3, world_size=4, died_s=5.0, since=2) == 3
+    Rounds(store, 3, 4).join(2, Entry(rank=3, died_s=4.0, node="spare", lost_node="node1"))
+    assert Rounds(store, 3, 4).join_for_dead(Entry(rank=3, died_s=5.0), since=2) == 3
 
 
 def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_other_does() -> None:
     store = signed()
     rounds, facts = Rounds(store, 0, 3), {"iteration": 7}
     assert rounds.declare_lost([1]) == 1
-    rounds.join(1, Member(rank=0, facts=facts))
-    rounds.join(1, Member(rank=1, died_s=4.0))
-    assert declare(store, rank=2, world_size=3, died_s=5.0) == 1
+    rounds.join(1, Entry(rank=0, facts=facts))
+    rounds.join(1, Entry(rank=1, died_s=4.0))
+    assert Rounds(store, 2, 3).join_for_dead(Entry(rank=2, died_s=5.0)) == 1
     assert rounds.survivors(1) == {0}
     rounds.wait_for_all(1, 0.0)
     assert rounds.declare_lost([0]) == 2
-    rounds.join(2, Member(rank=1, died_s=4.0, facts=facts))
+    rounds.join(2, Entry(rank=1, died_s=4.0, facts=facts))
     assert rounds.survivors(2) == {1, 2}
     assert rounds.declare_lost([1], 2, [2]) == 3
     assert rounds.survivors(3) == set()

@@ -17,11 +17,12 @@ import torch
 from moe_ft.cluster import forked_rank
 from moe_ft.cluster import zygote as zygotes
 from moe_ft.cluster.forked_rank import why_not_to_fork
-from moe_ft.cluster.link import Link, Pulse
+from moe_ft.cluster.link import Pulse
 from moe_ft.cluster.target import Target
 from moe_ft.cluster.zygote import Zygote, import_modules
 from tests.kept_job import KeptResult, run_kept
 from tests.processes import is_running
+from tests.unit.signed import member_of
 from tests.unit.source import ROOT
 from tests.waiting import wait_for
 
@@ -120,21 +121,20 @@ import json, os, signal, subprocess, sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from moe_ft.cluster.signed_store import SignedStore
-from moe_ft.cluster import job_store, rounds
-from moe_ft.cluster.link import Heart, own_link
+from moe_ft.cluster import job_store
+from moe_ft.cluster.link import Heart
+from moe_ft.cluster.member import own_member
 
-link, folder = own_link(), Path(sys.argv[3])
-facts = {"pid": os.getpid(), "is_replacement": link.is_replacement, "died_s": link.died_s}
-if link.is_replacement:
-    store = SignedStore(job_store.connect(os.environ, link, 60.0), lambda: link.token)
-    found = rounds.Rounds(store, 0, 1)
-    members = found.wait_for_all(1, 30.0)
+member, folder = own_member(), Path(sys.argv[3])
+link, is_replacement = member.link, member.is_replacement
+facts = {"pid": os.getpid(), "is_replacement": is_replacement}
+if is_replacement:
+    members = member.rounds.wait_for_all(1, 30.0)
     facts["members"], facts["hung_s"] = [each.rank for each in members], members[0].hung_s
 elif sys.argv[4].endswith("hangs"):
     facts["child"] = subprocess.Popen(["sleep", "1000"]).pid
-(folder / f"facts_{int(link.is_replacement)}").write_text(json.dumps(facts))
-if not link.is_replacement:
+(folder / f"facts_{int(is_replacement)}").write_text(json.dumps(facts))
+if not is_replacement:
     if not sys.argv[4].startswith("not"):
         link.arm()
     if sys.argv[4].endswith("hangs"):
@@ -168,8 +168,8 @@ def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
 CONNECTED = """
 import os
 from moe_ft.cluster import job_store
-from moe_ft.cluster.link import own_link
-job_store.connect(os.environ, own_link(), 60.0)
+from moe_ft.cluster.member import own_member
+job_store.connect(os.environ, own_member().link, 60.0)
 """
 
 
@@ -201,12 +201,10 @@ def test_rank_that_has_noted_its_hang_and_is_silent_then_is_killed_once(
 ) -> None:
     killed: list[int] = []
     monkeypatch.setattr(zygotes, "_send", lambda rank, number: killed.append(rank.pid))
-    link = Link()
-    link.expect_beats(0.01)
-    link.note_hang(5.0)
-    rank = SimpleNamespace(
-        pid=7, link=link, pulse=Pulse(link), request=SimpleNamespace(environment={"RANK": "0"})
-    )
+    member = member_of()
+    member.link.expect_beats(0.01)
+    member.link.note_hang(5.0)
+    rank = SimpleNamespace(pid=7, member=member, pulse=Pulse(member.link))
     keeper = SimpleNamespace(_ranks=[rank])
 
     def look() -> list[int]:

@@ -22,6 +22,7 @@ from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.files.storage import Storage
+from moe_ft.launches import launch_of
 from tests.object_store import ObjectStore
 
 MIB = 1 << 20
@@ -148,7 +149,7 @@ def test_lock_that_nobody_renews_is_warned_of(tmp_path: Path) -> None:
 
 def test_lock_of_a_start_that_is_over_passes_unwatched(tmp_path: Path) -> None:
     root = Storage(str(tmp_path))
-    own = own_origin({})
+    own = own_origin(launch_of({}))
     ((number, started),) = own.processes
     over = msgspec.structs.replace(own, processes=((number, started - 1),))
     StorageLock(root).take("mine", None, over)

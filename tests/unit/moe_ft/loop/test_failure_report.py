@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
-from moe_ft.cluster import link
+from moe_ft.cluster import member
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import FaultConfig, MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
@@ -27,6 +27,7 @@ from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.leaving import JobProcesses, meet_processes
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.loops import events_in, last_event
+from tests.unit.signed import member_of
 from tests.waiting import wait_for
 
 CONFIG = MoeFtConfig(
@@ -174,7 +175,7 @@ def test_rank_learns_that_another_one_had_timed_out(store: dist.Store, event_log
 def test_survivor_and_replacement_read_each_others_notes_when_the_setup_of_a_repair_fails(
     store: dist.Store, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_own", link.Link(died_s=1.0, token="of the start"))
+    monkeypatch.setattr(member, "_own", member_of(died_s=1.0))
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)  # not set up
     notes = SignedStore(store, lambda: meet_processes().token)
     notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, True])

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
-from moe_ft.cluster.link import Link, own_link, set_own_link
-from moe_ft.cluster.rounds import Member, Rounds
+from moe_ft.cluster.member import become_member, own_member
+from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.errors import RepairError
@@ -47,6 +47,7 @@ from moe_ft.loop.hangs import (
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.device.process import late_process
 from tests.unit.fault_tolerance.loops import last_event
+from tests.unit.signed import member_of
 from tests.waiting import wait_for
 
 _context = multiprocessing.get_context("fork")
@@ -180,7 +181,7 @@ def test_thread_that_polls_the_store_for_other_ranks_awaits_them() -> None:
 
     with blocked(polls) as thread:
         assert awaits_others(thread)
-        rounds.join(2, Member(rank=0, died_s=1.0))  # breaks the round that it waits in
+        rounds.join(2, Entry(rank=0, died_s=1.0))  # breaks the round that it waits in
         wait_for(lambda: not awaits_others(thread), "the end of the wait")
 
 
@@ -257,7 +258,7 @@ def test_silent_rank_says_where_it_is_and_ends(
     event_log: EventLog, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hangs, "LOOK_S", 0.05)
-    set_own_link(link := Link())
+    become_member(member := member_of())
     loop = LoopState(iteration=4, phase=Phase.BACKWARD)
     watch = Hangs(RecoveryConfig(hang_limit="1"), loop, event_log, TIMEOUT_S)
     pid = os.fork()
@@ -267,11 +268,11 @@ def test_silent_rank_says_where_it_is_and_ends(
         loop.section = Section.EVALUATION
         watch.enter_section(Section.EVALUATION)
         time.sleep(1000)
-    set_own_link(None)
+    become_member(None)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     line = last_event(event_log)
     silent_s = line.pop("silent_s")
-    assert silent_s >= 1 and link.hung_s == silent_s
+    assert silent_s >= 1 and member.link.hung_s == silent_s
     assert line == {
         "event": "hang",
         "iteration": 4,
@@ -279,7 +280,7 @@ def test_silent_rank_says_where_it_is_and_ends(
         "phase": "backward",
         "limit_s": 1,
     }
-    assert link.section is Section.EVALUATION, "the zygote knows it too"
+    assert member.link.section is Section.EVALUATION, "the zygote knows it too"
     said = capfd.readouterr().err
     assert "rank 3 hangs in iteration 4, phase backward, and ends: in its evaluation it" in said
     assert "The limit is 1 s (--moe-ft-hang-limit=1)" in said and f'{__file__}", line ' in said
@@ -372,7 +373,7 @@ def test_silent_rank_ends_although_what_it_says_waits_for_what_hangs(
 def test_loop_that_tells_no_sections_is_watched_only_with_a_limit(
     given: str, event_log: EventLog
 ) -> None:
-    assert own_link() is None
+    assert own_member() is None
     watch = Hangs(RecoveryConfig(hang_limit=given), LoopState(), event_log, None)
     watch.start()
     is_watched = "moe_ft-hangs" in {each.name for each in threading.enumerate()}

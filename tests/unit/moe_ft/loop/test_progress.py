@@ -188,7 +188,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
             number=2,
             iteration=7,
             recovered=recovered,
-            dead=(1, 3),
+            dead_ranks=(1, 3),
             hung_s={3: 61.5},
             is_replacement=True,
             taken_over={"node1": "spare"},

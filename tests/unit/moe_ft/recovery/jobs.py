@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.memory.job_directory import entered_job, node_directory, own_directory
+from moe_ft.launches import Launch
 from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
@@ -41,4 +42,5 @@ def site_of(memory_dir: Path, job_id: str = "job", limit: str | None = None) -> 
         node_dir=node_directory(str(memory_dir), job_id, "node"),
         rank=0,
         topology=Topology(ranks=(info,)),
+        launch=Launch(),
     )

@@ -20,6 +20,7 @@ from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
+from moe_ft.launches import Launch
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.assembly import measure_sizes
 from moe_ft.recovery.facts import JobFacts
@@ -51,10 +52,11 @@ def config_of(
     )
 
 
-def facts_of(*, iteration: int = 0, began_with: str = "") -> JobFacts:
+def facts_of(*, iteration: int = 0, began_with: str = "", launch: Launch | None = None) -> JobFacts:
     """Return facts of a job with a single rank."""
     world = dist.group.WORLD if dist.is_initialized() else None
     return JobFacts(
+        launch=launch or Launch(),
         rank=0,
         world_size=1,
         stage=0,
@@ -129,6 +131,7 @@ def met_alone(
             node_dir=node_dir,
             rank=0,
             topology=Topology(ranks=(info,)),
+            launch=facts.launch,
         ),
         fingerprint=FINGERPRINT,
         peers=[()],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.format.identity import History, Start
+from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.site import Site
@@ -87,4 +88,5 @@ def site(rank: int = 0, *, on_missing: str = "start") -> Site:
         node_dir=Path("/nowhere"),
         rank=rank,
         topology=Topology(ranks=ranks),
+        launch=Launch(),
     )

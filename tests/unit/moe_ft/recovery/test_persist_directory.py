@@ -18,6 +18,7 @@ from moe_ft.engine.persist.origin import Origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.files.storage import Storage
+from moe_ft.launches import Launch
 from moe_ft.recovery import persist_directory
 from moe_ft.recovery.persist_directory import (
     LateLock,
@@ -57,6 +58,7 @@ class Opener:
             node_dir=Path("/nowhere"),
             rank=0,
             topology=Topology(ranks=(info,)),
+            launch=Launch(),
         )
 
     def open(self, job_id: str, agent: str = "") -> StorageLock:

@@ -19,6 +19,7 @@ from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
+from moe_ft.launches import Launch
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import MemoryShare
 from moe_ft.planning.placement import place_replicas
@@ -201,6 +202,7 @@ def test_memory_that_is_checked_at_start_is_what_plan_says(name: str, tmp_path: 
                 node_dir=tmp_path,
                 rank=0,
                 topology=topology,
+                launch=Launch(),
             )
             peers = place_replicas(topology, factor)
             if fits:

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from moe_ft.engine.persist.origin import Origin, agent_name, own_origin
+from moe_ft.engine.persist.origin import Origin, own_origin
+from moe_ft.launches import launch_of
 
 _TELL = """
 import os, sys, msgspec
 from moe_ft.engine.persist.origin import own_origin
-print(msgspec.json.encode(own_origin(os.environ)).decode(), flush=True)
+from moe_ft.launches import launch_of
+print(msgspec.json.encode(own_origin(launch_of(os.environ))).decode(), flush=True)
 sys.stdin.read()
 """
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
@@ -59,7 +61,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[Other]:
 def test_start_whose_process_was_killed_is_over_on_its_own_machine_alone(
     other: Other, is_reaped: bool
 ) -> None:
-    own = own_origin({})
+    own = own_origin(launch_of({}))
     assert not other.origin.is_over(own)
     other.kill(is_reaped=is_reaped)
     assert other.origin.is_over(own)
@@ -67,7 +69,7 @@ def test_start_whose_process_was_killed_is_over_on_its_own_machine_alone(
 
 
 def test_start_whose_process_has_left_its_number_to_another_is_over() -> None:
-    own = own_origin({})
+    own = own_origin(launch_of({}))
     ((number, started),) = own.processes
     assert not own.is_over(own)
     assert msgspec.structs.replace(own, processes=((number, started - 1),)).is_over(own)
@@ -78,27 +80,19 @@ def test_start_whose_agent_lives_is_not_over_for_others_since_it_may_be_repaired
     other: Other,
 ) -> None:
     other.kill()
-    assert not other.origin.is_over(own_origin({}))
+    assert not other.origin.is_over(own_origin(launch_of({})))
 
 
 def test_starts_that_an_agent_has_made_one_after_the_other_do_not_run_together() -> None:
-    first = own_origin(TORCHRUN, ["a", "b"])
-    assert first.is_over(own_origin(TORCHRUN, ["", "c", "b"]))
-    assert not first.is_over(own_origin(TORCHRUN, ["c", "d"]))
-    assert not own_origin(TORCHRUN, [""]).is_over(own_origin(TORCHRUN, [""]))
+    first = own_origin(launch_of(TORCHRUN), ["a", "b"])
+    assert first.is_over(own_origin(launch_of(TORCHRUN), ["", "c", "b"]))
+    assert not first.is_over(own_origin(launch_of(TORCHRUN), ["c", "d"]))
+    assert not own_origin(launch_of(TORCHRUN), [""]).is_over(own_origin(launch_of(TORCHRUN), [""]))
 
 
 def test_agents_that_a_lock_names_are_few_and_each_is_named_once() -> None:
     agents = [str(rank // 8) for rank in range(8000)]
-    assert own_origin(TORCHRUN, agents).agents == tuple(map(str, range(64)))
-
-
-def test_agent_has_a_name_of_its_own_that_its_ranks_share() -> None:
-    code = "import os; from moe_ft.engine.persist.origin import agent_name; print(agent_name(os.environ))"
-    command, variables = [sys.executable, "-c", code], {**os.environ, **TORCHRUN}
-    names = {subprocess.check_output(command, env=variables, text=True).strip() for _ in range(2)}
-    assert len(names - {"", agent_name(TORCHRUN)}) == 1
-    assert agent_name({}) == ""
+    assert own_origin(launch_of(TORCHRUN), agents).agents == tuple(map(str, range(64)))
 
 
 @pytest.mark.parametrize(
@@ -117,5 +111,6 @@ def test_starts_that_a_job_of_slurm_counts_do_not_run_together(
     first: dict[str, str], second: dict[str, str], is_over: bool
 ) -> None:
     job = {"SLURM_JOB_ID": "7"}
-    assert own_origin(job | first).is_over(own_origin(job | second)) == is_over
-    assert not own_origin(job | first).is_over(own_origin({"SLURM_JOB_ID": "8"} | second))
+    origin = own_origin(launch_of(job | first))
+    assert origin.is_over(own_origin(launch_of(job | second))) == is_over
+    assert not origin.is_over(own_origin(launch_of({"SLURM_JOB_ID": "8"} | second)))
