@@ -8,8 +8,8 @@ are killed, and their connections end. Kinds:
 
 keep      `keep --nodes 3:4` and --moe-ft-elastic: all ranks begin again on three nodes. The node is started
           again after some iterations, and all begin again on four.
-wait      `keep --nodes 4` and --moe-ft-spare wait: the ranks wait until the node is back. It is started
-          --back-after after its loss, and needs its imports then.
+wait      `keep --nodes 4` and --moe-ft-without-spare wait: the ranks wait until the node is back. It is
+          started --back-after after its loss, and needs its imports then.
 torchrun  `torchrun --nnodes 3:4`, with --moe-ft-elastic and ranks that `keep` forks, so that no start needs
           imports. It is given 8 s to notice a loss and waits 5 s for others, instead of its own 15 and 30 s.
 
@@ -90,7 +90,7 @@ def _job(
         *(_SCRIPT, *model_flags(train_iters=_ENDLESS, calculate_per_token_loss=True)),
         *(*data, *event_flags(place.events), "--moe-ft-strategy", "dense"),
         *("--moe-ft-memory-dir", str(place.memory), "--moe-ft-job-id", "benchmark"),
-        *(("--moe-ft-spare", "wait") if kind == "wait" else ("--moe-ft-elastic", *ANY)),
+        *(("--moe-ft-without-spare", "wait") if kind == "wait" else ("--moe-ft-elastic", *ANY)),
     ]
     fewest = None if kind == "wait" else _FEWEST
     if kind == "torchrun":

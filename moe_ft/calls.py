@@ -5,6 +5,7 @@ another machine has replaced answers ESTALE, once, until its name is looked up a
 itself makes a call again. Standard library only.
 """
 
+import ctypes
 import errno
 import functools
 import os
@@ -57,3 +58,16 @@ def looks_again[**Arguments, Result](
         return call
 
     return decorated
+
+
+def nccl_version() -> int:
+    """Return the version of the NCCL that torch calls; torch.cuda.nccl.version is that of its headers.
+
+    Raises OSError if there is none.
+    """
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))  # of LD_PRELOAD
+    except AttributeError:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return number.value

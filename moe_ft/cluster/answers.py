@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from moe_ft.cluster.membership import Job, Node
 from moe_ft.config.fields import size_text
+from moe_ft.config.lost_nodes import FLAG
 
 MOST_UNFINISHED = 3  # rounds, or smaller starts, in a row before an iteration is finished
-FLAG = "--moe-ft-without-spare"
 _IN_VAIN = {
     "crowd": "; no other node has room for these ranks",
     "reroute": "; peers cannot play the roles of all ranks of a stage",

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from moe_ft.cluster import law
-from moe_ft.cluster.answers import FLAG
 from moe_ft.cluster.link import flag_value, wants_repair
 from moe_ft.cluster.membership import (
     Begin,
@@ -45,6 +45,7 @@ from moe_ft.cluster.protocol import say
 from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.cluster.signed_store import SignedStore
+from moe_ft.config.lost_nodes import ELASTIC, answer_of
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, domains_of_slurm, read_domains
 from moe_ft.files.private_files import replace_file
@@ -241,11 +242,9 @@ def policy_of(environment: Mapping[str, str], words: Sequence[str]) -> Policy:
     """
     fewest = int(environment.get("MOE_FT_KEEP_FEWEST") or 0)
     nodes, ranks = int(environment["GROUP_WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
-    given, domains = flag_value(words, FLAG), dict[str, str]()
-    without: WithoutSpare = "shrink" if fewest else "end"
-    if flag_value(words, "--moe-ft-spare") == "wait":
-        without = "wait"
-    without = next((each for each in get_args(WithoutSpare) if each == given), without)
+    given, domains = answer_of(partial(flag_value, words), ELASTIC in words), dict[str, str]()
+    # The ranks refuse another word.
+    without: WithoutSpare = next((each for each in get_args(WithoutSpare) if each == given), "end")
     if domain := flag_value(words, "--moe-ft-failure-domain"):
         with suppress(ConfigError):  # the ranks refuse it, with all that is wrong
             domains = domains_of_slurm() if domain == SLURM else read_domains(Path(domain))

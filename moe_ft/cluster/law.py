@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from moe_ft.cluster import answers
-from moe_ft.cluster.answers import FLAG
 from moe_ft.cluster.membership import (
     Begin,
     Changed,
@@ -46,6 +45,7 @@ from moe_ft.cluster.membership import (
     Wait,
     Wake,
 )
+from moe_ft.config.lost_nodes import FLAG
 
 GATHER_S = 3.0  # for further nodes to come, or to be told to end
 MISSING_S = 30.0  # for a node to come, after the last one that came

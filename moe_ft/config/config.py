@@ -22,6 +22,7 @@ from moe_ft.config.fields import (
     parse_size,
     setting,
 )
+from moe_ft.config.lost_nodes import ANSWERS, answer
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.rules import (
     OF_SETTINGS,
@@ -267,18 +268,12 @@ class RecoveryConfig(Part):
         bounds=Bounds(at_least=1),
         needs=(),
     )
-    spare: str = setting(
-        "restart",
-        "with --moe-ft-repair auto, when a node is lost and no spare node is left: restart = the job ends, "
-        "and what has started it starts it again; wait = training waits for a node",
-        choices=("restart", "wait"),
-        needs=(REPAIR,),
-    )
     without_spare: str = setting(
-        "off",
-        "under `python -m moe_ft keep --nodes`, when a node is lost and no spare node is left: reroute = "
-        "data-parallel peers of its ranks play their roles, at the full batch; off = as --moe-ft-spare says",
-        choices=("off", "reroute"),
+        "auto",
+        "under `keep --nodes`, when a node is lost and no spare is left: crowd = a node that trains runs its "
+        "ranks, too; shrink = all begin again on fewer nodes; reroute = data-parallel peers play its ranks; "
+        "wait = until a node comes; auto = shrink with --moe-ft-elastic, else crowd if memory allows or end",
+        choices=ANSWERS,
         needs=(REPAIR,),
     )
     layout: str = setting(
@@ -385,6 +380,11 @@ class MoeFtConfig:
     elastic: ElasticConfig = ElasticConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     fault: FaultConfig = FaultConfig()
+
+    @property
+    def answer_to_lost_nodes(self) -> str:
+        """Value of --moe-ft-without-spare; `auto` is one of the others."""
+        return answer(self.recovery.without_spare, is_elastic=self.elastic.elastic)
 
     @property
     def parts(self) -> Mapping[str, Part]:

@@ -9,8 +9,16 @@ from typing import Any, NoReturn
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import Part, flag_of
+from moe_ft.config.lost_nodes import (
+    OLD_ANSWER,
+    OLD_ANSWERS,
+    OLD_FLAG,
+    line_on_old_words,
+    word_of_today,
+)
 from moe_ft.errors import ConfigError
 
+_OLD = "moe_ft_spare"
 _NO_CHOICES: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -40,6 +48,8 @@ def add_flags(
         group = parser.add_argument_group(f"moe_ft: {(part.__doc__ or '').strip()}")
         for each in fields(part):
             _add_flag(group, each, choices.get(each.name, each.metadata["choices"]))
+    hidden: Any = {"dest": _OLD, "choices": OLD_ANSWERS, "help": argparse.SUPPRESS}
+    parser.add_argument(OLD_FLAG, **hidden)
 
 
 def _add_flag(group: Any, each: Any, choices: Sequence[str]) -> None:
@@ -51,15 +61,32 @@ def _add_flag(group: Any, each: Any, choices: Sequence[str]) -> None:
         group.add_argument(flag_of(each.name), action="append", default=[], **valued)
     else:
         kind = str if each.default is None else type(each.default)
+        if each.name == "without_spare":
+            valued["metavar"], choices = f"{{{','.join(choices)}}}", (*choices, OLD_ANSWER)
         valued |= {"type": kind, "default": each.default, "choices": choices or None}
         group.add_argument(flag_of(each.name), **valued)
 
 
 def config_from(args: argparse.Namespace, option_types: Mapping[str, type[Part]]) -> MoeFtConfig:
     """Collect the --moe-ft-* values of a parsed command line; a flag that it lacks has its default."""
+    given, old, is_elastic = _words_on_lost_nodes(args)
+    word = word_of_today(given, old, is_elastic=is_elastic)
+    args = argparse.Namespace(**{**vars(args), "moe_ft_without_spare": word})
     parts = {name: _part_from(args, type_) for name, type_ in part_types(option_types).items()}
     options = {name: parts.pop(name) for name in option_types}
     return MoeFtConfig(options=options, **parts)
+
+
+def lines_on_old_words(args: argparse.Namespace) -> list[str]:
+    """Return a line on flags of a parsed command line that have another name now."""
+    given, old, is_elastic = _words_on_lost_nodes(args)
+    line = line_on_old_words(given, old, is_elastic=is_elastic)
+    return [line] if line else []
+
+
+def _words_on_lost_nodes(args: argparse.Namespace) -> tuple[str, str, bool]:
+    given, old = (getattr(args, name, None) or "" for name in ("moe_ft_without_spare", _OLD))
+    return given, old, bool(getattr(args, "moe_ft_elastic", False))
 
 
 def as_arguments(config: MoeFtConfig) -> dict[str, Any]:

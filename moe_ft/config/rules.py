@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from moe_ft.config.fields import STRATEGY, Part, flag_of
+from moe_ft.config.lost_nodes import FLAG
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -241,10 +242,18 @@ OF_SETTINGS = (
     ),
     Rule(
         "",
-        f"{flag_of('without_spare')}=reroute",
+        f"{FLAG}=reroute",
         lambda config: config.recovery.without_spare == "reroute" and config.elastic.elastic,
-        "both say what happens if a node is lost, and cells of peers have one size",
-        "Leave one of the two out",
+        "cells of peers have one size",
+        f"Give {FLAG} shrink or crowd",
         problem=f"cannot be used with {flag_of('elastic')}",
+    ),
+    Rule(
+        "",
+        f"{FLAG}=shrink",
+        lambda config: config.recovery.without_spare == "shrink" and not config.elastic.elastic,
+        "another job has a fixed number of ranks",
+        f"Add it, and start keep with --nodes MIN:N, or give {FLAG} crowd",
+        problem=f"needs {flag_of('elastic')}",
     ),
 )

@@ -64,6 +64,7 @@ FEATURES = (
     Feature("precision-aware optimizer", "use_precision_aware_optimizer"),
     Feature("flex dispatcher", "moe_token_dispatcher_type", "flex"),
     Feature("repair in place", "moe_ft_repair", "auto", "repair", "it has never run on one"),
+    Feature("crowding", "moe_ft_without_spare", "crowd"),
     Feature("played roles", "moe_ft_without_spare", "reroute", "roles", "it has never run on one"),
     GRAPHS,
 )

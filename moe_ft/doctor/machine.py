@@ -87,7 +87,7 @@ def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
     """Return rows on what a start checks, on real memory, and on the number of files."""
     rows = []
     node, place = site.node, site.config.memory.memory_dir
-    room = _free(place, measure(site.node_dir)[0])
+    room = free_bytes(place, measure(site.node_dir)[0])
     text = "" if needed is None else f"{size_text(needed)} needed"
     if needed is not None:
         try:
@@ -128,7 +128,7 @@ def _pages(site: Site) -> list[Row]:
     return [Row(_PAGES, site.node, Result.PASS, found, remedy)]
 
 
-def _free(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
+def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
     """Return what limits memory: the bytes that are free, and how to get more."""
     free = shutil.disk_usage(place).free + own_bytes
     found = {place: (free, "Enlarge it (mount -o remount,size=...).")}

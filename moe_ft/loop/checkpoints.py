@@ -390,6 +390,11 @@ class PipelineLog(LoopListener):
         self._tap.close()
 
 
+def site_of(own: Checkpoints) -> Site | None:
+    """Return the place of this rank among those that take checkpoints; None before the setup."""
+    return None if own._running is None else own._running.met.site
+
+
 def checkpoints_of_dead_rank(
     own: Checkpoints, change: Callable[[JobFacts], JobFacts], log: EventLog
 ) -> Checkpoints:

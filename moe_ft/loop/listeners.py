@@ -284,6 +284,10 @@ class Listeners:
         (found,) = (each for each in self._listeners if isinstance(each, kind))
         return found
 
+    def add(self, last: LoopListener) -> None:
+        """Call a further listener after the others. Before the start."""
+        self._listeners += (last,)
+
     def replace(self, old: LoopListener, new: LoopListener) -> None:
         """Call another listener in the place of one, from the next seam on."""
         self._listeners = tuple(new if each is old else each for each in self._listeners)

@@ -208,11 +208,12 @@ def test_two_of_four_nodes_that_are_lost_at_once_are_replaced(repaired: Repaired
 
 @pytest.mark.rest
 def test_job_ends_when_a_node_is_lost_and_no_spare_is_left(repaired: RepairedJob) -> None:
-    with repaired.kept_nodes() as nodes:
+    with repaired.kept_nodes("--moe-ft-spare", "restart") as nodes:
         nodes.start("node0", "node1")
         repaired.wait_for_iteration(4)
         nodes.kill("node1")
         assert nodes.wait() == {"node0": 1}
+        assert "restart is --moe-ft-without-spare end now: write that" in nodes.log("node0")
         assert "no spare is left (--moe-ft-without-spare end)" in nodes.log("node0")
         assert nodes.status.read_text().split() == ["1", "node0", "node1"]
 
@@ -221,7 +222,7 @@ def test_job_ends_when_a_node_is_lost_and_no_spare_is_left(repaired: RepairedJob
 def test_job_that_is_to_wait_for_a_spare_continues_when_the_lost_node_comes_back(
     repaired: RepairedJob,
 ) -> None:
-    with repaired.kept_nodes("--moe-ft-spare", "wait") as nodes:
+    with repaired.kept_nodes("--moe-ft-without-spare", "wait") as nodes:
         nodes.start("node0", "node1")
         repaired.wait_for_iteration(4)
         nodes.kill("node1")

@@ -7,7 +7,6 @@ communicator; then one process dies, and the other aborts an all-reduce that nob
 over NCCL depends on that last one. Over gloo where no GPU is.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ft.calls import nccl_version
 from tools.gpu_day.results import IS_REHEARSAL, WORK, Watch, note
 
 # Few blocks for each collective, so that kernels of both ranks fit on the device at the same time.
@@ -37,17 +37,6 @@ _TRIES: dict[str, dict[str, str]] = {
 _TRY_S = 40.0
 _NUM, _REPEATS = 1 << 16, 20
 _DEVICE, _BACKEND = ("cpu", "gloo") if IS_REHEARSAL else ("cuda", "nccl")
-
-
-def nccl_version() -> int:
-    """Return the version of the NCCL that torch calls; torch.cuda.nccl.version is that of its headers."""
-    number = ctypes.c_int()
-    try:
-        library = ctypes.CDLL(None)  # of LD_PRELOAD
-        library.ncclGetVersion(ctypes.byref(number))
-    except AttributeError:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    return number.value
 
 
 def synchronize() -> None:

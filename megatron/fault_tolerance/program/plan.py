@@ -35,7 +35,11 @@ from megatron.fault_tolerance.program.arguments import (
 )
 from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
-from megatron.fault_tolerance.repair.rules import checked_heartbeat_s, checked_member, plays_roles
+from megatron.fault_tolerance.repair.rules import (
+    answer_to_lost_nodes,
+    checked_heartbeat_s,
+    checked_member,
+)
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
@@ -209,7 +213,7 @@ class PlannedStart:
             )
             member = Member(assignment) if is_kept else None
             member = checked_member(args, member, environment, on_gpus=self._on_gpus)
-            plays_roles(config, args, member)
+            answer_to_lost_nodes(config, args, member)
             checked_heartbeat_s(config, args)
 
 

@@ -9,6 +9,7 @@ from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
+from moe_ft.config.lost_nodes import FLAG
 from moe_ft.errors import ConfigError
 from moe_ft.launches import shares_store
 
@@ -73,27 +74,31 @@ def checked_member(
     return member
 
 
-def plays_roles(config: MoeFtConfig, args: argparse.Namespace, member: Member) -> bool:
-    """Return whether peers may play the role of a lost rank.
+def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: Member) -> str:
+    """Return what is done about a lost node when no spare is left: a value of --moe-ft-without-spare.
 
     Raises:
-        ConfigError: if that is asked for, and this job or the way in which it was started does not allow it.
+        ConfigError: if that is asked for by name, and this job or the way in which it was started does not
+            allow it.
     """
-    value = config.recovery.without_spare
-    if value == "off":
-        return False
-    asked = f"{flag_of('without_spare')}={value}"
+    answer, value = config.answer_to_lost_nodes, config.recovery.without_spare
+    asked = f"{FLAG}={value}"
     if not member.assignment.is_watched:
+        if value in ("auto", "end"):
+            return "end"
         raise ConfigError(
             f"{asked} needs nodes that `python -m moe_ft keep --nodes` starts: torchrun ends all ranks when "
             "a node is lost. Start keep on each node without torchrun (docs/spare_nodes.md), or leave the "
             "flag out."
         )
-    try:
-        check_job(args)
-    except ConfigError as error:
-        raise ConfigError(f"{asked} is refused: {error}") from error
-    return True
+    if answer == "reroute":
+        try:
+            check_job(args)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{asked} is refused: {error} Or give {FLAG} crowd, which any job can do."
+            ) from error
+    return answer
 
 
 def _is_used(args: argparse.Namespace, what: str) -> bool:

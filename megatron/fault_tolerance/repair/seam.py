@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +24,16 @@ from megatron.fault_tolerance.degraded.roles import stages_of_job
 from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
+from megatron.fault_tolerance.repair.crowding import Crowding
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
+    answer_to_lost_nodes,
     checked_heartbeat_s,
     checked_member,
     line_on_lost_nodes,
-    plays_roles,
 )
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
@@ -45,6 +47,7 @@ from moe_ft.cluster.member import Member, Standing, own_member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
+from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import say
 
@@ -309,7 +312,9 @@ def installed(
     if args.rank == 0 and (line := line_on_lost_nodes(args, member)):
         say(line)
     check_torch()
-    plays = plays_roles(config, args, member)
+    if (answer := answer_to_lost_nodes(config, args, member)) == "crowd":
+        where = partial(site_of, listeners.find(Checkpoints))
+        listeners.add(Crowding(config, args.rank, where, uses_nccl=not cpu_device.is_active()))
     links = Links(member, _transports(args))
     heart = Heart(member.link, checked_heartbeat_s(config, args))
     if (limit_s := config.recovery.hang_limit_s) is not None:
@@ -321,6 +326,7 @@ def installed(
         job_store.take_seat(store, os.environ)
     member.connect(store, args.world_size)
     of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)
+    plays = answer == "reroute"
     seam = RepairSeam(member, listeners, store, of_watcher, links, heart, plays_roles=plays)
     with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
         yield {"store": store}

@@ -126,7 +126,7 @@ def planned_iterations(args: argparse.Namespace) -> int:
 def void_settings(
     args: argparse.Namespace, config: MoeFtConfig, command_line: Sequence[str]
 ) -> list[str]:
-    """Return one line for each setting of moe_ft that changes nothing.
+    """Return one line for each setting of moe_ft that changes nothing, or has another name now.
 
     Args:
         command_line: as given: shows a flag that is given with its default value.
@@ -135,6 +135,7 @@ def void_settings(
     given = {name for name in flags.as_arguments(config) if f"--{name.replace('_', '-')}" in words}
     names = {name.removeprefix("moe_ft_") for name in given}
     lines = config.warnings(planned_iterations(args) or None, names)
+    lines += flags.lines_on_old_words(args)
     if config.strategy.allow_untested is not None:
         lines += _void_permissions(args, config)
     if "moe_ft_sharding" in given and args.use_distributed_optimizer and config.strategy.is_on:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from megatron.fault_tolerance.repair.rules import (
+    answer_to_lost_nodes,
     checked_heartbeat_s,
     checked_member,
     line_on_lost_nodes,
-    plays_roles,
 )
 from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
@@ -100,20 +100,30 @@ def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message
         check(**changes)
 
 
-@pytest.mark.parametrize(
-    ("is_watched", "message"),
-    [
-        (False, "needs nodes that `python -m moe_ft keep --nodes` starts"),
-        (True, "is refused: no --use-distributed-optimizer does not work"),
-    ],
-    ids=["torchrun", "job"],
-)
-def test_roles_that_cannot_be_played_are_refused(is_watched: bool, message: str) -> None:
-    member, job = member_of(is_watched=is_watched), args(use_distributed_optimizer=False)
-    assert not plays_roles(MoeFtConfig(), job, member)
-    asked = MoeFtConfig(recovery=RecoveryConfig(without_spare="reroute"))
-    with pytest.raises(ConfigError, match=f"--moe-ft-without-spare=reroute {message}"):
-        plays_roles(asked, job, member)
+def answer(value: str, *, is_watched: bool = True, **changes: Any) -> str:
+    member = member_of(is_watched=is_watched)
+    config = MoeFtConfig(recovery=RecoveryConfig(without_spare=value))
+    return answer_to_lost_nodes(config, args(**changes), member)
+
+
+@pytest.mark.parametrize("value", ["wait", "crowd", "reroute", "shrink"])
+def test_answer_to_lost_nodes_that_needs_keep_is_refused_without_it(value: str) -> None:
+    message = f"--moe-ft-without-spare={value} needs nodes that `python -m moe_ft keep --nodes` st"
+    with pytest.raises(ConfigError, match=message):
+        answer(value, is_watched=False)
+
+
+def test_job_under_torchrun_ends_when_a_node_is_lost_and_one_under_keep_crowds() -> None:
+    assert [answer("auto", is_watched=each) for each in (False, True)] == ["end", "crowd"]
+
+
+def test_roles_that_cannot_be_played_are_refused() -> None:
+    message = (
+        "--moe-ft-without-spare=reroute is refused: no --use-distributed-optimizer does not work .* "
+        "Or give --moe-ft-without-spare crowd"
+    )
+    with pytest.raises(ConfigError, match=message):
+        answer("reroute", use_distributed_optimizer=False)
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:

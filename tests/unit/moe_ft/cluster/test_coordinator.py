@@ -211,8 +211,9 @@ def test_facts_of_nodes_come_with_their_beats() -> None:
 @pytest.mark.parametrize(
     ("words", "fewest", "without"),
     [
-        ("", "", "end"),
-        ("", "2", "shrink"),
+        ("", "", "crowd"),
+        ("--moe-ft-elastic", "2", "shrink"),
+        ("--moe-ft-without-spare nonsense", "", "end"),
         ("--moe-ft-spare wait", "2", "wait"),
         ("--moe-ft-without-spare crowd", "2", "crowd"),
         ("--moe-ft-without-spare=reroute", "", "reroute"),

@@ -41,7 +41,11 @@ def settings(**values: Any) -> MoeFtConfig:
             settings(
                 strategy="dense", without_spare="reroute", repair="auto", layout="any", elastic=True
             ),
-            "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: both say what happens",
+            "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: cells of peers",
+        ),
+        (
+            settings(strategy="dense", without_spare="shrink", repair="auto"),
+            "--moe-ft-without-spare=shrink needs --moe-ft-elastic: .* give --moe-ft-without-spare crowd",
         ),
         (settings(on_error="ignore"), "--moe-ft-on-error=ignore must be one of degrade, raise"),
         (

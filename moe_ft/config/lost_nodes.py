@@ -1,0 +1,48 @@
+"""Answer of a job to a lost node when no spare is left: one rule for agents, the coordinator and ranks.
+
+Also the words of earlier versions for it. A command line may still have them, and a line at the start names
+those of today.
+"""
+
+from collections.abc import Callable
+
+from moe_ft.config.fields import flag_of
+
+FLAG, OLD_FLAG, ELASTIC = (flag_of(name) for name in ("without_spare", "spare", "elastic"))
+ANSWERS = ("auto", "end", "wait", "crowd", "reroute", "shrink")
+OLD_ANSWER, OLD_ANSWERS = "off", ("restart", "wait")
+
+
+def word_of_today(given: str, old: str, *, is_elastic: bool) -> str:
+    """Return a value of --moe-ft-without-spare.
+
+    Args:
+        given: the value on the command line; empty for none.
+        old: that of --moe-ft-spare, which counted where nothing else was asked for.
+    """
+    if given in ("", "auto", OLD_ANSWER) and (old or given == OLD_ANSWER):
+        return "wait" if old == "wait" else "shrink" if is_elastic else "end"
+    return given or "auto"
+
+
+def answer(value: str, *, is_elastic: bool) -> str:
+    """Return what a value of --moe-ft-without-spare asks for: `auto` has no meaning of its own."""
+    if value != "auto":
+        return value
+    return "shrink" if is_elastic else "crowd"
+
+
+def answer_of(value_of: Callable[[str], str], is_elastic: bool) -> str:
+    """Return what a command line asks for; `value_of` returns the value of a flag, empty for none."""
+    value = word_of_today(value_of(FLAG), value_of(OLD_FLAG), is_elastic=is_elastic)
+    return answer(value, is_elastic=is_elastic)
+
+
+def line_on_old_words(given: str, old: str, *, is_elastic: bool) -> str:
+    """Return a line that names the words of today; empty where none of earlier versions were given."""
+    words = [f"{OLD_FLAG}={old}"] * bool(old) + [f"{FLAG}={given}"] * (given == OLD_ANSWER)
+    if not words:
+        return ""
+    value = word_of_today(given, old, is_elastic=is_elastic)
+    is_are = "is" if len(words) == 1 else "are"
+    return f"{' and '.join(words)} {is_are} {FLAG} {value} now: write that"
