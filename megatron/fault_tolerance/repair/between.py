@@ -22,7 +22,7 @@ from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.cluster.member import Done, Member
+from moe_ft.cluster.member import Done, Member, Position
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
@@ -54,12 +54,16 @@ class BetweenIterations:
         self._watcher, self._member, self._links = watcher, member, links
         self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
         self._data_sets = data_sets
-        self._is_training = False
+        self._is_training = self._leaves_out_log = False
 
     def install(self, layers: Layers) -> None:
         """Watch the loop log and evaluate."""
         functions = {"train": self._train, "evaluate": self._evaluate, "training_log": self._log}
         layers.put(Layer.BETWEEN, functions)
+
+    def follow(self, survivors: Position) -> None:
+        """Leave a log line out that the survivors have written."""
+        self._leaves_out_log = survivors.done >= Done.LOG
 
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._is_training = True
@@ -71,7 +75,11 @@ class BetweenIterations:
     def _log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Log an iteration. All ranks leave it together. Called by all ranks."""
         member, totals, result = self._member, args[1], None
-        # A start logs its first iteration with collectives, which a replacement leaves out: see build.py.
+        if self._leaves_out_log:
+            self._leaves_out_log = False
+            clear_metrics()
+            return args[5]  # whether memory is still to be reported
+        # A start logs its first iteration with collectives, which a replacement leaves out.
         kwargs["is_first_iteration"] &= not member.has_met
         if not can_log_again(member):
             result = original(*args, **kwargs)

@@ -22,9 +22,8 @@ from megatron.training import get_args
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.collectives import fake_world, recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
-from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.cluster.member import Done, Member, Position, Standing
+from moe_ft.cluster.member import Member, Position, Standing
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 
@@ -38,7 +37,6 @@ class Joining:
         self._member, self._recipes, self._groups = member, recipes, Layers()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
-        self._leaves_out_log = False  # once: the others have logged the iteration
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -51,7 +49,6 @@ class Joining:
             functions: dict[str, Function] = {
                 "set_jit_fusion_options": _compile_nothing,
                 "setup_model_and_optimizer": _without_loading,
-                "training_log": self._continue_log,
                 "disable_forward_pre_hook": self._keep_hooks,
                 "enable_forward_pre_hook": _enable_hooks,
                 "train_step": self._with_gather,
@@ -63,7 +60,6 @@ class Joining:
     def follow(self, survivors: Position) -> None:
         """Do what the survivors do from here on."""
         self._gathers_weights = survivors.gathers_weights
-        self._leaves_out_log = survivors.done >= Done.LOG
 
     def end(self) -> None:
         """Make real groups from here on."""
@@ -95,15 +91,6 @@ class Joining:
     def _check_hashes(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Leave out the comparison at the beginning of the loop: nothing has been recovered yet."""
         return True if self._is_alone else original(*args, **kwargs)
-
-    def _continue_log(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Log as the others do: the loop logs the first iteration of a process, together with all ranks."""
-        if self._leaves_out_log:
-            self._leaves_out_log = False
-            clear_metrics()
-            return args[5]  # whether memory is still to be reported
-        kwargs["is_first_iteration"] = False
-        return original(*args, **kwargs)
 
 
 def _compile_nothing(_: Function, **__: Any) -> None:

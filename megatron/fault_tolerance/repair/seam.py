@@ -201,6 +201,7 @@ class RepairSeam:
             )
         set_counters(get_args(), position)
         self._rank.joining.follow(position)
+        self._between.follow(position)
         self._rank.evaluations.draw = position.evaluations_draw
 
     def _record(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -54,6 +54,14 @@ class Call:
 Answer = Callable[[Call], Any]
 
 
+class Ended:
+    """Handle of an operation that has ended."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True
+
+
 @contextmanager
 def answering(layer: Layer, answer: Answer, names: Sequence[str] = COLLECTIVES) -> Iterator[None]:
     """Have a layer answer collectives in this context."""

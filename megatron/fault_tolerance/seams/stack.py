@@ -59,7 +59,7 @@ _PAGE = (
     (_LOOP, "train", "between repair listeners"),
     (_LOOP, "train_step", "repair listeners replacement together roles"),
     (_LOOP, "dummy_train_step", "listeners"),
-    (_LOOP, "training_log", "listeners replacement between"),
+    (_LOOP, "training_log", "listeners between"),
     (_LOOP, "evaluate", "between listeners"),
     (_LOOP, "evaluate_and_print_results", "between"),
     (_LOOP, "save_checkpoint", "listeners"),

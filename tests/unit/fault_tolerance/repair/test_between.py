@@ -245,6 +245,24 @@ def test_log_line_begins_again_with_its_sums_unless_all_had_logged(
     assert totals == {"loss": torch.tensor([3.0]), "advanced iterations": 1}
 
 
+def test_replacement_leaves_out_the_log_line_that_the_others_have_written(
+    monkeypatch: pytest.MonkeyPatch, loop: Namespace
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(training, "training_log", lambda *args, **kwargs: calls.append(args[3]))
+    watched = Watched()
+    parts = (watched.watcher, watched.member, watched.links, DataSets(), dist.barrier)
+    between = BetweenIterations(*parts, lambda error: 0.0, lambda noticed_s: None)
+    between.follow(position_at(4, done=Done.LOG))
+    with Layers() as layers:
+        between.install(layers)
+        first: tuple[Any, ...] = ({}, {}, 1e-3, 4, 1.0, "memory is to be reported", 0)
+        assert training.training_log(*first, is_first_iteration=True) == "memory is to be reported"
+        watched.member.position = position_at(5)
+        training.training_log({}, {}, 1e-3, 5, 1.0, False, 0, is_first_iteration=False)
+    assert calls == [5]
+
+
 @pytest.fixture
 def evaluations(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> SkippedEvaluations:
     loop_args.do_valid, loop_args.eval_interval, loop_args.eval_iters = True, 3, 2

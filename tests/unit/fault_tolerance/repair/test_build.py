@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.fault_tolerance.repair.build import Gathered, Joining, from_json, to_json
 from megatron.fault_tolerance.repair.swap import Recipe, Recipes
-from moe_ft.cluster.member import Done, Member, Standing
+from moe_ft.cluster.member import Member, Standing
 from moe_ft.errors import ConfigError, RepairError
 from tests.unit.fault_tolerance.repair.members import position_at
 from tests.unit.signed import member_of, signed
@@ -33,9 +33,6 @@ def test_replacement_makes_fake_groups_and_loads_nothing_until_it_meets_the_othe
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(training, "setup_model_and_optimizer", lambda: calls.append(loop_args.load))
-    monkeypatch.setattr(
-        training, "training_log", lambda **kwargs: calls.append(kwargs["is_first_iteration"])
-    )
     loop_args.load, loop_args.fake_process_group = "checkpoints", False
     loop_args.distributed_backend = "nccl"
     recipes, make_group = Recipes(), dist.new_group
@@ -52,27 +49,9 @@ def test_replacement_makes_fake_groups_and_loads_nothing_until_it_meets_the_othe
         assert loop_args.load == "checkpoints", "it identifies the run"
         joining.end()
         assert dist.new_group is make_group
-        training.training_log(is_first_iteration=True)
     dist.destroy_process_group()
-    assert calls == [None, False]
+    assert calls == [None]
     assert loop_args.fake_process_group is False
-
-
-def test_replacement_leaves_out_the_log_line_that_the_others_have_written(
-    member: Member, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(training, "training_log", lambda *args, **kwargs: calls.append(args[3]))
-    joining = Joining(member, Recipes())
-    joining.follow(position_at(4, done=Done.LOG))
-    loop_args.fake_process_group = False
-    with joining.installed():
-        joining.end()
-        assert training.training_log({}, {}, 1e-3, 4, 1.0, "memory is to be reported", 0) == (
-            "memory is to be reported"
-        )
-        training.training_log({}, {}, 1e-3, 5, 1.0, False, 0)
-    assert calls == [5]
 
 
 class _Chunk:

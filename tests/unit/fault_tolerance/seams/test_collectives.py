@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.fault_tolerance.seams.collectives import alone, fake_world, recorded, recording
+from megatron.fault_tolerance.seams.collectives import alone, fake_world
 from megatron.fault_tolerance.seams.replay import answering
-from megatron.fault_tolerance.seams.stack import Layer
 from moe_ft.errors import UnrecoverableError
 from moe_ft.format.records import JobNumbers, numbers_of
 from tests.unit.moe_ft.builders import make_record
@@ -124,15 +123,3 @@ def test_rank_of_a_plan_speaks_for_all() -> None:
         assert dist.all_reduce(total) is None
     assert (values, float(total)) == (["mine"] * 3, 1.0)
     assert not hasattr(args, "fake_process_group")
-
-
-def test_what_all_ranks_gathered_is_kept_and_answered_in_its_order() -> None:
-    kept: list[list[Any]] = []
-    first, again = ([[""] * 3 for _ in range(2)] for _ in range(2))
-    with alone(), recording(Layer.DEPUTIES, kept.append):
-        for values, word in zip(first, ("one", "two"), strict=True):
-            dist.all_gather_object(values, word)
-    with recorded(Layer.DEPUTIES, iter(kept)):
-        for values in again:
-            dist.all_gather_object(values, "another")
-    assert again == first == [["one"] * 3, ["two"] * 3]
