@@ -18,8 +18,8 @@ from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
 from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
-from megatron.fault_tolerance.seams.counters import COUNTERS, begin_at, counters_of
 from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.megatron_loop import COUNTERS, begin_at, counters_of
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.engine.background import ThreadWorker

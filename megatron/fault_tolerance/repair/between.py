@@ -17,9 +17,8 @@ from megatron.training import get_args, get_timers, training
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.counters import SAMPLE_COUNTERS
 from megatron.fault_tolerance.seams.data_sets import DataSets
-from megatron.fault_tolerance.seams.megatron_loop import is_evaluated
+from megatron.fault_tolerance.seams.megatron_loop import SAMPLE_COUNTERS, is_evaluated
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster.member import Done, Member, Position

@@ -19,13 +19,13 @@ from megatron.training import get_args, training
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.counters import (
+from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.megatron_loop import (
     begin_at,
     begin_iteration,
     count_iteration,
     counters_of,
 )
-from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function
 from moe_ft.cluster.member import Position

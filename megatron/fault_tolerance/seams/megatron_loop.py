@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     StepBatchsizeNumMicroBatchesCalculator,
+    get_current_global_batch_size,
     get_current_running_global_batch_size,
     get_num_microbatches,
     update_num_microbatches,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import num_floating_point_operations
@@ -23,7 +25,6 @@ from megatron.training.training import num_floating_point_operations
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
-from megatron.fault_tolerance.seams.counters import counters_in, num_left_out
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
     record_settings,
@@ -49,6 +50,9 @@ from moe_ft.saying import say
 from moe_ft.state.record import LoopCounters
 
 Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch size from there on)
+# Attributes of Megatron's arguments that count.
+SAMPLE_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+COUNTERS = (*SAMPLE_COUNTERS, "num_floating_point_operations_so_far")
 
 
 class MegatronLoop(CoreLoop):
@@ -336,3 +340,38 @@ def timeout_of_groups_s(args: argparse.Namespace) -> float:
     """Return after how many seconds a collective gives up, once the first iteration has been run."""
     after_s = args.distributed_timeout_seconds_after_init
     return float(args.distributed_timeout_minutes * 60 if after_s is None else after_s)
+
+
+def counters_of(args: Any) -> dict[str, float]:
+    """Return all counters by name."""
+    return {name: getattr(args, name) for name in COUNTERS}
+
+
+def counters_in(record: Counted) -> dict[str, float]:
+    """Return the counters of a record, whose fields have Megatron's names but for the operations."""
+    return {name: getattr(record, name.removesuffix("_so_far")) for name in COUNTERS}
+
+
+def begin_at(args: Any, iteration: int, counters: Mapping[str, float]) -> None:
+    """Have the loop begin, or continue, with these counters."""
+    args.iteration = iteration
+    vars(args).update(counters)
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def begin_iteration(args: Any, iteration: int) -> None:
+    """Do what the loop does before an iteration."""
+    args.curr_iteration = get_rerun_state_machine().current_iteration = iteration
+    update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+
+
+def count_iteration(args: Any, *, is_skipped: bool = False) -> None:
+    """Do what the loop does after an iteration; of a skipped one the batch was only read."""
+    num_samples = samples_of_iteration(args)
+    args.consumed_train_samples += num_samples
+    args.skipped_train_samples += num_samples if is_skipped else num_left_out()
+
+
+def num_left_out() -> int:
+    """Return the samples of a batch that --decrease-batch-size-if-needed leaves out."""
+    return int(get_current_global_batch_size() - get_current_running_global_batch_size())

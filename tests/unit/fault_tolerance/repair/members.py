@@ -10,7 +10,7 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
-from megatron.fault_tolerance.seams.counters import COUNTERS
+from megatron.fault_tolerance.seams.megatron_loop import COUNTERS
 from moe_ft.cluster.member import Position
 from moe_ft.cluster.rounds import Entry, Rounds
 from tests.simulation.repairs import product

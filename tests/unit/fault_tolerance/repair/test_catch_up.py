@@ -30,8 +30,8 @@ from megatron.fault_tolerance.repair.catch_up import (
     recover,
     set_counters,
 )
-from megatron.fault_tolerance.seams.counters import begin_iteration, count_iteration
 from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.megatron_loop import begin_iteration, count_iteration
 from moe_ft.cluster.member import Done, Position
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.config.observability import ObservabilityConfig
