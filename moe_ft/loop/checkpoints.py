@@ -17,7 +17,7 @@ from moe_ft.engine.background import Report, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.mappings import Mappings
-from moe_ft.engine.seats import Seat
+from moe_ft.engine.voices import Voice
 from moe_ft.errors import RejectedResultError, RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -76,10 +76,10 @@ class Checkpoints(LoopListener):
         self._is_over = False  # until the job has ended cleanly on all ranks and needs no memory
         self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
 
-    def sit(self, seat: Seat | None) -> None:
-        """Meet the others on a seat from the next setup on, or without one. Called after `suspend`."""
+    def speak_by(self, voice: Voice | None) -> None:
+        """Meet the others by a voice from the next setup on, or without one. Called after `suspend`."""
         assert self._facts is not None
-        self._facts = replace(self._facts, seat=seat)
+        self._facts = replace(self._facts, voice=voice)
 
     @property
     def boundary_log(self) -> BoundaryLog | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of dead ranks, next to those of the live rank that speaks for them (engine/seats.py).
+"""Checkpoints of dead ranks, next to those of the live rank that speaks for them (engine/voices.py).
 
 Each dead rank has checkpoints as if it were alive, with its own part of the state, its own snapshots and
 replicas, and its own event log. Idle ranks, which are left of a group that has lost one, count as dead. At
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, override
 
 from moe_ft.engine.background import ThreadWorker
-from moe_ft.engine.seats import Seats
+from moe_ft.engine.voices import Voices
 from moe_ft.events import EventLog
 from moe_ft.files.progress import awaiting
 from moe_ft.loop.checkpoints import Checkpoints
@@ -56,7 +56,7 @@ class Together(LoopListener):
         self,
         own: Checkpoints,
         dead: Mapping[int, DeadRank],
-        seats: Seats,
+        voices: Voices,
         limit_s: float,
         tell: Callable[[], None],
     ) -> None:
@@ -67,7 +67,7 @@ class Together(LoopListener):
             tell: tells idle ranks where the loop continues, once a recovery has set that.
         """
         self._tell = tell
-        self.own, self._dead, self._seats = own, dead, seats
+        self.own, self._dead, self._voices = own, dead, voices
         self._limit_s = limit_s
         for each in dead.values():
             each.worker.start()
@@ -96,7 +96,7 @@ class Together(LoopListener):
         try:
             act()
         except Exception as error:
-            self._seats.leave(error)
+            self._voices.leave(error)
             raise
 
     @override

@@ -22,8 +22,8 @@ from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.seats import SeatedAgreement, SeatedStageSum
 from moe_ft.engine.snapshots.windows import UnitLayouts
+from moe_ft.engine.voices import VoicedAgreement, VoicedStageSum
 from moe_ft.errors import BusyError, ConfigError, PlanError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
@@ -100,10 +100,10 @@ class Ranks:
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     """Create the groups. Called by all ranks."""
-    seat, limit_s = facts.seat, facts.timeout_s
+    voice, limit_s = facts.voice, facts.timeout_s
     ranks = Ranks(
-        everyone=Agreement(limit_s) if seat is None else SeatedAgreement(limit_s, seat),
-        stage=StageSum(limit_s) if seat is None else SeatedStageSum(limit_s, seat),
+        everyone=Agreement(limit_s) if voice is None else VoicedAgreement(limit_s, voice),
+        stage=StageSum(limit_s) if voice is None else VoicedStageSum(limit_s, voice),
         rank=facts.rank,
     )
     opened.callback(ranks.everyone.close)
@@ -367,7 +367,7 @@ def _place_replicas(
         factor = default_replication_factor(len(topology.nodes))
         for line in without_replicas(config) if factor == 0 and facts.rank == 0 else ():
             say(f"warning: {flag_of('replication_factor')}=auto is 0 on one node: {line}")
-    elif (config.elastic.elastic or facts.seat is not None) and factor > num_others:
+    elif (config.elastic.elastic or facts.voice is not None) and factor > num_others:
         if facts.rank == 0:
             say(
                 f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"

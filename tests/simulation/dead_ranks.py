@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.seats import SeatedAgreement, Seats
+from moe_ft.engine.voices import VoicedAgreement, Voices
 from tests.simulation import variations
 from tests.simulation.active import Patches
 from tests.simulation.job import Setup
@@ -15,7 +15,7 @@ from tests.simulation.schedule import ENDS_PROCESSES, Fault, Schedule, draw
 SHARE = 0.03  # of all schedules
 OF_DEAD: set[str] = set()  # mistakes that only these jobs show
 _EVENTS_PER_ITERATION = 75  # of a rank
-# A snapshot fails on one of two seats of a process. Then a node is lost.
+# A snapshot fails on one of two voices of a process. Then a node is lost.
 FAILED_SEAT = Schedule(
     seed=1149,
     setup=Setup(dp=4, ep=1, dead=(-1, 1)),
@@ -102,21 +102,21 @@ def _with_dead_ranks(setup: Setup, rng: random.Random) -> Setup:
 def votes_of_the_dead_left_out(patches: Patches) -> None:
     """A process votes with the progress of its own rank, not with that of the dead ones."""
 
-    def begin(self: SeatedAgreement, values: Any) -> None:
+    def begin(self: VoicedAgreement, values: Any) -> None:
         self._has_begun = True
-        own = self._seat.seats.own
-        self._seat.exchange(values, lambda given: self._processes.begin(given[own]))
+        own = self._voice.voices.own
+        self._voice.exchange(values, lambda given: self._processes.begin(given[own]))
 
-    patches.set(SeatedAgreement, "begin", begin)
+    patches.set(VoicedAgreement, "begin", begin)
 
 
 @of_group(OF_DEAD)
 def lowest_live_rank_leads(patches: Patches) -> None:
     """The lowest live rank leads the agreement, not the one that speaks for rank 0."""
-    original = Seats.__init__
+    original = Voices.__init__
 
-    def begin(self: Seats, *given: Any) -> None:
+    def begin(self: Voices, *given: Any) -> None:
         original(self, *given)
         self.live = tuple(sorted(self.live))
 
-    patches.set(Seats, "__init__", begin)
+    patches.set(Voices, "__init__", begin)

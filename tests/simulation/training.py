@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.seats import Seat, Seats
+from moe_ft.engine.voices import Voice, Voices
 from moe_ft.format.records import Counted
 from moe_ft.launches import launch_of
 from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
@@ -93,10 +93,10 @@ class SimulatedLoop(TrainingLoop):
         self.links = Links(world, shape, rank, COLLECTIVE_TIMEOUT_S)
         self._gather = partial(groups.exchange, own, timeout_s=COLLECTIVE_TIMEOUT_S)
         self.model = Model(shape, rank, self._gather, training.first)
-        self._seat = self._take_seat()
+        self._voice = self._take_voice()
 
-    def _take_seat(self) -> Seat | None:
-        """Return the seat of this rank while some are dead; dead ones have processes of their own here."""
+    def _take_voice(self) -> Voice | None:
+        """Return the voice of this rank while some are dead; dead ones have processes of their own here."""
         speakers, world = self._training.speakers, self._world
         if all(rank == by for rank, by in speakers.items()):
             return None
@@ -105,9 +105,9 @@ class SimulatedLoop(TrainingLoop):
             return world.collectives.new_group(world.process, ranks, COLLECTIVE_TIMEOUT_S)
 
         own = speakers[self._rank]
-        seats = Seats(speakers, own, make_group, COLLECTIVE_TIMEOUT_S)
+        voices = Voices(speakers, own, make_group, COLLECTIVE_TIMEOUT_S)
         shared = world.process.local.get("shared", {})
-        return Seat(shared.setdefault(own, seats), self._rank)
+        return Voice(shared.setdefault(own, voices), self._rank)
 
     @override
     def job_facts(self, began_with: str) -> JobFacts:
@@ -145,7 +145,7 @@ class SimulatedLoop(TrainingLoop):
             timeout_s=COLLECTIVE_TIMEOUT_S,
             traffic=traffic_of(shape) if has_log else None,
             couplings=report_couplings(shared) if has_log else None,
-            seat=self._seat,
+            voice=self._voice,
         )
 
     @override

@@ -23,7 +23,7 @@ from megatron.fault_tolerance.seams.megatron_loop import COUNTERS, begin_at, cou
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.engine.background import ThreadWorker
-from moe_ft.engine.seats import Seat, Seats
+from moe_ft.engine.voices import Voice, Voices
 from moe_ft.events import EventLog
 from moe_ft.loop.checkpoints import Checkpoints, checkpoints_of_dead_rank
 from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
@@ -142,7 +142,7 @@ class Degradation:
         if self._stand_in is not None:
             listeners.replace(self._stand_in, self._stand_in.own)
             self._stand_in = None
-        listeners.find(Checkpoints).sit(None)
+        listeners.find(Checkpoints).speak_by(None)
 
     def _share_checkpoints(
         self, chosen: Mapping[int, int], built: Built, listeners: Listeners, groups: LiveGroups
@@ -160,19 +160,19 @@ class Degradation:
             listeners.replace(checkpoints, self._stand_in)
             return
         limit_s = 60.0 * args.distributed_timeout_minutes
-        seats = Seats(
+        voices = Voices(
             {rank: chosen.get(rank, rank) for rank in range(dist.get_world_size())},
             dist.get_rank(),
             groups.make_for_agreement,
             limit_s,
         )
-        checkpoints.sit(Seat(seats, seats.own))
+        checkpoints.speak_by(Voice(voices, voices.own))
         dead = {}
-        for rank in sorted(each for each in seats.ranks if each != seats.own):
+        for rank in sorted(each for each in voices.ranks if each != voices.own):
             role = Place(layout_of_job(args), rank).role
             change = partial(
                 facts_of_dead,
-                seat=Seat(seats, rank),
+                voice=Voice(voices, rank),
                 randomness=self._executor.randomness.of(role[0]),
             )
             log = EventLog(checkpoints.log.directory, rank)
@@ -182,7 +182,7 @@ class Degradation:
                 log=log,
                 worker=ThreadWorker(f"rank-{rank}"),
             )
-        self._stand_in = Together(checkpoints, dead, seats, limit_s, tell)
+        self._stand_in = Together(checkpoints, dead, voices, limit_s, tell)
         listeners.replace(checkpoints, self._stand_in)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.fault_tolerance.seams.collectives import recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.engine.seats import Seat
+from moe_ft.engine.voices import Voice
 from moe_ft.loop.listeners import Built
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.state.random_states import Randomness
@@ -145,13 +145,13 @@ class _Place:
         return getattr(self._group, name)
 
 
-def facts_of_dead(facts: JobFacts, seat: Seat, randomness: Randomness) -> JobFacts:
+def facts_of_dead(facts: JobFacts, voice: Voice, randomness: Randomness) -> JobFacts:
     """Return the facts of a dead rank from those of its deputy: its data-parallel places are others."""
     groups = facts.groups
-    dp, expt_dp = (_Place(each, seat.rank).rank() for each in (groups.dp_cp, groups.expt_dp))
+    dp, expt_dp = (_Place(each, voice.rank).rank() for each in (groups.dp_cp, groups.expt_dp))
     places = replace(
         facts.places,
         dp=replace(facts.places.dp, rank=dp),
         expt_dp=replace(facts.places.expt_dp, rank=expt_dp),
     )
-    return replace(facts, rank=seat.rank, places=places, seat=seat, randomness=randomness)
+    return replace(facts, rank=voice.rank, places=places, voice=voice, randomness=randomness)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ft.cluster.rounds import Entry, Rounds
-from moe_ft.errors import RepairError, ReplacedError
+from moe_ft.errors import RepairError
 from tests.unit.signed import signed
 
 
@@ -87,32 +87,6 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     first.wait_until_ready(1, 0.0)
     first.finish(1)
     assert other.is_finished(1)
-
-
-def test_verdict_about_a_node_begins_a_round_that_has_not_begun_for_a_dead_rank() -> None:
-    store = signed()
-    rounds = Rounds(store, 0, 4)
-    assert Rounds(store, 1, 4).join_for_dead(Entry(rank=1, died_s=5.0)) == 1
-    assert rounds.declare_lost([2, 3]) == 2
-    assert [rounds.dead_ranks(number) for number in (1, 2)] == [(), (2, 3)]
-    assert [Rounds(store, rank, 4).is_own_lost(2) for rank in range(4)] == [False] * 2 + [True] * 2
-
-
-def test_rank_that_dies_on_a_node_after_another_one_has_it_is_not_replaced_there() -> None:
-    store = signed()
-    Rounds(store, 0, 4).declare_lost([2, 3])
-    with pytest.raises(ReplacedError, match="another node has rank 2 since round 1"):
-        Rounds(store, 2, 4).join_for_dead(Entry(rank=2, died_s=5.0))
-    Rounds(store, 2, 4).join(1, Entry(rank=2, died_s=4.0, node="spare", lost_node="node1"))
-    assert Rounds(store, 2, 4).join_for_dead(Entry(rank=2, died_s=5.0), since=1) == 2
-
-
-def test_rank_whose_node_was_lost_together_with_another_begins_a_round_of_its_own() -> None:
-    store = signed()
-    rounds = Rounds(store, 0, 4)
-    assert [rounds.declare_lost([2]), rounds.declare_lost([3])] == [1, 2]
-    Rounds(store, 3, 4).join(2, Entry(rank=3, died_s=4.0, node="spare", lost_node="node1"))
-    assert Rounds(store, 3, 4).join_for_dead(Entry(rank=3, died_s=5.0), since=2) == 3
 
 
 def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_other_does() -> None:

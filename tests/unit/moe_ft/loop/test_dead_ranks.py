@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_ft.engine.background import ThreadWorker
-from moe_ft.engine.seats import Seat, Seats
+from moe_ft.engine.voices import Voice, Voices
 from moe_ft.events import EventLog, event_path, read_events
 from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
 
@@ -18,8 +18,8 @@ LIMIT_S = 20.0
 class Acting:
     """Checkpoints of one rank; at each seam it meets the others."""
 
-    def __init__(self, seat: Seat, log: EventLog) -> None:
-        self._seat, self.log = seat, log
+    def __init__(self, voice: Voice, log: EventLog) -> None:
+        self._voice, self.log = voice, log
         self.met: list[Any] = []
         self.fails = False
 
@@ -30,7 +30,7 @@ class Acting:
     def before_step(self) -> None:
         if self.fails:
             raise OSError("no room")
-        self.met.append(self._seat.exchange(self._seat.rank, lambda given: [*given]))
+        self.met.append(self._voice.exchange(self._voice.rank, lambda given: [*given]))
 
     def suspend(self, iteration: int) -> None:
         self.met.append(iteration)
@@ -42,15 +42,15 @@ class Acting:
 @pytest.fixture
 def both(tmp_path: Any) -> Iterator[tuple[Together, list[Acting]]]:
     """Be rank 0, which speaks for rank 1."""
-    seats = Seats({0: 0, 1: 0}, 0, lambda ranks: None, LIMIT_S)
-    acting = [Acting(Seat(seats, rank), EventLog(tmp_path, rank)) for rank in range(2)]
+    voices = Voices({0: 0, 1: 0}, 0, lambda ranks: None, LIMIT_S)
+    acting = [Acting(Voice(voices, rank), EventLog(tmp_path, rank)) for rank in range(2)]
     acting[0].log.start()
     own: Any = acting[0]
     dead: Any = acting[1]
     shard = SimpleNamespace(name="shard")
     worker = ThreadWorker("rank-1")
     found = DeadRank(checkpoints=dead, shard=shard, log=dead.log, worker=worker)
-    together = Together(own, {1: found}, seats, LIMIT_S, lambda: own.met.append("told"))
+    together = Together(own, {1: found}, voices, LIMIT_S, lambda: own.met.append("told"))
     yield together, acting
     together._end()
     acting[0].log.close()

@@ -1,4 +1,4 @@
-"""A process that speaks for dead ranks agrees on the seats of all of them, or on none."""
+"""A process that speaks for dead ranks agrees on the voices of all of them, or on none."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from moe_ft.engine.exchange import INT, encode
-from moe_ft.engine.seats import Seat, SeatedAgreement, SeatedStageSum, Seats
+from moe_ft.engine.voices import Voice, VoicedAgreement, VoicedStageSum, Voices
 
 LIMIT_S = 20.0
 
@@ -17,34 +17,34 @@ def no_group(ranks: Any) -> NoReturn:
 
 
 @pytest.fixture
-def seats() -> Seats:
+def voices() -> Voices:
     """Be rank 1 of three, of which the others are dead."""
-    return Seats({0: 1, 1: 1, 2: 1}, 1, no_group, LIMIT_S)
+    return Voices({0: 1, 1: 1, 2: 1}, 1, no_group, LIMIT_S)
 
 
-def on_all[Answer](seats: Seats, act: Callable[[SeatedAgreement], Answer]) -> list[Answer]:
+def on_all[Answer](voices: Voices, act: Callable[[VoicedAgreement], Answer]) -> list[Answer]:
     """Return what each rank's agreement answers, ascending."""
 
     def run(rank: int) -> Answer:
-        agreement = SeatedAgreement(LIMIT_S, Seat(seats, rank))
+        agreement = VoicedAgreement(LIMIT_S, Voice(voices, rank))
         agreement.start()
         return act(agreement)
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, seats.ranks))
+        return list(pool.map(run, voices.ranks))
 
 
 def test_speaker_of_the_first_rank_leads() -> None:
-    seats = Seats({0: 2, 1: 1, 2: 2, 3: 3}, 2, no_group, LIMIT_S)
-    assert seats.live == (2, 1, 3)
-    assert seats.ranks == (0, 2)
+    voices = Voices({0: 2, 1: 1, 2: 2, 3: 3}, 2, no_group, LIMIT_S)
+    assert voices.live == (2, 1, 3)
+    assert voices.ranks == (0, 2)
 
 
-def test_all_ranks_agree_and_none_is_missing(seats: Seats) -> None:
+def test_all_ranks_agree_and_none_is_missing(voices: Voices) -> None:
     done: list[int] = []
 
-    def act(agreement: SeatedAgreement) -> tuple[Any, ...]:
-        own = agreement._seat.rank
+    def act(agreement: VoicedAgreement) -> tuple[Any, ...]:
+        own = agreement._voice.rank
         agreement.begin([own + 1, 9 - own])
         assert agreement.is_under_way
         agreement.once(lambda: done.append(own))
@@ -58,7 +58,7 @@ def test_all_ranks_agree_and_none_is_missing(seats: Seats) -> None:
         )
 
     everyone = ([1, 7], [0, 1, 2], 0)
-    assert on_all(seats, act) == [
+    assert on_all(voices, act) == [
         (*everyone, [0, 1, 2], 5),
         (*everyone, None, 6),
         (*everyone, None, 7),
@@ -66,9 +66,9 @@ def test_all_ranks_agree_and_none_is_missing(seats: Seats) -> None:
     assert done == [1], "what is done once is done by the process's own rank"
 
 
-def test_ranks_of_a_stage_are_those_of_its_processes(seats: Seats) -> None:
+def test_ranks_of_a_stage_are_those_of_its_processes(voices: Voices) -> None:
     def run(rank: int) -> list[int]:
-        stage = SeatedStageSum(LIMIT_S, Seat(seats, rank))
+        stage = VoicedStageSum(LIMIT_S, Voice(voices, rank))
         stage.start([0, 0, 0], rank)
         return stage.gather(rank, INT)
 
@@ -76,24 +76,24 @@ def test_ranks_of_a_stage_are_those_of_its_processes(seats: Seats) -> None:
         assert list(pool.map(run, range(3))) == [[0, 1, 2]] * 3
 
 
-def test_seat_that_leaves_ends_the_wait_of_the_others(seats: Seats) -> None:
-    def act(agreement: SeatedAgreement) -> list[Any]:
-        if agreement._seat.rank == 2:
+def test_voice_that_leaves_ends_the_wait_of_the_others(voices: Voices) -> None:
+    def act(agreement: VoicedAgreement) -> list[Any]:
+        if agreement._voice.rank == 2:
             agreement.leave()
             return []
         with pytest.raises(RuntimeError, match=r"speaks for ranks \[0, 1, 2\]"):
             agreement.gather(0, INT)
         return []
 
-    on_all(seats, act)
+    on_all(voices, act)
 
 
-def test_error_of_the_answer_is_raised_on_all_seats(seats: Seats) -> None:
+def test_error_of_the_answer_is_raised_by_all_voices(voices: Voices) -> None:
     def fail(given: dict[int, Any]) -> NoReturn:
         raise ValueError(str(given))
 
-    def act(agreement: SeatedAgreement) -> None:
+    def act(agreement: VoicedAgreement) -> None:
         with pytest.raises(ValueError, match="{0: 0, 1: 1, 2: 2}"):
-            agreement._seat.exchange(agreement._seat.rank, fail)
+            agreement._voice.exchange(agreement._voice.rank, fail)
 
-    on_all(seats, act)
+    on_all(voices, act)
