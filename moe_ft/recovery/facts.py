@@ -1,4 +1,4 @@
-"""Facts that a training loop passes to a start about a job and a rank, and the place that the rank has then."""
+"""Facts that a training loop passes to a start about a job and a rank, and the place of the rank in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
