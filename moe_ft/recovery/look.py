@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.engine.memory.job_directory import LAUNCHER_NAME
 from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.launches import Launch
@@ -78,9 +79,6 @@ class Found:
     @property
     def _user_insists(self) -> bool:
         return self.wish.only_iteration is not None and not self.wish.is_restart
-
-
-_NAME = "launch"
 
 
 class LaunchNote(msgspec.Struct, frozen=True):
@@ -208,7 +206,7 @@ def note_start(met: Met, found: Found, *, has_begun: bool) -> None:
         with suppress(
             OSError
         ):  # at worst a flag that names where to begin holds for one more start
-            write_atomically(met.site.node_dir / _NAME, msgspec.json.encode(note))
+            write_atomically(met.site.node_dir / LAUNCHER_NAME, msgspec.json.encode(note))
 
 
 def _wish_of(sights: Sequence[_Sight], met: Met) -> Wish:
@@ -229,5 +227,5 @@ def _wish_of(sights: Sequence[_Sight], met: Met) -> Wish:
 def read_note(node_dir: Path) -> LaunchNote | None:
     """Return a node's note of its last start; None without one that can be read."""
     with suppress(OSError, ValueError):
-        return _NOTE.decode(read_private(node_dir / _NAME))
+        return _NOTE.decode(read_private(node_dir / LAUNCHER_NAME))
     return None

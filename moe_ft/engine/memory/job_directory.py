@@ -30,9 +30,10 @@ from moe_ft.format.index import Index, IndexHead
 MARKER_NAME = ".moe_ft_job"
 ALIVE_SUFFIX = ".alive"
 PERSIST_NAME = "persist"
+LAUNCHER_NAME = "launcher"  # note of the node on its last start
 _FORMAT = "moe_ft/job/1"
 _LOCK_TIMEOUT_S = 20.0  # removing a terabyte takes a while
-_NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|launcher"
+_NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|{LAUNCHER_NAME}"
 # Also what a process leaves that is killed while it writes.
 _FILE = re.compile(rf"{_NAMES}|\.({_NAMES})\.\d+")
 _DIRECTORY = re.compile(r"rank_(?P<rank>\d{5,})|replica_(?P<source>\d{5,})_at_(?P<holder>\d{5,})")

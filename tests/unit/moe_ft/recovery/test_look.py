@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.engine.memory.job_directory import LAUNCHER_NAME
 from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.choice import Wish
@@ -117,5 +118,5 @@ def test_local_recovery_that_has_not_failed_or_is_insisted_on_is_tried(plan: Pla
 @pytest.mark.parametrize("content", [b"4711 12.5", b'{"launch":"\xff"}'])
 def test_note_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -> None:
     assert read_note(tmp_path) is None
-    (tmp_path / "launch").write_bytes(content)
+    (tmp_path / LAUNCHER_NAME).write_bytes(content)
     assert read_note(tmp_path) is None
