@@ -90,9 +90,9 @@ def _hosts_of(job: Job, slots: Iterable[int]) -> dict[int, str]:
     room = {id: job.nodes[id].room_bytes - job.nodes[id].used_bytes for id in loads}
     hosts, domains, needed = dict[int, str](), job.policy.domains, job.needed_bytes
 
-    def place(id: str, slot: int) -> tuple[bool, int, int]:
+    def place(id: str, slot: int) -> tuple[bool, int]:
         is_elsewhere = domains.get(job.nodes[id].name) != domains.get(job.names[slot])
-        return is_elsewhere, loads[id], min(job.slots_of([id]))
+        return is_elsewhere, loads[id]
 
     for slot in slots:
         able = [

@@ -90,13 +90,12 @@ def _take_in(job: Job, event: Event) -> Done:
         case StoreTold():
             return _end_all(job, "the node of the job's store is told to end")
         case Declared(number):
-            opened = {
-                s: each._replace(round=each.round or number) for s, each in job.opened.items()
-            }
-            returned = {slot: before or number for slot, before in job.returned.items()}
-            reports = replace(job.reports, newest=number, met=False)
             return replace(
-                job, opened=opened, returned=returned, reports=reports, is_declaring=False
+                job,
+                opened={s: o._replace(round=o.round or number) for s, o in job.opened.items()},
+                returned={slot: round or number for slot, round in job.returned.items()},
+                reports=replace(job.reports, newest=number, met=False),
+                is_declaring=False,
             ), []
         case Passed(what):
             return _note_time(job, what)
@@ -349,7 +348,6 @@ def _grow(job: Job) -> Done:
 
 def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool = True) -> Done:
     """Have all ranks end and begin again: in the same layout if each slot has a node."""
-    vain = 0 if job.reports.trained else job.vain
     nodes = {id: replace(each, code=None) for id, each in job.nodes.items()}
     empty = [slot for slot in range(job.size) if slot not in job.seats]
     given = dict(zip(empty, (each.id for each in job.spares), strict=False))
@@ -366,7 +364,7 @@ def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool
         names=names,
         start=job.start + 1,
         size=len(seats),
-        vain=answers.next_vain(job) if is_failure else vain,
+        vain=answers.next_vain(job) - (not is_failure),
         quiet=job.quiet,
         told=job.told,
         is_deciding=job.is_deciding,

@@ -80,7 +80,7 @@ class Job:
         self.machine = Machine(world, self)
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
         self.fewest = schedule.fewest
-        self.without_spare = schedule.without_spare
+        self.restarts, self.without_spare = schedule.restarts, schedule.without_spare
         self.words = [*WORDS, WITHOUT_SPARE, schedule.without_spare]
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart
@@ -164,7 +164,8 @@ class Job:
         if layout and layout not in started.layouts:
             size = int(process.environ["WORLD_SIZE"])
             started.layouts[layout] = Start(number=started.number, size=size, layout=layout)
-            self._share_memory()
+            if self.fewest:
+                self._share_memory()
             self.oracle.begin_layout(layout)
         return started.layouts[layout] if layout else started
 
@@ -207,6 +208,7 @@ class Job:
             "MOE_FT_KEEP_GRACE_S": str(GRACE_S),
             "MOE_FT_KEEP_STATUS": "",
             "MOE_FT_KEEP_FEWEST": str(self.fewest),
+            "MOE_FT_KEEP_MAX_RESTARTS": str(self.restarts),
         }
         launcher = self.world.kernel.make_process("launcher", node)
         launcher.local[MACHINE] = self.machine

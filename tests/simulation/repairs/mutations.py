@@ -299,6 +299,12 @@ def roles_played_for_no_spare_alone(patches: Patches) -> None:
 
 
 @node_mutation
+def failed_ranks_end_the_job(patches: Patches) -> None:
+    """The job ends when a rank has failed, although all could begin again (--max-restarts)."""
+    patches.set(answers, "can_restart", lambda job: False)
+
+
+@node_mutation
 def nobody_is_crowded(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although a node that trains could."""
     patches.set(answers, "_hosts_of", lambda job, slots: {})
@@ -408,14 +414,7 @@ def growth_in_the_middle_of_a_round(patches: Patches) -> None:
 @elastic_mutation
 def untrained_starts_counted_for_ever(patches: Patches) -> None:
     """Nodes lost before an iteration was finished count, although one was finished since."""
-    original = law._begin
-
-    def begin(job: Job, *given: Any, **how: Any) -> law.Done:
-        found, commands = original(job, *given, **how)
-        return replace(found, vain=job.vain + how.get("is_failure", True)), commands
-
     patches.set(answers, "next_vain", lambda job: job.vain + 1)
-    patches.set(law, "_begin", begin)
 
 
 @elastic_mutation

@@ -27,6 +27,18 @@ _PLAYED_AGAIN = (
         ),
     )
 )
+# A node also runs the ranks of another one; then it is lost, or the other one comes back.
+_CROWDED = RepairSchedule(
+    seed=1,
+    nodes=3,
+    keeps_apart=True,
+    without_spare="crowd",
+    iterations=40,
+    faults=(
+        Fault(kind="lose-node", start=0, moment="forward", time=6, target=2, amount=0.9),
+        Fault(kind="lose-node", start=0, moment="forward", time=14, target=0, amount=0.2),
+    ),
+)
 NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     "own-stop-held-against-the-thread": RepairSchedule(
         seed=468080,
@@ -62,6 +74,9 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     "roles-played-for-no-spare-alone": _PLAYED_AGAIN,
     "absence-forgotten": _PLAYED_AGAIN,
     "absent-ranks-of-before-forgotten": _PLAYED_AGAIN,
+    "nobody-is-crowded": _CROWDED,
+    "crowded-slots-forgotten": _CROWDED,
+    "ranks-that-move-live-on": _CROWDED,
     "hang-not-ended": _LOST_MESSAGE,
     "timeouts-kept-to-oneself": _LOST_MESSAGE,
     "survivors-never-freed": _LOST_MESSAGE,

@@ -40,6 +40,7 @@ class Oracle:
         self.silences: list[tuple[list[Process], float]] = []  # of nodes, until when
         self.away_s: dict[str, float] = {}  # by node, until when it may not be there
         self.num_untrained = 0  # losses of nodes since an iteration was finished
+        self.num_failures = 0  # of ranks, since then
         self._begin()
 
     def _begin(self) -> None:
@@ -56,7 +57,7 @@ class Oracle:
         self.num_losses = 0
         self.silences.clear()
         self.away_s.clear()
-        self.num_untrained = self.layout = self._trained_layout = 0
+        self.num_untrained = self.num_failures = self.layout = self._trained_layout = 0
         self._begin()
 
     def begin_layout(self, layout: int) -> None:
@@ -107,7 +108,7 @@ class Oracle:
     def is_replaceable(self, rank: Rank) -> None:
         """Note that an iteration was finished in a start."""
         if rank._start.layout == self.layout:
-            self.num_untrained = 0
+            self.num_untrained = self.num_failures = 0
 
     def begins_again(self, values: Values, of_start: Values, why: str, now_s: float) -> None:
         """Check that all ranks may begin again.

@@ -104,6 +104,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             missing.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
         without_spare: of --moe-ft-without-spare; for roles that are played all ranks are in one stage.
+        restarts: of --max-restarts, in a row without a finished iteration; of nodes that `keep` starts.
         switching: probability with which another thread runs after an event.
     """
 
@@ -114,6 +115,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     fewest: int = 0
     keeps_apart: bool = False
     without_spare: str = "end"
+    restarts: int = 0
     iterations: int = 6
     repairs: bool = True
     hang_limit: str = "auto"
@@ -126,6 +128,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         head += f" and {self.spares} spares" * bool(self.spares)
         head += f", {self.fewest} at least" * bool(self.fewest)
         head += ", and one for the store" * self.keeps_apart
+        head += f", {self.restarts} restarts" * bool(self.restarts)
         head += f", {self.without_spare} without a spare" + ", without repairs" * (not self.repairs)
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
         return "\n".join(
@@ -230,17 +233,18 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     if of_spares.random() < with_spares:
         nodes = of_spares.choice([each for each in (2, 3) if ranks % each == 0])
         spares, keeps_apart = of_spares.choice((1, 2, 3)), of_spares.random() < 0.5
-    without_spare = "end"
+    without_spare, restarts = "end", 0
     if spares:
         of_spares = random.Random(f"without a spare {seed}")
         without_spare = of_spares.choice(_WITHOUT_SPARE)
         spares = of_spares.choice((0, 0, 1, spares)) if without_spare == "crowd" else spares
+        restarts = of_spares.choice((0, 0, 2))
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 1, 2))):
         kinds = MENDED if rng.random() >= _WITH_RESTARTS else {**RESTARTS, "kill": 3}
         first = {"kill": 6, "stop": 2, "hang": 1, "pause-node": 1}
         if nodes > 1 and (spares or without_spare == "crowd"):
-            kinds = first = WITH_SPARES
+            kinds = first = {**WITH_SPARES, **({"raise": 5} if restarts else {})}
         num_first, num_more = rng.choice(_NUM_FAULTS)
         moments: tuple[str, ...] = (*IN_REPAIRS, *BEHIND)
         if num_more == _EACH_ROUND:
@@ -258,6 +262,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         spares=spares,
         keeps_apart=keeps_apart,
         without_spare=without_spare,
+        restarts=restarts,
         iterations=iterations,
         faults=tuple(faults),
         switching=rng.choice((0.02, 0.1, 0.3, 0.6)),

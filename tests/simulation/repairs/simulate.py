@@ -79,13 +79,7 @@ class Injection:
         oracle.log.append(f"{kernel.now:.3f} s: {fault.kind}: {process or f'rank {rank}'}")
         oracle.num_deaths += fault.kind in _DEATHS
         self._judge_deaths()
-        if job.is_kept and fault.kind in _OF_NODES:
-            self._judge_loss(job.node_of(rank))
-        elif fault.kind in _EXPLAINED:
-            if len(self._faults) > 1:
-                oracle.excuses.append("a rank is late for two reasons")
-        elif fault.kind not in MENDED:
-            oracle.excuses.append(fault.kind)
+        self._note_reason(fault, rank)
         limit_s = _REPAIR_S + 2 * LOST_AFTER_S * job.is_kept
         limit_s += (TIMEOUT_S + STUCK_S) * (fault.kind == "hang") + HEARTBEAT_S
         if not job.crowds:  # nodes come at whatever time, and take back what others have
@@ -105,11 +99,27 @@ class Injection:
                 waits=fault.amount < 0.5 and is_alone and not job.evaluation_steps,
             )
 
+    def _note_reason(self, fault: Fault, rank: int) -> None:
+        """Note why a fault may end the start."""
+        job, oracle = self._job, self._oracle
+        if job.is_kept and fault.kind in _OF_NODES:
+            self._judge_loss(job.node_of(rank))
+        elif fault.kind == "raise" and job.restarts:
+            oracle.num_failures += 1
+            if oracle.num_failures > job.restarts:
+                oracle.excuses.append("too many ranks have failed")
+        elif fault.kind in _EXPLAINED:
+            if len(self._faults) > 1:
+                oracle.excuses.append("a rank is late for two reasons")
+        elif fault.kind not in MENDED:
+            oracle.excuses.append(fault.kind)
+
     def _hit(self, kind: str, process: Process, *, waits: bool = False) -> None:
         """Hit the process of a rank. Nothing replaces one that is not armed."""
         member = process.local.get(MEMBER)
         link = None if member is None else member.link
-        if link is None or not link.is_armed:
+        is_replaced = link is not None and link.is_armed
+        if not is_replaced and not (kind == "raise" and self._job.restarts):
             self._oracle.excuses.append("the rank is not armed")
         if kind == "kill":
             self._kernel.kill(process)
