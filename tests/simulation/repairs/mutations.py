@@ -414,7 +414,13 @@ def growth_in_the_middle_of_a_round(patches: Patches) -> None:
 @elastic_mutation
 def untrained_starts_counted_for_ever(patches: Patches) -> None:
     """Nodes lost before an iteration was finished count, although one was finished since."""
-    patches.set(answers, "next_vain", lambda job: job.vain + 1)
+    original = law._begin
+
+    def begin(job: Job, *given: Any, **how: Any) -> law.Done:
+        found, commands = original(job, *given, **how)
+        return replace(found, vain=job.vain + how.get("is_failure", True)), commands
+
+    patches.set(law, "_begin", begin)
 
 
 @elastic_mutation
