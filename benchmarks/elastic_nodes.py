@@ -29,7 +29,6 @@ from benchmarks.conditions import conditions
 from benchmarks.event_logs import check_not_degraded
 from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.sparse_jobs import JobFolder, job_folder, write_data
-from benchmarks.torchrun import KEEP
 from moe_ft.events import event_path
 from tests.demo_model import event_flags, model_flags
 from tests.harness import events
@@ -96,11 +95,12 @@ def _job(
     if kind == "torchrun":
         agents = Nodes(
             place.log,
-            [*KEEP, *words],
+            words,
             num_nodes=_NUM_NODES,
             num_ranks=_NUM_NODES,
             max_restarts=100,
             fewest=fewest,
+            keeps=True,
             env={"OMP_NUM_THREADS": "1"},
         )
         return agents, lambda number: agents.start(_NAMES[number])

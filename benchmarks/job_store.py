@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show, spread
+from megatron.fault_tolerance.repair.store import TorchStore
 from moe_ft.cluster import job_store
 from moe_ft.cluster.store_client import JobStore
 from moe_ft.processes import raise_descriptors
@@ -39,13 +40,8 @@ Connect = Callable[[], dist.Store]
 def _serve(kind: str, listener: socket.socket, num_ranks: int) -> None:
     """Keep a store until this process is killed."""
     port = listener.getsockname()[1]
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-    }
     if kind == "the job's store":
-        job_store.serve(listener, environment, TOKEN)
+        job_store.serve(listener, "", TOKEN, num_ranks)
     _kept = dist.TCPStore(
         "127.0.0.1",
         port,
@@ -65,7 +61,7 @@ def served(kind: str, num_ranks: int) -> Iterator[Connect]:
         _serve(kind, listener, num_ranks)
     listener.close()
     if kind == "the job's store":
-        connect: Connect = lambda: JobStore(("127.0.0.1", port), "", TOKEN)  # noqa: E731
+        connect: Connect = lambda: TorchStore(JobStore(("127.0.0.1", port), "", TOKEN))  # noqa: E731
     else:
         timeout = timedelta(seconds=WAIT_S)
         connect = lambda: dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # noqa: E731

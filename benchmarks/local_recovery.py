@@ -42,7 +42,7 @@ from benchmarks.recovery_phases import (
 )
 from benchmarks.slow_stages import notes_path
 from benchmarks.sparse_jobs import job_folder, write_data
-from benchmarks.torchrun import KEEP, run_under_torchrun
+from benchmarks.torchrun import run_under_torchrun
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
@@ -142,8 +142,7 @@ class Case:
         flags += ["--moe-ft-job-id", "benchmark", "--moe-ft-fault-report-grace-s", "0.2"]
         for iteration in self.kills:
             flags += ["--moe-ft-inject-fault", f"kill:{self.killed}@{iteration}:backward"]
-        keep = KEEP if self.keeps else ()
-        return [*keep, *program, "--backward-s", str(self.stage_s[1]), "--", *flags]
+        return [*program, "--backward-s", str(self.stage_s[1]), "--", *flags]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +177,7 @@ def run_job(case: Case, scope: str, data: Sequence[str], folder: Path) -> Result
             case.num_stages,
             max_restarts=case.num_recoveries,
             log_path=job.log / "output",
+            keeps=case.keeps,
         )
         ranks = range(case.num_stages)
         logs = [events(job.events, rank) for rank in ranks]

@@ -17,7 +17,6 @@ from benchmarks.measured_profile import WARM_ITERATIONS, iteration_s_of, read_pr
 from benchmarks.output import ROOT
 from benchmarks.quickstart import MODEL
 from benchmarks.sparse_jobs import job_folder
-from benchmarks.torchrun import KEEP
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 from tests.nodes import Nodes
@@ -157,13 +156,13 @@ def run_row(
             "repair",
             "local",
         )  # one that falls back to a restart fails
-        words = [*(KEEP if is_kept else ()), "pretrain_gpt_moe.py", *flags]
         with Nodes(
             job.log,
-            words,
+            ["pretrain_gpt_moe.py", *flags],
             num_nodes=NUM_NODES,
             num_ranks=NUM_RANKS,
             max_restarts=0 if answers_alone else len(failures) + 2,
+            keeps=is_kept,
             env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         ) as nodes:
             nodes.start("node0", "node1")

@@ -12,7 +12,7 @@ from benchmarks.event_logs import Log
 from benchmarks.inprocess import called_s, find_problem, run_in_process
 from benchmarks.recovery_moments import Answer, Expected
 from benchmarks.sparse_jobs import Changes, JobFolder, job_folder
-from benchmarks.torchrun import KEEP, run_under_torchrun
+from benchmarks.torchrun import run_under_torchrun
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
 
@@ -174,8 +174,13 @@ def run_job(job: Job, data: Sequence[str], folder: Path, nvrx: Path) -> Result:
             # A repair needs no restarts: one that falls back to them fails.
             restarts = len(job.kills) if kind.answer is Answer.RESTART else 0
             try:
-                words = [*(KEEP if kind.keeps else ()), SCRIPT, *flags]
-                run_under_torchrun(words, job.num_ranks, max_restarts=restarts, log_path=log_path)
+                run_under_torchrun(
+                    [SCRIPT, *flags],
+                    job.num_ranks,
+                    max_restarts=restarts,
+                    log_path=log_path,
+                    keeps=kind.keeps,
+                )
             except AssertionError as error:
                 raise_if_refused(log_path.read_text(errors="replace"), error)
                 raise

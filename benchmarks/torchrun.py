@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.ports import free_port
 
-KEEP = ("-m", "moe_ft", "keep", "--")  # before a script whose ranks are forked
 _ROOT = Path(__file__).resolve().parent.parent
 _TAIL_CHARACTERS = 3000
 _END_S = 60.0  # longer than torchrun gives its ranks to end
@@ -20,6 +19,7 @@ def run_under_torchrun(
     *,
     max_restarts: int,
     log_path: Path,
+    keeps: bool = False,
     deadline_s: float = 600,
 ) -> None:
     """Run a job on the CPU until it ends by itself.
@@ -29,15 +29,18 @@ def run_under_torchrun(
         num_ranks: of the job, all on this machine.
         max_restarts: how often torchrun starts all ranks again.
         log_path: gets the output of torchrun and of the ranks.
+        keeps: whether torchrun starts `moe_ft keep`, which forks the ranks.
 
     Raises:
         AssertionError: if the job fails, or takes longer than the deadline; with what moe_ft said and the
             end of its output.
     """
+    keep = ("-m", "moe_ft", "keep", "--ranks-per-node", str(num_ranks), "--") if keeps else ()
+    num_processes = "1" if keeps else str(num_ranks)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", num_processes),
         *("--max-restarts", str(max_restarts), "--rdzv-backend", "c10d"),
-        *("--rdzv-id", "benchmark", "--rdzv-endpoint", f"localhost:{free_port()}", *words),
+        *("--rdzv-id", "benchmark", "--rdzv-endpoint", f"localhost:{free_port()}", *keep, *words),
     ]
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONWARNINGS": "ignore"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

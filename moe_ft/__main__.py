@@ -2,12 +2,11 @@
 
 import sys
 
-from moe_ft.cluster import worker
-from moe_ft.commands.run import is_given
+from moe_ft.commands.run import is_given, keep
 
-# First, since every restart waits for it: the other commands import half a second.
+# First, since every start waits for it: the other commands import half a second.
 if is_given("keep", sys.argv[1:]):
-    worker.main(sys.argv[2:])
+    keep(sys.argv[2:])
 
 from moe_ft.cli import main  # noqa: E402
 

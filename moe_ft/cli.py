@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from moe_ft.cluster import worker
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
@@ -18,7 +17,7 @@ from moe_ft.commands.examples import add_examples_command
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
-from moe_ft.commands.run import add_run_commands, is_given, run_script
+from moe_ft.commands.run import add_run_commands, is_given, keep, run_script
 from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
 from moe_ft.errors import MoeFtError
@@ -33,7 +32,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
     if is_given("keep", words):
-        worker.main(words[1:])
+        keep(words[1:])
     if is_given("run", words):
         run_script(words[1:])
         return 0

@@ -16,6 +16,7 @@ MoeFtError
 |       +-- StorageAwayError  as long as storage does not answer or is full
 +-- RepairError             a repair in place was given up: the launcher restarts the job
 |   +-- ReplacedError       another node has this rank now: its old process must end
++-- JobStoreError           the job's store does not answer: its node is lost or cut off (also a RuntimeError)
 +-- ExchangeError           a message of a rank is not of the agreed type (also a RuntimeError)
 +-- RejectedResultError     Megatron has rejected a loss or gradients: NaN, infinity or a spike
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
@@ -92,6 +93,10 @@ class RejectedResultError(MoeFtError):
 
 class LinksEndedError(MoeFtError, RuntimeError):
     """The links of this rank's process groups have ended: what it has computed since does not count."""
+
+
+class JobStoreError(MoeFtError, RuntimeError):
+    """The job's store does not answer, as a store of torch says it: with a RuntimeError."""
 
 
 class ExchangeError(MoeFtError, RuntimeError):

@@ -108,6 +108,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def follow_parent(parent_pid: int) -> None:
+    """Have this process killed when its parent ends."""
+    die_with_parent()
+    if os.getppid() != parent_pid:  # it has ended before
+        os._exit(1)
+
+
 def exit_within(seconds: float) -> None:
     """End this process after some seconds, whatever its other threads wait for until then."""
 

@@ -262,14 +262,13 @@ class RepairedJob(Job):
     ) -> Nodes:
         """Return nodes that run the job under torchrun."""
         self.num_ranks = num_ranks
-        words = ["-m", "moe_ft", "keep", "--", script]
-        words += self.flags(faults, DENSE, layout, changes=changes)
         return Nodes(
             self.folder,
-            words,
+            [script, *self.flags(faults, DENSE, layout, changes=changes)],
             num_nodes=num_nodes,
             num_ranks=num_ranks,
             max_restarts=max_restarts,
+            keeps=True,
             env=env,
         )
 

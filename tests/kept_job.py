@@ -1,31 +1,116 @@
-"""Jobs whose ranks are forked by `moe_ft keep`, from a zygote that has imported everything already.
+"""Jobs whose ranks `moe_ft keep` runs, as on one node without torchrun.
 
-The zygote is a fork of the tests' fork server, and the workers are those that torchrun would start. This file
-stands for torchrun's agent: when a worker fails it ends all of them and starts them again.
+The agent is a fork of the tests' fork server, and so are its own fork server and its ranks: nothing is
+imported.
 """
 
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
-from moe_ft.cluster.worker import socket_path
-from moe_ft.cluster.zygote import Zygote
+import psutil
+
+from moe_ft.commands.run import keep
 from tests.harness import DEADLINE_S, _context, be_process, prepare_to_fork
-from tests.ports import free_port
-from tests.waiting import wait_for
+from tests.processes import kill_all
 
 ROOT = Path(__file__).resolve().parent.parent
-_POLL_S = 0.05
-_LISTEN_S = 120.0
+KEEP = [sys.executable, "-m", "moe_ft", "keep"]
+_RESTART = "all ranks begin again on nodes"
+
+
+class KeptAgent:
+    """Process of `moe_ft keep`, with all that it starts."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        env: Mapping[str, str],
+        *,
+        network: str = "",
+        command: Sequence[str] = (),
+    ) -> None:
+        """Start it.
+
+        Args:
+            words: of the command line after `keep`.
+            log: gets what all processes print.
+            env: further environment variables. GPUs are hidden unless they show them.
+            network: path of the network namespace of its node, if it has its own.
+            command: starts it instead, so that it imports what it needs as on a machine.
+        """
+        variables = {"CUDA_VISIBLE_DEVICES": "", **env}
+        self._started: BaseProcess | subprocess.Popen[bytes]
+        if command:
+            with log.open("a") as file:
+                self._started = subprocess.Popen(
+                    [*command, *words],
+                    cwd=ROOT,
+                    env={**os.environ, **variables},
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            return
+        prepare_to_fork()
+        log.touch()
+        arguments = (list(words), str(log), variables, network)
+        self._started = _context.Process(target=_keep, args=arguments)
+        self._started.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._started.pid is not None
+        return self._started.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        if isinstance(self._started, BaseProcess):
+            return self._started.exitcode
+        return self._started.poll()
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Return the exit code when it has ended; raises TimeoutError if it does not end in time."""
+        if isinstance(self._started, BaseProcess):
+            self._started.join(deadline_s)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                self._started.wait(deadline_s)
+        if (code := self.poll()) is None:
+            raise TimeoutError(f"keep has not ended within {deadline_s:.0f} s")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return it, if it runs, and all processes that it or they have started."""
+        with suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.pid)
+            return [top, *top.children(recursive=True)]
+        return []
+
+    def kill(self) -> None:
+        """Kill all these processes at once."""
+        kill_all(self.processes())
+        self.wait()
+
+
+def _keep(words: Sequence[str], log: str, env: Mapping[str, str], network: str) -> None:
+    if network:
+        with open(network) as file:
+            os.setns(file.fileno(), os.CLONE_NEWNET)
+    os.environ.update(env)
+    os.chdir(ROOT)
+    be_process(Path(log), lambda: keep(words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +118,21 @@ class KeptResult:
     """End of a job.
 
     Attributes:
-        exit_codes: ``[start][rank]`` of the workers.
+        code: exit code of the agent, which is that of the job.
         log: everything that was printed.
     """
 
-    exit_codes: tuple[tuple[int, ...], ...]
+    code: int
     log: Path
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that all workers were started again."""
-        return len(self.exit_codes) - 1
+        """Number of times that all ranks were started again."""
+        return self.log.read_text().count(_RESTART)
 
     def check(self) -> "KeptResult":
-        """Return self, or fail with the end of the log if the last start failed."""
-        assert not any(self.exit_codes[-1]), f"{self.exit_codes}\n{self.log.read_text()[-5000:]}"
+        """Return self, or fail with the end of the log if the job failed."""
+        assert self.code == 0, f"{self.code}\n{self.log.read_text()[-5000:]}"
         return self
 
 
@@ -61,95 +146,24 @@ def run_kept(
     deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
 ) -> KeptResult:
-    """Run a job under `moe_ft keep`; return when all workers have ended.
+    """Run a job under `moe_ft keep`; return when it has ended.
 
     Args:
         log: gets what all processes print.
-        max_restarts: of all workers, after one has failed.
+        max_restarts: of all ranks, after one has failed.
         deadline_s: fails the test if a start takes longer.
         env: further environment variables. GPUs are hidden unless they show them.
     """
-    prepare_to_fork()
-    path = socket_path(os.getpid())
-    zygote = _context.Process(target=_serve, args=(os.getpid(), str(path), str(log)))
-    zygote.start()
+    words = ["--ranks-per-node", str(world_size), "--max-restarts", str(max_restarts)]
+    variables = {"TORCHELASTIC_RUN_ID": "kept", **(env or {})}
+    agent = KeptAgent([*words, "--", script, *flags], log, variables)
     try:
-        wait_for(path.exists, "the zygote", _LISTEN_S)
-        codes: list[tuple[int, ...]] = []
-        while not codes or (any(codes[-1]) and len(codes) <= max_restarts):
-            workers = _start(flags, world_size, log, script, len(codes), env or {})
-            codes.append(_wait(workers, time.monotonic() + deadline_s, log))
+        code = agent.wait(deadline_s * (1 + max_restarts))
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{log.read_text()[-5000:]}") from error
     finally:
-        zygote.kill()  # and with it its ranks
-        zygote.join()
-        path.unlink(missing_ok=True)
-    return KeptResult(exit_codes=tuple(codes), log=log)
-
-
-def _serve(agent_pid: int, path: str, log: str) -> None:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{path}.new")
-    listener.listen()
-    os.rename(f"{path}.new", path)  # who sees it can connect
-
-    def act() -> None:
-        role = Zygote(listener, agent_pid).serve()
-        if role is not None:
-            role()
-
-    be_process(Path(log), act)
-
-
-def _start(
-    flags: Sequence[str],
-    world_size: int,
-    log: Path,
-    script: str,
-    start: int,
-    env: Mapping[str, str],
-) -> list[subprocess.Popen[bytes]]:
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "TORCHELASTIC_RUN_ID": "kept",
-        "TORCHELASTIC_RESTART_COUNT": str(start),
-        "CUDA_VISIBLE_DEVICES": "",
-        **env,
-    }
-    workers = []
-    with log.open("a") as file:
-        for rank in range(world_size):
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "moe_ft", "keep", "--", script, *flags],
-                    cwd=ROOT,
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                )
-            )
-    return workers
-
-
-def _wait(workers: Sequence[Any], deadline: float, log: Path) -> tuple[int, ...]:
-    try:
-        while None in [each.poll() for each in workers]:
-            assert time.monotonic() < deadline, f"too slow\n{log.read_text()[-5000:]}"
-            if any(each.returncode for each in workers):
-                for each in workers:
-                    with suppress(ProcessLookupError):
-                        each.terminate()
-            time.sleep(_POLL_S)
-    finally:
-        for each in workers:
-            with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-            each.wait()
-    return tuple(each.returncode for each in workers)
+        agent.kill()
+    return KeptResult(code=code, log=log)
 
 
 def logged_in(text: str) -> list[int]:

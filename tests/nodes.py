@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.kept_job import ROOT
+from tests.kept_nodes import TOKEN
 from tests.ports import free_port
 from tests.waiting import wait_for
 
@@ -44,6 +45,7 @@ class Nodes:
         num_ranks: int,
         max_restarts: int,
         fewest: int | None = None,
+        keeps: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -53,16 +55,19 @@ class Nodes:
             words: of the command line after torchrun's own options.
             max_restarts: that each agent counts.
             fewest: nodes with which the job starts too; None for all.
+            keeps: whether each agent starts one process, `keep`, which runs the ranks of its node.
         """
         self._folder, self._env, self._port = folder, env or {}, free_port()
+        per_node = str(num_ranks // num_nodes)
         nodes = str(num_nodes) if fewest is None else f"{fewest}:{num_nodes}"
         # Lost agents are noticed, and others waited for, as soon as a busy machine allows.
         conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8"
         self._words = [
             *(() if fewest is None else ("--rdzv-conf", conf)),
-            *("--nnodes", nodes, "--nproc-per-node", str(num_ranks // num_nodes)),
+            *("--nnodes", nodes, "--nproc-per-node", "1" if keeps else per_node),
             *("--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-id", "nodes"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"),
+            *(("-m", "moe_ft", "keep", "--ranks-per-node", per_node, "--") if keeps else ()),
             *words,
         ]
         self._agents: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -84,6 +89,7 @@ class Nodes:
                 wait_for(self._is_listening, "the first agent", _DEADLINE_S)
             variables = {
                 "MOE_FT_NODE_ID": name,
+                "MOE_FT_KEEP_TOKEN": TOKEN,
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 _NODE: str(self._log(name)),
             }

@@ -26,8 +26,7 @@ class Assignment:
         hung_s: seconds for which that process had hung when it was killed for it; 0 if it was not.
         lost_node: node on which that process ran, if it is lost; else empty.
         is_watched: whether a coordinator calls silent nodes lost, for which it needs a while.
-        token: secret of the start, which signs what ranks write in the job's store; empty if the rank has to
-            ask for it.
+        token: secret of the start, which signs what ranks write in the job's store.
     """
 
     rank: int

@@ -5,15 +5,13 @@ store, which processes of earlier ones cannot sign.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from moe_ft.cluster import law
-from moe_ft.cluster.link import flag_value, wants_repair
 from moe_ft.cluster.membership import (
     Begin,
     Changed,
@@ -41,6 +39,7 @@ from moe_ft.cluster.membership import (
     Wake,
     WithoutSpare,
 )
+from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.protocol import say
 from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
 from moe_ft.cluster.rounds import Rounds
@@ -233,27 +232,20 @@ class Coordinator:
             say(f"warning: {self._status} is not written: {error}")
 
 
-def policy_of(environment: Mapping[str, str], words: Sequence[str]) -> Policy:
-    """Return the policy of the job that a command line begins.
-
-    Args:
-        environment: of the node that keeps the store.
-        words: command line of the ranks.
-    """
-    fewest = int(environment.get("MOE_FT_KEEP_FEWEST") or 0)
-    nodes, ranks = int(environment["GROUP_WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
-    given, domains = answer_of(partial(flag_value, words), ELASTIC in words), dict[str, str]()
+def policy_of(options: KeepOptions) -> Policy:
+    """Return the policy of a job, from the options of the node that keeps its store."""
+    given, domains = answer_of(options.flag, ELASTIC in options.words), dict[str, str]()
     # The ranks refuse another word.
     without: WithoutSpare = next((each for each in get_args(WithoutSpare) if each == given), "end")
-    if domain := flag_value(words, "--moe-ft-failure-domain"):
+    if domain := options.flag("--moe-ft-failure-domain"):
         with suppress(ConfigError):  # the ranks refuse it, with all that is wrong
             domains = domains_of_slurm() if domain == SLURM else read_domains(Path(domain))
     return Policy(
-        shape=Shape(nodes, ranks, fewest),
-        repair=wants_repair(words),
+        shape=Shape(options.num_nodes, options.ranks_per_node, options.fewest),
+        repair=options.repairs,
         without_spare=without,
-        store=int(environment["GROUP_RANK"]),
-        max_restarts=int(environment.get("MOE_FT_KEEP_MAX_RESTARTS") or 0),
+        store=options.number,
+        max_restarts=options.max_restarts,
         domains=domains,
     )
 

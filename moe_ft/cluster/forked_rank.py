@@ -1,4 +1,4 @@
-"""A forked process that becomes a rank, as if the launcher had started Python with a script.
+"""A forked process that becomes a rank, as if a launcher had started Python with a script.
 
 Also reasons for which a process must not be forked, and imports that are none.
 """
@@ -11,15 +11,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from moe_ft.cluster.protocol import RankRequest
 from moe_ft.cluster.target import Target
-from moe_ft.processes import die_with_parent, set_process_name
+from moe_ft.processes import set_process_name
 
 _TASKS = "/proc/self/task"
 _DRIVER = "/dev/nvidiactl"
@@ -89,30 +88,16 @@ def _num_threads() -> int:
     return num_threads
 
 
-def become(request: RankRequest, streams: Sequence[int]) -> None:
-    """Take over from the worker: its streams, environment, folder and cores, in a session of its own."""
+def become(name: str, environment: Mapping[str, str]) -> None:
+    """Be a process of its own: in its own session, with a name, variables and random numbers."""
     os.setsid()
-    follow_parent(os.getppid())
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.chdir(request.folder)
-    os.umask(request.mask)
-    os.sched_setaffinity(0, request.cpus)
-    # The command line, which ps and top show too, is that of the process with the imports.
-    set_process_name(f"rank_{request.environment.get('RANK', '')}")
+    os.environ.update(environment)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # it may die at any time
+    # The command line, which ps and top show too, is that of the agent.
+    set_process_name(name)
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-
-
-def follow_parent(parent_pid: int) -> None:
-    """Have this process killed when its parent ends."""
-    die_with_parent()
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def run(target: Target) -> None:

@@ -1,23 +1,21 @@
-"""The job's store where repairs are possible: in a process of its own, so that it outlives every rank.
+"""The job's store: in a process of the agent of one node, so that it outlives every rank.
 
-The zygote of the node of rank 0 listens where rank 0 would listen otherwise, and forks that process. Each
-start has a port and a store of its own. What ranks say to each other there about repairs is rounds.py; who is
-let in, and how bytes travel, is store_server.py and store_client.py.
+Agents and ranks connect to it. Each start of all ranks has keys of its own in it. What ranks write there
+about repairs is rounds.py; who is let in, and how bytes travel, is store_server.py and store_client.py.
 """
 
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from moe_ft import addresses
-from moe_ft.cluster.link import START, Link, token_of
+from moe_ft.cluster.link import Link
 from moe_ft.cluster.signed_store import SignedStore
-from moe_ft.cluster.store_client import JobStore, ask_for_token
+from moe_ft.cluster.store_client import JobStore
 from moe_ft.cluster.store_server import MAX_STRANGERS, StoreServer
 from moe_ft.errors import RepairError
-from moe_ft.files.progress import awaiting_others
 from moe_ft.processes import raise_descriptors
 from moe_ft.saying import say
 
@@ -26,23 +24,10 @@ _BACKLOG = 4096
 _ANSWER_S = 30.0  # of a store that can be reached
 _PATIENCE_S = 10.0  # before a line says what is waited for
 _POLL_S = 0.05
-# Connections: of its two threads, of its zygote for a replacement, and of the next process meanwhile.
+# Connections: of its two threads, of a replacement that joins, and of the next process meanwhile.
 _NUM_PER_RANK = 4
 _NUM_OWN = 128
 _MANY = 1 << 16  # open files, where that is allowed: an elastic job grows
-
-
-def listen(environment: Mapping[str, str]) -> socket.socket:
-    """Return a socket that listens at MASTER_PORT, on the interface of MASTER_ADDR (addresses.py).
-
-    Raises:
-        OSError: if somebody else listens there.
-    """
-    has_one_node = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
-    is_alone = (
-        has_one_node and "MOE_FT_KEEP_STORE_ON" not in environment
-    )  # a spare comes from elsewhere
-    return listen_at(_address(environment), is_alone=is_alone)
 
 
 def listen_at(address: tuple[str, int], *, is_alone: bool = False) -> socket.socket:
@@ -59,17 +44,19 @@ def listen_at(address: tuple[str, int], *, is_alone: bool = False) -> socket.soc
 
 def serve(
     listener: socket.socket,
-    environment: Mapping[str, str],
+    run: str,
     token: str,
+    num_ranks: int,
     coordinate: Callable[[Callable[[int], SignedStore]], NoReturn] | None = None,
 ) -> NoReturn:
-    """Keep the store of a start, in the environment of rank 0, until this process is killed.
+    """Keep the store of a job until this process is killed.
 
     Args:
-        coordinate: decides about nodes, in this process; it is given what opens the store of the start with
-            a number, 0 for the one of the caller.
+        run: name of the job's run.
+        token: secret of the start of the agents.
+        coordinate: decides about nodes, in this process; it is given what opens the keys of a start of all
+            ranks by its number.
     """
-    num_ranks = int(environment["WORLD_SIZE"])
     needed = _NUM_PER_RANK * num_ranks + MAX_STRANGERS + _NUM_OWN
     allowed = raise_descriptors(max(needed, _MANY))
     if allowed < needed:
@@ -77,80 +64,54 @@ def serve(
             f"warning: the job's store needs {needed} open files for {num_ranks} ranks, and may have "
             f"{allowed} (ulimit -Hn): ranks may not get in. Raise the limit where the job is started"
         )
-    # Ranks of torchrun cannot know the token in another way.
-    num_seats = 0 if token_of(environment) else num_ranks
-    server = StoreServer(token, _run(environment), num_seats=num_seats)
-    server.start(listener)
+    StoreServer(token, run).start(listener)
     address = listener.getsockname()[:2]
-
-    def open_start(number: int) -> SignedStore:
-        of_start = {**environment, START: str(number)} if number else environment
-        store = JobStore(address, _run(environment), token, _prefix(of_start))
-        return SignedStore(store, lambda: token)
-
     if coordinate is not None:
-        coordinate(open_start)
+        coordinate(lambda start: SignedStore(_open(address, run, token, start), lambda: token))
     while True:
         signal.pause()
 
 
 def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> JobStore:
-    """Return a connection of its own to the store of this start; the link learns the token if it has none.
+    """Return a rank's connection to the keys of its start, as `reach` does."""
+    address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    start = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return reach(address, run, link.token, start, deadline_s)
+
+
+def reach(
+    address: tuple[str, int], run: str, token: str, start: int, deadline_s: float
+) -> JobStore:
+    """Return a connection to the keys of a start of all ranks.
 
     Args:
-        deadline_s: for the node of rank 0 to import what ranks need, and to listen.
+        deadline_s: for the node that keeps the store to listen.
 
     Raises:
         RepairError: if nobody listens in time, or if it is the store of another job.
     """
-    address, where, run = _address(environment), _where(environment), _run(environment)
-    if environment.get("RANK") == "0" and not link.token:
-        raise RepairError(
-            f"the process that forks ranks could not listen at {where}, where the ranks are to meet"
-        )
-    waiting = f"waiting up to {deadline_s:.0f} s for the node of rank 0 to listen at {where}"
+    where = f"{address[0]}:{address[1]}"
+    waiting = (
+        f"waiting up to {deadline_s:.0f} s for the node of the job's store to listen at {where}"
+    )
     try:
-        wait_for_listener(address, deadline_s, lambda: say(f"{waiting}: it may still import"))
+        wait_for_listener(address, deadline_s, lambda: say(waiting))
     except OSError as error:
         raise RepairError(
-            f"nothing has listened at {where} within {deadline_s:.0f} s, where the node of rank "
-            f"0 keeps the job's store ({error.strerror or error})"
+            f"nothing has listened at {where} within {deadline_s:.0f} s, where a node keeps the job's store "
+            f"({error.strerror or error})"
         ) from error
     try:
-        if not link.token:
-            link.token = ask_for_token(address, run, int(environment["RANK"]))
-        return JobStore(address, run, link.token, _prefix(environment))
+        return _open(address, run, token, start)
     except OSError as error:
         raise RepairError(f"the store of this job does not answer at {where}: {error}") from error
 
 
-def take_seat(store: Any, environment: Mapping[str, str]) -> None:
-    """Be the only first process of a rank that uses a store; raise RepairError if another one has done so."""
-    rank = environment["RANK"]
-    if store.add(f"seat_{rank}", 1) != 1:
-        raise RepairError(
-            f"the store at {_where(environment)} has a rank {rank} already: it is of another job or another "
-            "start"
-        )
+def _open(address: tuple[str, int], run: str, token: str, start: int) -> JobStore:
+    return JobStore(address, run, token, f"{_PREFIX}{start}")
 
 
-def _address(environment: Mapping[str, str]) -> tuple[str, int]:
-    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-
-
-def _prefix(environment: Mapping[str, str]) -> str:
-    return f"{_PREFIX}{environment.get(START, '')}"
-
-
-def _where(environment: Mapping[str, str]) -> str:
-    return "{}:{}".format(*_address(environment))
-
-
-def _run(environment: Mapping[str, str]) -> str:
-    return environment.get("TORCHELASTIC_RUN_ID", "")
-
-
-@awaiting_others()
 def wait_for_listener(
     address: tuple[str, int], deadline_s: float, say_waiting: Callable[[], None] = lambda: None
 ) -> None:

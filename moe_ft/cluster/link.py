@@ -1,24 +1,21 @@
-"""Link of a forked rank to its zygote: whether its death can be repaired in place, and whether it lives.
+"""Link of a forked rank to its fork server: whether its death can be repaired in place, and whether it lives.
 
 It is some memory that both share, so it outlives the rank and costs no call. A thread of the rank counts in
 it. That needs the interpreter, so the count stands still if the process is stopped, or sleeps in the kernel,
-or if some thread keeps the interpreter to itself. The zygote counts the time for which it has watched the
-number stand still: if it did not run itself, or if nothing on the node did, that is not held against a rank.
-Standard library only.
+or if some thread keeps the interpreter to itself. The fork server counts the time for which it has watched
+the number stand still: if it did not run itself, or if nothing on the node did, that is not held against a
+rank. Standard library only.
 """
 
-import hmac
 import mmap
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moe_ft.faults import Section
 
 _FLAG = "--moe-ft-repair"
-# Number of the start since `keep` began: each start has another layout than the one before.
-START = "MOE_FT_KEEP_START"
 _NUM_CELLS = 6
 _ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S, _SECTION = range(_NUM_CELLS)
 _SECTIONS = tuple(Section)
@@ -30,7 +27,8 @@ _LOOKS_PER_LIMIT = 10
 class Link:
     """A rank that is to be replaced if it dies while it is armed.
 
-    The zygote makes the link and forks the rank, which then has it too. Either may change it, in any thread.
+    The fork server makes the link and forks the rank, which then has it too. Either may change it, in any
+    thread.
     """
 
     def __init__(self, token: str = "") -> None:
@@ -43,7 +41,7 @@ class Link:
     def token(self) -> str:
         """Secret of the start, which signs what ranks say in the job's store; empty until it is known.
 
-        The zygote has it from the rank that has died, and the replacement from the zygote.
+        The fork server has it from the rank that has died, and the replacement from the fork server.
         """
         return bytes(self._token).rstrip(b"\0").decode()
 
@@ -53,7 +51,7 @@ class Link:
 
     @property
     def is_armed(self) -> bool:
-        """True if the zygote replaces the rank when it dies."""
+        """True if the fork server replaces the rank when it dies."""
         return bool(self._cells[_ARMED]) and not self._cells[_RETIRED]
 
     def arm(self) -> None:
@@ -61,7 +59,7 @@ class Link:
         self._cells[_ARMED] = 1
 
     def disarm(self) -> None:
-        """Have the end of the rank be the end of its worker, as without repairs."""
+        """Have the end of the rank be reported, as without repairs."""
         self._cells[_ARMED] = 0
 
     def retire(self) -> None:
@@ -79,11 +77,11 @@ class Link:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without a beat after which the zygote kills the rank; 0 if none are expected."""
+        """Seconds without a beat after which the fork server kills the rank; 0 if none are expected."""
         return self._cells[_LIMIT_S]
 
     def expect_beats(self, limit_s: float) -> None:
-        """Have the zygote kill the rank after so many seconds without a beat; 0 ends that."""
+        """Have the fork server kill the rank after so many seconds without a beat; 0 ends that."""
         self._cells[_LIMIT_S] = limit_s
 
     @property
@@ -121,14 +119,14 @@ class Heart:
         """Beat not yet.
 
         Args:
-            limit_s: silence after which the zygote kills this process.
+            limit_s: silence after which the fork server kills this process.
         """
         self._link, self._limit_s = link, limit_s
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, limit_s: float | None = None) -> None:
-        """Begin to beat, once; the zygote expects it from now on.
+        """Begin to beat, once; the fork server expects it from now on.
 
         Args:
             limit_s: silence after which it kills this process until the next call, which gives none.
@@ -151,7 +149,7 @@ class Heart:
 
 
 class Pulse:
-    """The zygote's view of one rank's beats."""
+    """The fork server's view of one rank's beats."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -191,19 +189,3 @@ def exit_signal(words: Sequence[str]) -> signal.Signals | None:
     if "--exit-signal-handler" not in words:
         return None
     return signal.Signals.__members__.get(flag_value(words, "--exit-signal") or "SIGTERM")
-
-
-def token_of(environment: Mapping[str, str]) -> str:
-    """Return the token of a start, where all nodes know a secret of the job; empty where they do not.
-
-    It does not depend on how a node spells the address of the store, nor on the number of the start since
-    `keep` began: a connection proves it to one process that keeps a store, and for no other.
-    """
-    secret = environment.get("MOE_FT_KEEP_TOKEN", "")
-    if (
-        not secret or "MOE_FT_KEEP_SOCKET" not in environment
-    ):  # ranks of torchrun have a store of their own
-        return ""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    start = " ".join(environment.get(name, "") for name in names)
-    return hmac.digest(secret.encode(), start.encode(), "sha256").hex()[:_TOKEN_BYTES]

@@ -14,16 +14,9 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from moe_ft.addresses import own_host
-from moe_ft.cluster.link import flag_value
-from moe_ft.config.config import MemoryConfig
-from moe_ft.config.fields import flag_of
-from moe_ft.engine.memory.job_directory import node_directory
-from moe_ft.errors import ConfigError
-from moe_ft.recovery.job_memory import measure, remove_unused, room_bytes
 
 MOST_SENT, RENEWAL_BEATS = 64, 8
 _MOST_HEARD, _MOST_SAID = 1024, 8  # with each beat
@@ -32,24 +25,37 @@ _LONGEST_LOOK_S = 1.0
 _TURNS = 3  # without a datagram, until a link counts as dead
 
 
+class NodeMemory(Protocol):
+    """Memory that the ranks of a node use for states; calls may raise OSError."""
+
+    def used_bytes(self) -> int:
+        """Return the bytes that ranks have there."""
+
+    def room_bytes(self) -> int:
+        """Return the bytes that are free for ranks, or that they have already."""
+
+    def remove_unused(self) -> None:
+        """Remove what is left there, unless a process of the job is alive."""
+
+
 class OwnNode:
     """The node of this process. Used by one thread at a time."""
 
     def __init__(
-        self, environment: Mapping[str, str], words: Sequence[str], period_s: float, limit_s: float
+        self, master: str, memory: NodeMemory | None, period_s: float, limit_s: float
     ) -> None:
         """Hear nobody yet.
 
         Args:
-            words: command line of the ranks; nothing is known of their memory if nothing names the job.
+            master: host of the job's store.
+            memory: of the ranks; None if nothing is known about it.
             period_s: between two beats.
             limit_s: silence of a node after which it is lost.
         """
-        self._period_s = period_s
-        self._limit_s = limit_s
+        self._master, self._memory = master, memory
+        self._period_s, self._limit_s = period_s, limit_s
         self._address: Sequence[Any] = ()  # for datagrams of others
         self._id = ""
-        self._master = environment["MASTER_ADDR"]
         self._addresses = dict[str, tuple[str, int]]()
         self._looked_s = time.monotonic()
         self._watched_s = 0.0
@@ -57,13 +63,6 @@ class OwnNode:
         self._heard_s = dict[str, float]()
         self._reached_s = dict[str, float]()
         self._num_beats = self._next = 0
-        names = ("memory_dir", "job_id", "node_id")
-        flags: dict[str, Any] = {name: flag_value(words, flag_of(name)) for name in names}
-        memory = replace(MemoryConfig(), **{name: each for name, each in flags.items() if each})
-        self._memory = None
-        with suppress(ConfigError):
-            job, node = memory.resolve_job_id(environment), memory.resolve_node_id(environment, "")
-            self._memory = node_directory(memory.memory_dir, job, node)
 
     def open(self) -> None:
         """Listen on the interface towards the job's master."""
@@ -75,18 +74,23 @@ class OwnNode:
             self._socket.bind(place)
             self._address = self._socket.getsockname()[:2]
 
+    def close(self) -> None:
+        """Listen no more."""
+        if self._address:
+            self._socket.close()
+
     def remove_memory(self) -> None:
         """Remove what is left of ranks that this node once had; the job is over, and it has none."""
         if self._memory is not None:
-            remove_unused(self._memory)
+            self._memory.remove_unused()
 
     def facts(self, *, has_ranks: bool) -> dict[str, Any]:
         """Return attributes of `Node`, with each beat; send to others, and hear them."""
         found: dict[str, Any] = {"address": self._address, "unreached": self._look()}
         with suppress(OSError):  # the memory is being made, or removed
             if self._memory is not None:
-                found["room_bytes"] = room_bytes(self._memory)
-                found["used_bytes"] = measure(self._memory)[0] if has_ranks else 0
+                found["room_bytes"] = self._memory.room_bytes()
+                found["used_bytes"] = self._memory.used_bytes() if has_ranks else 0
         return found
 
     def is_due(self) -> bool:

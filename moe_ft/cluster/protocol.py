@@ -1,128 +1,86 @@
-"""Messages between a worker and the zygote of its node, on a Unix socket that only their user can open.
+"""Messages between the agent of a node and its fork server, over a pair of sockets that no other process has.
 
-The worker sends one request: a byte, with the descriptors of a file that says what to run and of its standard
-streams. The zygote can read that without waiting, so it waits for nobody. The worker then sends a byte for
-each signal that the rank is to get. The zygote answers with the process of the rank, with that of each
-replacement, and with the status of the last one as `wait` gives it. Either may close the connection: it has
-ended.
+A message is one packet. The agent asks for ranks, and has them get signals. The fork server answers when it
+has imported what ranks need, and when a rank has ended that it does not replace.
 """
 
-import json
-import os
 import signal
 import socket
-import stat
-import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+
+import msgspec
 
 from moe_ft import saying
-from moe_ft.calls import receive_all
+from moe_ft.cluster.assignment import Assignment
 
-IMPORTING = "moe_ft_imports"  # the name of the zygote's process until it answers
-
+# Signals that ranks get too, if the agent gets them.
 FORWARDED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-
-_ANSWER = struct.Struct("!Bq")
-_PEER = struct.Struct("3i")  # Linux's struct ucred
-_MOST_BYTES = 64 << 20
-_NUM_STREAMS = 3
+_MOST_BYTES = 1 << 16
 
 
 def say(line: str) -> None:
-    """Print a line of the keeper for the people who watch the job."""
+    """Print a line of the agent or its fork server for the people who watch the job."""
     saying.say(f"keep: {line}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRequest:
-    """Facts that a new rank gets from the worker in whose place it runs."""
+class Fork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Request to fork a rank.
 
-    words: tuple[str, ...]  # of its command line after `python`
-    environment: dict[str, str]
-    folder: str
-    mask: int
-    cpus: tuple[int, ...]  # a launcher may have bound the worker to some
-    round: int = 0  # in which it takes the place of a rank whose node is lost; 0 if it does not
-    died_s: float = 0.0  # time since 1970 when that node was heard last
-    lost_node: str = ""
-
-
-class Answer(IntEnum):
-    """Answers of the zygote, each with a number."""
-
-    UNUSABLE = 0  # no rank can be forked from it
-    FAILED = 1  # this rank could not be forked; another one might
-    RUNS = 2  # the number is that of the rank's process
-    ENDED = 3  # the number is its status
-
-
-def send_request(connection: socket.socket, request: RankRequest, streams: Sequence[int]) -> None:
-    """Send a request with the descriptors of standard input, output and error."""
-    with open(os.memfd_create("moe_ft_request"), "wb") as file:
-        file.write(json.dumps(asdict(request)).encode())
-        file.flush()
-        socket.send_fds(connection, [b"\0"], [file.fileno(), *streams])
-
-
-def receive_request(connection: socket.socket) -> tuple[RankRequest, list[int]]:
-    """Return a request that has come, and the descriptors of streams, which the caller closes.
-
-    Raises:
-        ConnectionError: if the other end closed the connection, or sent something else.
+    Attributes:
+        number: of this request, by which both sides know the rank.
+        environment: variables that it has besides those of the fork server.
     """
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1 + _NUM_STREAMS)
-    try:
-        if len(descriptors) != 1 + _NUM_STREAMS:
-            raise ConnectionError("this is no request for a rank")
-        values = json.loads(_content_of(descriptors[0]))
-        values["words"], values["cpus"] = tuple(values["words"]), tuple(values["cpus"])
-        request = RankRequest(**values)
-    except BaseException:
-        for each in descriptors:
-            os.close(each)
-        raise
-    os.close(descriptors[0])
-    return request, descriptors[1:]
+
+    number: int
+    assignment: Assignment
+    environment: dict[str, str]
 
 
-def _content_of(descriptor: int) -> bytes:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-        raise ConnectionError("the request is not in a file, or too large")
-    return os.pread(descriptor, found.st_size, 0)
+class Signal(msgspec.Struct, tag=True, frozen=True):
+    """Request to send a signal to ranks, by the numbers of their requests."""
+
+    signal: int
+    numbers: tuple[int, ...]
 
 
-def send_answer(connection: socket.socket, answer: Answer, number: int = 0) -> None:
-    """Answer a worker."""
-    connection.sendall(_ANSWER.pack(answer, number))
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """Question whether the fork server still answers."""
 
 
-def receive_answer(connection: socket.socket) -> tuple[Answer, int]:
-    """Return an answer and its number; raise ConnectionError if the connection was closed."""
-    answer, number = _ANSWER.unpack(receive_all(connection, _ANSWER.size))
-    return Answer(answer), number
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """End of a rank with the status that `wait` gives; also of one that could not be forked."""
+
+    number: int
+    status: int
 
 
-def send_signal(connection: socket.socket, number: int) -> None:
-    """Have the rank get a signal."""
-    connection.sendall(bytes([number]))
+class Answers(msgspec.Struct, tag=True, frozen=True):
+    """Sign of life: after the imports, and whenever the agent asks."""
 
 
-def receive_signal(connection: socket.socket) -> int | None:
-    """Return a signal for the rank; None if its worker has closed the connection."""
-    try:
-        found = connection.recv(1)
-    except OSError:
-        return None
-    return found[0] if found else None
+_REQUEST = msgspec.json.Decoder(Fork | Signal | Ask)
+_ANSWER = msgspec.json.Decoder(Ended | Answers)
 
 
-def peer_pid(connection: socket.socket) -> int:
-    """Return the process that listened when this connection was made."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return int(_PEER.unpack(found)[0])
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the ends of the agent and of the fork server."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message; raises OSError if the other side has ended, or has not read for long."""
+    connection.send(msgspec.json.encode(message), socket.MSG_DONTWAIT)
+
+
+def receive_request(connection: socket.socket) -> Fork | Signal | Ask | None:
+    """Return the next request; None if the agent has ended."""
+    found = connection.recv(_MOST_BYTES)
+    return _REQUEST.decode(found) if found else None
+
+
+def receive_answer(connection: socket.socket) -> Ended | Answers | None:
+    """Return the next answer; None if the fork server has ended."""
+    found = connection.recv(_MOST_BYTES)
+    return _ANSWER.decode(found) if found else None

@@ -51,6 +51,10 @@ class SignedStore:
         self._store, self._token, self._tell = store, token, tell or _tell
         self._told: set[str] = set()
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._store.close()
+
     def set(self, key: str, value: Any) -> None:
         """Write a value that JSON can carry; raises RepairError if it is too long."""
         self._store.set(key, self._signed(key, value))

@@ -1,7 +1,7 @@
-"""Client of the job's store, in the form of a store of torch: gloo and NCCL meet through it too.
+"""Client of the job's store, with the operations of a store of torch, but without torch.
 
-A store of torch that is written in Python needs neither a group nor a server of torch. The server is
-store_server.py, and what is said to it store_wire.py.
+megatron/fault_tolerance/repair/store.py makes a store of torch of it, through which gloo and NCCL meet. The
+server is store_server.py, and the messages are store_wire.py.
 """
 
 import hmac
@@ -10,10 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import override
-
-import torch.distributed as dist
 
 from moe_ft.addresses import keep_alive
 from moe_ft.calls import receive_all
@@ -23,17 +19,15 @@ from moe_ft.cluster.store_wire import (
     NONCE_BYTES,
     PROOF_BYTES,
     REPLY,
-    TOKEN_BYTES,
     Reply,
     Request,
     Seal,
-    asks_for_token,
     is_greeting,
     is_of_run,
     length_of,
     proof,
 )
-from moe_ft.errors import RepairError
+from moe_ft.errors import JobStoreError, RepairError
 from moe_ft.files.progress import awaiting_others
 
 _ANSWER_S = 30.0  # of a store that can be reached
@@ -44,7 +38,7 @@ _NUM_PROOFS = 3  # of which one may meet a server that is too busy
 type Address = tuple[str, int]
 
 
-class JobStore(dist.Store):
+class JobStore:
     """One connection to a job's store. Any thread may use it; one that waits delays others by a second."""
 
     def __init__(self, address: Address, run: str, token: str, prefix: str = "") -> None:
@@ -59,10 +53,8 @@ class JobStore(dist.Store):
             RepairError: if the store is that of another job or start.
             OSError: if it does not answer.
         """
-        super().__init__()
         self._where, self._prefix = "{}:{}".format(*address), prefix and f"{prefix}/"
         self._lock = threading.Lock()
-        self.set_timeout(timedelta(seconds=_ANSWER_S))
         for number in range(_NUM_PROOFS):
             try:
                 self._socket = self._prove(address, run, token.encode())
@@ -92,7 +84,7 @@ class JobStore(dist.Store):
 
     @awaiting_others()
     def _ask(self, request: Request) -> Reply:
-        """Return the answer; raises DistNetworkError, as torch does, if there is none."""
+        """Return the answer; raises JobStoreError if there is none."""
         with self._lock:
             try:
                 self._socket.settimeout(request.wait_s + _ANSWER_S)
@@ -104,7 +96,7 @@ class JobStore(dist.Store):
                 self._socket.close()
                 if not isinstance(error, OSError):
                     raise
-                raise dist.DistNetworkError(
+                raise JobStoreError(
                     f"the job's store at {self._where} does not answer: {error}"
                 ) from error
         return REPLY.decode(body)
@@ -112,97 +104,59 @@ class JobStore(dist.Store):
     def _key(self, key: str) -> str:
         return self._prefix + key
 
-    def _wait(self, keys: Sequence[str], timeout: timedelta | None) -> bytes | None:
-        """Return the first value when all are there; raises DistStoreError if they are not in time."""
-        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        end_s, names = time.monotonic() + seconds, [self._key(each) for each in keys]
-        while True:
-            wait_s = min(_SLICE_S, max(0.0, end_s - time.monotonic()))
-            reply = self._ask(Request("wait", names, wait_s=wait_s))
-            if reply.number:
-                return reply.value
-            if time.monotonic() >= end_s:
-                raise dist.DistStoreError(
-                    f"{', '.join(keys)} not in the job's store within {seconds:.0f} s"
-                )
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
-    # As torch calls them: bytes where its callers give texts.
-
-    @override
     def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
         self._ask(Request("set", [self._key(key)], _bytes(value)))
 
-    @override
-    def get(self, key: str) -> bytes:
-        return self._wait([key], None) or b""
-
-    @override
     def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 if it is not there, and return it."""
         return self._ask(Request("add", [self._key(key)], amount=amount)).number
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value."""
         self._ask(Request("append", [self._key(key)], _bytes(value)))
 
-    @override
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value in the place of an expected one, or of none; return what is there, as torch does."""
         request = Request("compare_set", [self._key(key)], _bytes(desired), _bytes(expected))
         return self._ask(request).value or b""
 
-    @override
     def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all values are there."""
         return bool(self._ask(Request("wait", [self._key(each) for each in keys])).number)
 
-    @override
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, timeout)
+    def wait(self, keys: Sequence[str], seconds: float) -> bytes | None:
+        """Return the first value once all are there; None if they are not within so many seconds."""
+        end_s, names = time.monotonic() + seconds, [self._key(each) for each in keys]
+        while True:
+            wait_s = min(_SLICE_S, max(0.0, end_s - time.monotonic()))
+            reply = self._ask(Request("wait", names, wait_s=wait_s))
+            if reply.number:
+                return reply.value or b""
+            if time.monotonic() >= end_s:
+                return None
 
-    @override
     def delete_key(self, key: str) -> bool:
+        """Remove a value; return whether it was there."""
         return bool(self._ask(Request("delete", [self._key(key)])).number)
 
-    @override
     def num_keys(self) -> int:
+        """Return the number of values of all starts."""
         return self._ask(Request("count")).number
-
-    @override
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(each) for each in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values, one after the other."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Tell torch that it may use the two methods before."""
-        return True
-
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 torch's names of them, from C++
-
-
-def ask_for_token(address: Address, run: str, rank: int) -> str:
-    """Return the token of a start for a rank that does not know it.
-
-    Raises:
-        RepairError: if it was given to another process of this rank, or the store is that of another job.
-        OSError: if it does not answer.
-    """
-    connection, greeted = _meet(address, run)
-    with connection:
-        connection.sendall(asks_for_token(greeted, rank))
-        try:
-            return receive_all(connection, TOKEN_BYTES).decode()
-        except ConnectionError as error:
-            raise RepairError(
-                f"the store at {address[0]}:{address[1]} has a rank {rank} already: it is of another job or "
-                "another start, or a stranger was there first"
-            ) from error
 
 
 @awaiting_others()
 def _meet(address: Address, run: str) -> tuple[socket.socket, bytes]:
-    """Return a connection to the store of a run, and its greeting; raises as `ask_for_token` does."""
+    """Return a connection to the store of a run, and its greeting.
+
+    Raises:
+        RepairError: if the store is that of another job.
+        OSError: if it does not answer.
+    """
     end_s = time.monotonic() + _ANSWER_S
     while True:
         connection = socket.create_connection(address, timeout=_ANSWER_S)

@@ -24,7 +24,6 @@ from moe_ft.cluster.store_wire import (
     greeting,
     length_of,
     proof,
-    rank_that_asks,
 )
 
 MAX_STRANGERS = 512
@@ -40,19 +39,17 @@ class StoreServer:
         values: by key.
     """
 
-    def __init__(self, token: str, run: str, *, num_seats: int = 0) -> None:
+    def __init__(self, token: str, run: str) -> None:
         """Listen not yet.
 
         Args:
             token: secret of the start.
             run: name of the job's run, by which clients know another job's store.
-            num_seats: ranks that get the token when they ask for it, each once; the first knows it.
         """
         self.token, self.run = token.encode(), run
         self.values: dict[str, bytes] = {}
         self._waiting: defaultdict[str, set[_Client]] = defaultdict(set)
         self._strangers: dict[_Client, float] = {}  # since when they are there, the oldest first
-        self._seats = set(range(1, num_seats))  # of those that have not asked
 
     def start(self, listener: socket.socket) -> None:
         """Serve those who connect, from now on until this process ends."""
@@ -74,13 +71,6 @@ class StoreServer:
     def forget(self, stranger: "_Client") -> None:
         """Count a connection no more: it has proven itself, or is closed."""
         self._strangers.pop(stranger, None)
-
-    def give_token(self, rank: int) -> bytes:
-        """Return the token for a rank that asks; empty if another process has had it, or nobody gets it."""
-        if rank not in self._seats:
-            return b""
-        self._seats.remove(rank)
-        return self.token
 
     def answer(self, client: "_Client", request: Request) -> None:
         """Do what a client asks for, and reply; it may have to wait."""
@@ -171,7 +161,7 @@ class _Client(asyncio.Protocol):
         self._server.leave(self)
 
     def _meet(self) -> None:
-        """Take the proof of a stranger, or its question for the token, once all of it is there."""
+        """Take the proof of a stranger, once all of it is there."""
         answer = bytes(self._buffer)
         if len(answer) < ANSWER_BYTES:
             return
@@ -180,17 +170,13 @@ class _Client(asyncio.Protocol):
         self._buffer.clear()
         token, nonce = self._server.token, answer[:NONCE_BYTES]
         expected = proof(token, b"client", self._greeted, nonce)
-        if hmac.compare_digest(answer[NONCE_BYTES:], expected):
-            self.stop_waiting()  # it has proven itself in time
-            self._server.forget(self)
-            self._incoming = Seal(token, b"client", self._greeted, nonce)
-            self._outgoing = Seal(token, b"server", self._greeted, nonce)
-            self._transport.write(proof(token, b"server", self._greeted, nonce))
-        elif (rank := rank_that_asks(self._greeted, answer)) is not None:
-            self._transport.write(self._server.give_token(rank))
-            self._transport.close()
-        else:
+        if not hmac.compare_digest(answer[NONCE_BYTES:], expected):
             raise ConnectionError("the token is wrong: another job or an older start")
+        self.stop_waiting()  # it has proven itself in time
+        self._server.forget(self)
+        self._incoming = Seal(token, b"client", self._greeted, nonce)
+        self._outgoing = Seal(token, b"server", self._greeted, nonce)
+        self._transport.write(proof(token, b"server", self._greeted, nonce))
 
     def _next_request(self, seal: Seal) -> Request | None:
         """Return the next request; None if it is not there yet."""

@@ -5,8 +5,8 @@ makes of both (HMAC-SHA256, RFC 2104); the server answers in kind. What follows 
 and its bytes, with a key that the token makes of both challenges: nothing can be changed, repeated, or taken
 from another connection or start. Until then each side reads a fixed number of bytes, and parses nothing.
 
-A rank of torchrun does not know the token, which the zygote of rank 0 has drawn. It asks for it with its
-number, and the server gives it once to each rank. The server is store_server.py, the client store_client.py.
+Agents know the token from the options of `keep`, and ranks from their agents. The server is store_server.py,
+the client store_client.py.
 """
 
 import hmac
@@ -19,7 +19,6 @@ from typing import Literal
 import msgspec
 
 MAX_MESSAGE_BYTES = 128 << 20  # a list of 64 MiB has room
-TOKEN_BYTES = 32
 PROOF_BYTES = 32
 NONCE_BYTES = 32
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
@@ -29,7 +28,6 @@ GREETING_BYTES = len(_MAGIC) + NONCE_BYTES + _TAG_BYTES
 _CODE_BYTES = 16
 _HEADER = struct.Struct(f">I{_CODE_BYTES}s")
 HEADER_BYTES = _HEADER.size
-_RANK = struct.Struct(">I")
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
@@ -80,19 +78,6 @@ def is_of_run(received: bytes, run: str) -> bool:
 
 def _tag(run: str) -> bytes:
     return sha256(run.encode()).digest()[:_TAG_BYTES]
-
-
-def asks_for_token(greeted: bytes, rank: int) -> bytes:
-    """Return the answer of a rank that does not know the token."""
-    number = _RANK.pack(rank).ljust(NONCE_BYTES, b"\0")
-    return number + proof(b"", b"seat", greeted, number)
-
-
-def rank_that_asks(greeted: bytes, answer: bytes) -> int | None:
-    """Return the rank that asks for the token with this answer; None if it does not."""
-    number, code = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    is_one = hmac.compare_digest(code, proof(b"", b"seat", greeted, number))
-    return int(_RANK.unpack_from(number)[0]) if is_one else None
 
 
 def proof(token: bytes, role: bytes, greeted: bytes, nonce: bytes) -> bytes:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from moe_ft.cluster.target import GRACE_S
+from moe_ft.cluster.options import GRACE_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
@@ -141,12 +141,13 @@ def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 def read_launch(words: Sequence[str]) -> Launch:
     """Return the ranks that a launcher starts: torchrun, keep, srun, or Python itself."""
     names = [PurePath(word).name for word in words]
-    of_keep = dict(options_of(words[names.index("keep") + 1 :])) if "keep" in names else {}
-    if "--nodes" in of_keep:
-        return _read_keep(of_keep)
     start = next((place for place, name in enumerate(names) if name in TORCHRUN), None)
+    of_torchrun = {} if start is None else dict(options_of(words[start + 1 :]))
+    if "keep" in names:
+        of_keep = dict(options_of(words[names.index("keep") + 1 :]))
+        return _read_keep({"--nodes": of_torchrun.get("--nnodes", "1"), **of_keep})
     if start is not None:
-        return _read_torchrun(dict(options_of(words[start + 1 :])))
+        return _read_torchrun(of_torchrun)
     if "srun" in names:
         return _read_srun(dict(options_of(words[names.index("srun") + 1 :])))
     if any(name.startswith("python") or name == "moe_ft" for name in names):
@@ -171,7 +172,7 @@ def _read_torchrun(given: dict[str, str]) -> Launch:
 
 
 def _read_keep(given: dict[str, str]) -> Launch:
-    num_nodes, per_node = given["--nodes"].rpartition(":")[2], given.get("--ranks-per-node", "")
+    num_nodes, per_node = given["--nodes"].rpartition(":")[2], given.get("--ranks-per-node", "1")
     grace = given.get("--grace", str(GRACE_S))
     if not all(map(_is_number, (num_nodes, per_node, grace))):
         reason = f"keep --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be at least 1"

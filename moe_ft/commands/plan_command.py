@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from moe_ft.cluster.link import wants_repair
+from moe_ft.cluster.options import TOKEN
 from moe_ft.commands.command_line import TORCHRUN, TrainingCommand, options_of
 from moe_ft.planning.job_costs import PERSIST_DIR
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_KEEP = ("-m", "moe_ft", "keep", "--")
+_KEEP = ("-m", "moe_ft", "keep")
 _PROGRAM = "pretrain_gpt_moe.py"
 _NUM_RESTARTS = "20"  # as in examples/slurm
 _PORT = 29500
 # Words that users replace: of what nobody but them knows.
-FIRST_NODE, DATA, TOKENIZER = "NODE_0", "DATA_PREFIX", "TOKENIZER"
+FIRST_NODE, DATA, TOKENIZER, SECRET = "NODE_0", "DATA_PREFIX", "TOKENIZER", "SECRET_OF_ALL_NODES"
 _OF_DATA = (
     *("--data-path", DATA, "--tokenizer-type", "HuggingFaceTokenizer"),
     *("--tokenizer-model", TOKENIZER),
@@ -61,8 +62,8 @@ class StartCommand:
     @property
     def placeholders(self) -> list[str]:
         """Words that stand for what only the user knows."""
-        text = " ".join(self.words)
-        return [each for each in (FIRST_NODE, PERSIST_DIR, DATA, TOKENIZER) if each in text]
+        text = " ".join((*self.variables.values(), *self.words))
+        return [each for each in (SECRET, FIRST_NODE, PERSIST_DIR, DATA, TOKENIZER) if each in text]
 
     @property
     def is_kept(self) -> bool:
@@ -71,8 +72,9 @@ class StartCommand:
 
     @property
     def is_watched(self) -> bool:
-        """True if `keep` also starts the nodes."""
-        return self.is_kept and "--nodes" in self.launcher
+        """True if `keep` also replaces nodes: there are several."""
+        given = dict(options_of(self.launcher))
+        return self.is_kept and given.get("--nodes", given.get("--nnodes", "1")) != "1"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -80,7 +82,8 @@ class StartCommand:
         if not _is_torchrun(self.launcher):
             return {"SLURM_JOB_ID": "1"}  # or whatever names the job where srun or keep starts it
         given = dict(options_of(self.launcher))
-        shares = given.get("--rdzv-backend") != "c10d" or self.variables.get(_OWN_STORE) != "1"
+        has_own = given.get("--rdzv-backend") == "c10d" and self.variables.get(_OWN_STORE) == "1"
+        shares = not (has_own or self.is_kept)  # an agent keeps a store of its own
         return {
             "TORCHELASTIC_USE_AGENT_STORE": str(shares),
             "TORCHELASTIC_MAX_RESTARTS": given.get("--max-restarts", "0"),
@@ -108,10 +111,13 @@ def start_command(
         is_alone = dict(options_of(launcher)).get("--nnodes", "1") == "1"
         host = "localhost" if is_alone else FIRST_NODE
         before, modules = _split_modules(launcher)
-        if wants_repair((*command.flags, *own)) and "keep" not in modules:
-            modules = (*_KEEP, *modules)
-        launcher = (*_with_restarts(before, host), *modules)
         variables = {_OWN_STORE: "1"}
+        if wants_repair((*command.flags, *own)) and "keep" not in modules:
+            before = tuple(_with_one_process(before))
+            modules = (*_KEEP, f"--ranks-per-node={ranks_per_node}", "--", *modules)
+        if "keep" in modules and not is_alone:
+            variables[TOKEN] = SECRET
+        launcher = (*_with_restarts(before, host), *modules)
     has_data = command.program or {each.partition("=")[0] for each in command.flags} & _HAS_DATA
     return StartCommand(
         variables=variables,
@@ -132,6 +138,20 @@ def _split_modules(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
         if tuple(words[place : place + 2]) == ("-m", "moe_ft"):
             return tuple(words[:place]), tuple(words[place:])
     return tuple(words), ()
+
+
+def _with_one_process(words: Sequence[str]) -> Iterator[str]:
+    """Yield torchrun's words for one process a node, which runs the ranks of its node."""
+    is_value = False
+    for word in words:
+        name, is_joined, _ = word.partition("=")
+        if name.replace("_", "-") == "--nproc-per-node":
+            is_value = not is_joined
+        elif not is_value:
+            yield word
+        else:
+            is_value = False
+    yield "--nproc-per-node=1"
 
 
 def _with_restarts(words: Sequence[str], host: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """`moe_ft run` and `keep`: train with a pretraining script of one's own, which stays as it is.
 
-torchrun starts `keep`, so that a restart of a rank imports nothing again: cluster/worker.py.
+`keep` runs all ranks of a node, and a restart of a rank imports nothing again: cluster/agent.py.
 
 Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
 megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megatron's training loop, which
@@ -13,11 +13,18 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from moe_ft.cluster.target import OF_NODES, is_found
-from moe_ft.cluster.target import USAGE as USAGE_OF_KEEP
+from moe_ft.cluster import agent
+from moe_ft.cluster.options import HELP, KeepOptions
+from moe_ft.cluster.options import USAGE as USAGE_OF_KEEP
+from moe_ft.cluster.own_node import NodeMemory
+from moe_ft.cluster.target import is_found
+from moe_ft.config.fields import flag_of
+from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
@@ -26,11 +33,12 @@ EXAMPLE = (
     "--moe-ft-job-id NAME"
 )
 PROGRAM = "moe_ft run"
+_OF_MEMORY = ("memory_dir", "job_id", "node_id")
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
 def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add both to the help; `run_script` and cluster/worker.py run them: the arguments are the script's."""
+    """Add both to the help; `run_script` and `keep` run them: the arguments are the script's."""
     commands.add_parser(
         "run",
         help="train with a Megatron pretraining script, which stays as it is",
@@ -39,20 +47,38 @@ def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     )
     keep = commands.add_parser(
         "keep",
-        help="start ranks under torchrun from a process that has imported Megatron already",
+        help="run the ranks of a node, forked from a process that has imported Megatron already",
         usage=USAGE_OF_KEEP,
-        epilog="Example: torchrun --nproc-per-node 8 -m moe_ft keep -- pretrain_gpt_moe.py ...",
+        epilog="Example: python -m moe_ft keep --ranks-per-node 8 -- pretrain_gpt_moe.py ...",
     )
-    keep.add_argument(
-        "--preload", help="module to import before ranks are forked; may come several times"
-    )
-    for name, text in OF_NODES.items():
+    for name, text in HELP.items():
         keep.add_argument(f"--{name}", help=text)
 
 
 def is_given(command: str, words: Sequence[str]) -> bool:
     """Return whether a command line starts with a command, and does not only ask for its help."""
     return words[:1] == [command] and words[1:2] not in (["-h"], ["--help"])
+
+
+def keep(words: Sequence[str]) -> NoReturn:
+    """Run the ranks of this node, from the words of the command line after `keep`."""
+    agent.main(words, _memory_of)
+
+
+def _memory_of(options: KeepOptions) -> NodeMemory | None:
+    """Return the memory of this node for the ranks; None if nothing names their job."""
+    # Only here: by then the process from which ranks are forked imports already.
+    from moe_ft.config.config import MemoryConfig
+    from moe_ft.engine.memory.job_directory import node_directory
+    from moe_ft.recovery.job_memory import MemoryOfNode
+
+    flags: dict[str, Any] = {name: options.flag(flag_of(name)) for name in _OF_MEMORY}
+    memory = replace(MemoryConfig(), **{name: each for name, each in flags.items() if each})
+    with suppress(ConfigError):
+        job = memory.resolve_job_id(os.environ)
+        node = memory.resolve_node_id(os.environ, options.name)
+        return MemoryOfNode(node_directory(memory.memory_dir, job, node))
+    return None
 
 
 def run_script(words: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_ft.cluster.target import LEAVING_S
+from moe_ft.cluster.options import LEAVING_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError

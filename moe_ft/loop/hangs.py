@@ -4,8 +4,8 @@ A thread of its own looks once a second in which section the loop is, when it la
 (moe_ft/files/progress.py), and where in the code it is. So a rank that waits in a collective is not blamed
 for the one that has not come. The limit is that of --moe-ft-hang-limit. `auto` learns it: see `Limits`.
 
-What this cannot see: a thread that keeps the interpreter to itself, or a process that is stopped. The zygote
-of `keep` sees that (moe_ft/cluster/link.py), and others time out.
+What this cannot see: a thread that keeps the interpreter to itself, or a process that is stopped. The fork
+server of `keep` sees that (moe_ft/cluster/link.py), and others time out.
 """
 
 import dis

@@ -90,7 +90,7 @@ def meet_processes() -> JobProcesses:
         for rank, (namespace, pid, _) in enumerate(everyone)
         if namespace and namespace == own[0]
     }
-    # A repair may fail on some ranks before they meet: they sign with what a replacement has from its zygote.
+    # A repair may fail on some ranks before they meet: they sign with what a replacement was forked with.
     member = own_member()
     return JobProcesses(pids=pids, token=(member and member.link.token) or everyone[0][2])
 

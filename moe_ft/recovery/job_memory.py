@@ -256,6 +256,25 @@ def room_bytes(node_dir: Path) -> int:
     return shutil.disk_usage(_there(node_dir)).free + measure(node_dir)[0]
 
 
+class MemoryOfNode:
+    """Memory that ranks of a job use on this node. Calls raise OSError while it is made or removed."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self._node_dir = node_dir
+
+    def used_bytes(self) -> int:
+        """Return the bytes that ranks have there."""
+        return measure(self._node_dir)[0]
+
+    def room_bytes(self) -> int:
+        """Return the bytes that are free for ranks, or that they have already."""
+        return room_bytes(self._node_dir)
+
+    def remove_unused(self) -> None:
+        """Remove what is left there, unless a process of the job is alive."""
+        remove_unused(self._node_dir)
+
+
 def _there(node_dir: Path) -> Path:
     return next(each for each in (node_dir, *node_dir.parents) if each.exists())
 

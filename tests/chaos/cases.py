@@ -24,7 +24,7 @@ class Kind(StrEnum):
     STOP_RANK = "stop rank"
     TRUNCATE = "truncate memory"  # a file of a rank
     FLIP = "flip a bit in memory"  # of a rank, and kill it
-    KILL_ZYGOTE = "kill zygote"
+    KILL_FORK_SERVER = "kill fork server"
     KILL_AGENT = "kill agent"  # torchrun, or the process of `keep`
     TERMINATE_AGENT = "terminate agent"
     LOSE_NODES = "lose nodes"  # at one moment, with their memory
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 OF_STORAGE = (Kind.FILL, Kind.FREEZE, Kind.READ_ONLY)
 OF_AGENTS = (Kind.KILL_AGENT, Kind.TERMINATE_AGENT)
-_OF_NODES = ("node", "agent", "zygote")
+_OF_NODES = ("node", "agent", "fork server")
 OF_NODES = tuple(each for each in Kind if any(name in each for name in _OF_NODES))
 
 
@@ -161,7 +161,7 @@ def lost_nodes(draw: Draw) -> dict[str, Any]:
         draw.strike(Kind.LOSE_NODES, 2, when=When.LINE, what="node n2 takes over", within_s=2.5)
     draw.kill()
     draw.strike(Kind.RETURN_NODE, 1)
-    last = draw.choice((Kind.KILL_ZYGOTE, Kind.KILL_AGENT, Kind.STOP_NODE, Kind.LOSE_NODES))
+    last = draw.choice((Kind.KILL_FORK_SERVER, Kind.KILL_AGENT, Kind.STOP_NODE, Kind.LOSE_NODES))
     draw.strike(last, draw.choice((0, 2)), least=6, hold_s=LOST_AFTER_S + 6)
     flags = (*REPAIR, *draw.choice(STRATEGIES))
     return {"layout": PP_EP, "flags": flags, "ranks_per_node": 2, "num_spares": 2}
@@ -221,7 +221,7 @@ def elastic_nodes(draw: Draw) -> dict[str, Any]:
 
 
 def processes(draw: Draw) -> dict[str, Any]:
-    kinds = [Kind.KILL_ZYGOTE, Kind.STOP_NODE, draw.choice(OF_AGENTS)]
+    kinds = [Kind.KILL_FORK_SERVER, Kind.STOP_NODE, draw.choice(OF_AGENTS)]
     kinds += [Kind.TERMINATE_RANK, Kind.STOP_RANK, Kind.STOP_RANK]
     for kind in draw.random.sample(kinds, len(kinds)):
         target = 0 if kind in OF_NODES else draw.random.randrange(NUM_RANKS)

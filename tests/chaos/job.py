@@ -5,26 +5,23 @@ A process belongs to a job if a log of the job is its output. tests/chaos/strike
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from moe_ft.cluster.worker import socket_path
 from moe_ft.events import Progress, event_path, read_progress
 from moe_ft.processes import process_name
 from tests.chaos.cases import LOST_AFTER_S, NUM_ITERATIONS, NUM_RANKS, Case
 from tests.demo_model import event_flags, layout_flags, model_flags
-from tests.harness import _context, prepare_to_fork
-from tests.kept_job import ROOT
-from tests.kept_nodes import _TOKEN, _serve_in
+from tests.harness import prepare_to_fork
+from tests.kept_job import KEEP, KeptAgent
+from tests.kept_nodes import TOKEN
 from tests.namespaces import INTERFACE, Namespaces
 from tests.ports import free_port
 from tests.processes import kill_all
@@ -45,8 +42,7 @@ class HangError(Exception):
 class Node:
     """A node as it was started last; what its agent may end with is open if it was struck."""
 
-    agent: subprocess.Popen[bytes]
-    zygote: BaseProcess | None = None
+    agent: KeptAgent
     is_struck: bool = False
     is_late: bool = False
 
@@ -77,8 +73,6 @@ class ChaosJob:
         kill_all(self.processes())
         for node in self.nodes.values():
             node.agent.wait()
-            if node.zygote is not None:
-                node.zygote.join()
 
     def note(self, text: str) -> None:
         seconds = time.monotonic() - self._begin
@@ -95,48 +89,43 @@ class ChaosJob:
 
     def start_node(self, name: str, *, is_real: bool = False) -> None:
         """Start a node, again if it was lost."""
-        env = dict(os.environ, CUDA_VISIBLE_DEVICES="", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        env |= dict(MOE_FT_NODE_ID=name, MOE_FT_KEEP_TOKEN=_TOKEN, TORCHELASTIC_RUN_ID="chaos")
+        env = dict(MOE_FT_NODE_ID=name, MOE_FT_KEEP_TOKEN=TOKEN, TORCHELASTIC_RUN_ID="chaos")
         env |= dict(TORCHELASTIC_RESTART_COUNT=f"{self.starts - 1}", PYTHONUNBUFFERED="1")
-        words, enter, path = self._words(name[1:]), list[str](), ""
-        if self.case.ranks_per_node and not is_real:
-            env["LOCAL_RANK"] = "1"  # the zygote comes from here
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        enter, network = list[str](), ""
         if self.networks is not None:
-            enter, path = self.networks.command(name), self.networks.path(name)
+            enter, network = self.networks.command(name), self.networks.path(name)
             env["GLOO_SOCKET_IFNAME"] = INTERFACE
-        with self.logs[name].open("a") as file:
-            agent = subprocess.Popen(
-                [*enter, sys.executable, *words],
-                cwd=ROOT,
-                env=env,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        command = KEEP if is_real else []
+        if not self.case.ranks_per_node:
+            command = [sys.executable, *self._torchrun(), *KEEP[1:]]
+        words, log = self._words(name[1:]), self.logs[name]
+        command = [*enter, *command] if command else []
         is_late = name in self.nodes
-        node = self.nodes[name] = Node(agent, is_struck=is_late, is_late=is_late)
-        if not is_real:
-            where = (path, agent.pid, str(socket_path(agent.pid)), str(self.logs[name]))
-            node.zygote = _context.Process(target=_serve_in, args=where)
-            node.zygote.start()
+        agent = KeptAgent(words, log, env, network=network, command=command)
+        self.nodes[name] = Node(agent, is_struck=is_late, is_late=is_late)
+
+    def _torchrun(self) -> list[str]:
+        """Return the words of torchrun, after Python."""
+        program = "-m torch.distributed.run --nproc-per-node 1 --max-restarts 20 --rdzv-id chaos"
+        program += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{self._port}"
+        return [*program.split(), "--local-addr", "127.0.0.1"]
 
     def _words(self, number: str) -> list[str]:
-        """Return the command line of a node, after Python."""
+        """Return the command line of a node, after `keep`."""
         case, host = self.case, "127.0.0.1"
         script = "tests/chaos/broken.py" if "TEST_BREAKAGE" in os.environ else "pretrain_gpt_moe.py"
         job = ["--", script, *self.base, *event_flags(self.events_dir), *case.flags]
         job += ["--moe-ft-memory-dir", str(self.memory_dir), "--moe-ft-job-id", "chaos"]
         job += ["--moe-ft-persist-dir", str(self.storage)] if case.has_disk else []
         if not case.ranks_per_node:
-            program = f"torch.distributed.run --nproc-per-node {NUM_RANKS} --max-restarts 20"
-            program += f" --rdzv-backend c10d --rdzv-id chaos --rdzv-endpoint {host}:{self._port}"
-            return ["-m", *program.split(), "--local-addr", host, "-m", "moe_ft", "keep", *job]
+            return ["--ranks-per-node", str(NUM_RANKS), *job]
         if self.networks is not None:
             host = self.networks.address("n0")
         nodes = f"{case.fewest}:{case.num_nodes}" if case.fewest else case.num_nodes
-        program = f"moe_ft keep --nodes {nodes} --ranks-per-node {case.ranks_per_node}"
+        program = f"--nodes {nodes} --ranks-per-node {case.ranks_per_node}"
         program += f" --meet {host}:{self._port} --number {number} --lost-after {LOST_AFTER_S}"
-        return ["-m", *program.split(), *job]
+        return [*program.split(), *job]
 
     def processes(self, *names: str) -> list[psutil.Process]:
         """Return the processes of some nodes, or of all."""
@@ -158,11 +147,9 @@ class ChaosJob:
                     found[int(number)] = each
         return found
 
-    def zygotes(self, *nodes: str) -> list[psutil.Process]:
-        """Return the processes from which ranks of some nodes are forked, of which ours have no name."""
-        ours = {getattr(self.nodes[name].zygote, "pid", None) for name in nodes}
-        found = self.processes(*nodes)
-        return [x for x in found if x.pid in ours or process_name(x.pid) == "moe_ft_zygote"]
+    def fork_servers(self, *nodes: str) -> list[psutil.Process]:
+        """Return the processes from which ranks of some nodes are forked."""
+        return [x for x in self.processes(*nodes) if process_name(x.pid) == "moe_ft_forks"]
 
     def send(self, number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
         for each in processes:

@@ -134,8 +134,8 @@ class Striker:
                 job.networks.cut(name)
                 job.hold(strike.hold_s)
                 job.networks.restore(name)
-            case Kind.KILL_ZYGOTE:
-                found = job.zygotes(*names)
+            case Kind.KILL_FORK_SERVER:
+                found = job.fork_servers(*names)
                 job.send(SIGKILL, found)
             case kind:
                 for node in nodes:

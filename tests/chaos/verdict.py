@@ -162,7 +162,7 @@ def _judge_leftovers(job: ChaosJob, result: Result, sockets: Path | None) -> Non
         result.add(Verdict.LEFTOVER, f"process {each}")
     kinds = {strike.kind for strike in job.case.strikes}
     # A node whose processes were killed is off: it cleans up when it starts again.
-    is_off = bool(kinds & {Kind.KILL_AGENT, Kind.KILL_ZYGOTE})
+    is_off = bool(kinds & {Kind.KILL_AGENT, Kind.KILL_FORK_SERVER})
     memory = sorted(path.name for path in job.memory_dir.rglob("*") if path.is_file())
     if memory and not (is_off and job.case.ranks_per_node):
         result.add(Verdict.LEFTOVER, f"{len(memory)} files in memory: {memory[:3]}")

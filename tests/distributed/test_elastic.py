@@ -252,12 +252,14 @@ def test_nodes_of_torchrun_are_lost_and_join_while_the_others_train(
 ) -> None:
     model = {"num_layers": 2, "train_iters": 300, "calculate_per_token_loss": True}
     words = [
-        *("-m", "moe_ft", "keep", "--", "pretrain_gpt_moe.py", *model_flags(**model), *ELASTIC),
+        *("pretrain_gpt_moe.py", *model_flags(**model), *ELASTIC),
         *("--mock-data", "--moe-ft-strategy", "dense", "--moe-ft-interval", "1"),
         *("--moe-ft-memory-dir", str(memory_dir), *event_flags(tmp_path / "events")),
     ]
     log = tmp_path / "events"
-    with Nodes(tmp_path, words, num_nodes=3, num_ranks=3, max_restarts=3, fewest=1) as nodes:
+    with Nodes(
+        tmp_path, words, num_nodes=3, num_ranks=3, max_restarts=3, fewest=1, keeps=True
+    ) as nodes:
         nodes.start("node0", "node1", "node2")
         wait_for(lambda: _has_trained(log, 3), "training on three nodes", 200)
         wait_for(lambda: _has_peers_of(log, 1), "replicas", 200)

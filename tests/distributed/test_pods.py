@@ -6,11 +6,9 @@ Kubernetes itself is not here: these tests send the signals, and start a pod aga
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, override
 
-import psutil
 import pytest
 
 from moe_ft.events import event_path, read_progress
@@ -29,10 +27,7 @@ REMOVED = 75  # exit code of a pod whose training has not finished
 
 
 class Pods(KeptNodes):
-    """Pods of one JobSet: two with a rank each, spares, and that of the store.
-
-    The zygote of each is a fork of the tests'.
-    """
+    """Pods of one JobSet: two with a rank each, spares, and that of the store."""
 
     def __init__(self, place: Place, **variables: str) -> None:
         """Start nothing yet; variables are those of pod.sh."""
@@ -59,24 +54,11 @@ class Pods(KeptNodes):
         }
 
     @override
-    def command(self, number: int) -> tuple[list[str], dict[str, str]]:
+    def command(self, number: int) -> tuple[list[str], list[str], dict[str, str]]:
         if number == STORE:
-            return ["env", f"NUMBER={STORE}", str(POD)], {
-                **self._variables,
-                "JOB_COMPLETION_INDEX": "0",
-            }
-        return [str(POD)], {**self._variables, "JOB_COMPLETION_INDEX": str(number)}
-
-    @override
-    def keep_of(self, agent: "subprocess.Popen[bytes]") -> int:
-        def found() -> int:
-            for each in psutil.Process(agent.pid).children():
-                with suppress(psutil.Error):  # it has ended
-                    if "keep" in each.cmdline():
-                        return each.pid
-            return 0
-
-        return wait_for(found, "keep in the pod")
+            variables = {**self._variables, "JOB_COMPLETION_INDEX": "0"}
+            return ["env", f"NUMBER={STORE}", str(POD)], [], variables
+        return [str(POD)], [], {**self._variables, "JOB_COMPLETION_INDEX": str(number)}
 
     def events(self, event: str, rank: int) -> list[dict[str, Any]]:
         folder = self.run_dir / "events"

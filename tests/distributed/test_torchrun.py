@@ -32,9 +32,8 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
         *("--moe-ft-memory-dir", str(memory_dir)),
         *("--moe-ft-inject-fault", "lose-node:1@4:backward"),
     ]
-    script = ["-m", "moe_ft", "keep", "--", "-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS]
-    words = [*script, *flags]
-    with Nodes(tmp_path, words, num_nodes=2, num_ranks=2, max_restarts=2) as nodes:
+    words = ["-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS, *flags]
+    with Nodes(tmp_path, words, num_nodes=2, num_ranks=2, max_restarts=2, keeps=True) as nodes:
         nodes.start("node0", "node1")
         assert nodes.wait() == [0, 0], nodes.log("node0")[-3000:]
     # The ranks of both starts were forked from one process a node, which ends with the agent.

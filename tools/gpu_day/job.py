@@ -123,10 +123,12 @@ class Job:
         with socket.socket() as each:
             each.bind(("127.0.0.1", 0))
             port = each.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.num_ranks)]
+        num_processes = "1" if self.is_repaired else str(self.num_ranks)
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", num_processes]
         launcher += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-id", self.name]
         launcher += ["--rdzv-endpoint", f"localhost:{port}"]
-        return [*launcher, *(["-m", "moe_ft", "keep", "--"] if self.is_repaired else [])]
+        keep = ["-m", "moe_ft", "keep", "--ranks-per-node", str(self.num_ranks), "--"]
+        return [*launcher, *(keep if self.is_repaired else [])]
 
     def _log(self, number: int) -> Path:
         return self.folder / f"start_{number}.log"

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from moe_ft.cluster.forked_rank import follow_parent
-from moe_ft.processes import has_ended
+from moe_ft.processes import follow_parent, has_ended
 
 RANK_POLL_S = 1.0
 _LOADING = "_worker_loop"  # of torch's DataLoader

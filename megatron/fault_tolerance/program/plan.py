@@ -212,7 +212,7 @@ class PlannedStart:
                 rank=0, local_rank=0, world_size=args.world_size, node="", is_watched=is_watched
             )
             member = Member(assignment) if is_kept else None
-            member = checked_member(args, member, environment, on_gpus=self._on_gpus)
+            member = checked_member(args, member, on_gpus=self._on_gpus)
             answer_to_lost_nodes(config, args, member)
             checked_heartbeat_s(config, args)
 

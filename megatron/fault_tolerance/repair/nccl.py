@@ -244,7 +244,7 @@ def why_lost(error: BaseException) -> str:
 
 
 def end_process(reason: str) -> NoReturn:
-    """End this process at once: its zygote replaces it if it is armed, or the launcher restarts the job."""
+    """End this process at once: its fork server replaces it if it is armed, or all ranks start again."""
     say(f"process {os.getpid()} ends, because it cannot use its device any more: {reason}")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,6 @@
 """Jobs whose ranks can be replaced in place; others are refused at the start, with the reason."""
 
 import argparse
-import os
 from collections.abc import Mapping
 
 from megatron.fault_tolerance.degraded.rules import check_job
@@ -11,7 +10,6 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.config.lost_nodes import FLAG
 from moe_ft.errors import ConfigError
-from moe_ft.launches import shares_store
 
 _SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 
@@ -36,17 +34,8 @@ _RULES_ON_GPUS: Mapping[str, str] = {
 }
 
 
-def checked_member(
-    args: argparse.Namespace,
-    member: Member | None,
-    environment: Mapping[str, str],
-    *,
-    on_gpus: bool,
-) -> Member:
+def checked_member(args: argparse.Namespace, member: Member | None, *, on_gpus: bool) -> Member:
     """Return the member that this process is.
-
-    Args:
-        environment: of a rank of the job.
 
     Raises:
         ConfigError: if it is none, or the job cannot be repaired.
@@ -55,12 +44,6 @@ def checked_member(
         raise ConfigError(
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
             "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
-        )
-    if shares_store(environment):
-        raise ConfigError(
-            "--moe-ft-repair=auto needs a store of its own for each start, and torchrun shares the one that "
-            "it keeps. Start torchrun with --rdzv-backend=c10d and with the environment variable "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or leave the flag out."
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
@@ -87,9 +70,8 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
         if value in ("auto", "end"):
             return "end"
         raise ConfigError(
-            f"{asked} needs nodes that `python -m moe_ft keep --nodes` starts: torchrun ends all ranks when "
-            "a node is lost. Start keep on each node without torchrun (docs/spare_nodes.md), or leave the "
-            "flag out."
+            f"{asked} needs several nodes, or a spare one: this job has one node, and ends with it. Give "
+            "`python -m moe_ft keep` --nodes and --meet (docs/spare_nodes.md), or leave the flag out."
         )
     if answer == "reroute":
         try:
@@ -106,18 +88,6 @@ def _is_used(args: argparse.Namespace, what: str) -> bool:
     name = "nccl_ub" if flag == "--use-nccl-ub" else flag.removeprefix("--").replace("-", "_")
     given = getattr(args, name)
     return given == value if value else bool(given) and given != "none"
-
-
-def line_on_lost_nodes(args: argparse.Namespace, member: Member) -> str:
-    """Return what the loss of a node means where torchrun has started several; else nothing."""
-    if member.assignment.is_watched or args.world_size == int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ):
-        return ""
-    return (
-        "a dead rank is replaced in place, and a lost node restarts all ranks, since torchrun has started "
-        "them: for spare nodes start `python -m moe_ft keep --nodes` on each instead (docs/spare_nodes.md)"
-    )
 
 
 def checked_heartbeat_s(config: MoeFtConfig, args: argparse.Namespace) -> float:

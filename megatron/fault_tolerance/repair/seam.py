@@ -33,8 +33,8 @@ from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
     checked_member,
-    line_on_lost_nodes,
 )
+from megatron.fault_tolerance.repair.store import TorchStore
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
 from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
 from megatron.fault_tolerance.seams import hooks
@@ -309,9 +309,7 @@ def installed(
         with listeners, hooks.installed(listeners):
             yield {}
         return
-    member = checked_member(args, own_member(), os.environ, on_gpus=not cpu_device.is_active())
-    if args.rank == 0 and (line := line_on_lost_nodes(args, member)):
-        say(line)
+    member = checked_member(args, own_member(), on_gpus=not cpu_device.is_active())
     check_torch()
     if (answer := answer_to_lost_nodes(config, args, member)) == "crowd":
         where = partial(site_of, listeners.find(Checkpoints))
@@ -322,10 +320,9 @@ def installed(
         heart.start(limit_s)  # the setup has a limit too
     # Each thread has a connection of its own, made before those that end with a round.
     deadline_s = 60.0 * args.distributed_timeout_minutes
-    store, watched = (job_store.connect(os.environ, member.link, deadline_s) for _ in range(2))
-    if not member.is_replacement:
-        job_store.take_seat(store, os.environ)
-    member.connect(store, args.world_size)
+    own, watched = (job_store.connect(os.environ, member.link, deadline_s) for _ in range(2))
+    store = TorchStore(own)
+    member.connect(own, args.world_size)
     of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)
     plays = answer == "reroute"
     seam = RepairSeam(member, listeners, store, of_watcher, links, heart, plays_roles=plays)

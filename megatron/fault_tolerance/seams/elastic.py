@@ -24,6 +24,7 @@ from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.cluster import job_store
 from moe_ft.cluster.member import own_member
+from moe_ft.cluster.store_client import JobStore
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError, RepairError
@@ -354,8 +355,8 @@ def _wait_for_end(args: argparse.Namespace) -> NoReturn:
     raise SystemExit(1)
 
 
-def _connect(timeout_s: float) -> dist.Store:
-    """Return a connection to the store of the ranks that train, which rank 0 keeps, or its zygote."""
+def _connect(timeout_s: float) -> dist.Store | JobStore:
+    """Return a connection to the store of the ranks that train, which rank 0 keeps, or an agent."""
     if (member := own_member()) is not None:
         return job_store.connect(os.environ, member.link, timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

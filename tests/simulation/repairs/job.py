@@ -1,16 +1,15 @@
-"""A job whose ranks are repaired: its nodes, its launcher, and its starts until training has ended."""
+"""A job whose ranks are repaired: its nodes, its agents, and their starts until training has ended."""
 
 import signal
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe_ft.cluster import worker
-from moe_ft.cluster.link import START
+from moe_ft.cluster.options import KeepOptions
+from moe_ft.cluster.target import Target
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group
-from tests.simulation.repairs.machine import MACHINE, MEMBER, Machine, handler_of
+from tests.simulation.repairs.machine import LAYOUT, MACHINE, MEMBER, Machine, be_agent, handler_of
 from tests.simulation.repairs.rank import Rank
 from tests.simulation.repairs.schedule import RepairSchedule
 
@@ -21,7 +20,6 @@ WORDS = ["train.py", "--moe-ft-repair", "auto"]
 WITHOUT_SPARE = "--moe-ft-without-spare"
 LOST_AFTER_S = 10.0  # silence of a node
 GRACE_S = 30.0  # between SIGTERM and SIGKILL
-_NOTICE_S = 1.0
 _START_S = 2400.0
 _FIRST_PORT = 29500
 
@@ -32,39 +30,31 @@ class Start:
 
     Attributes:
         groups: of all ranks, by round.
-        workers: ``[rank]`` the small processes that the launcher starts.
-        is_told_to_end: whether the launcher has ended it.
-        keeper: number of the node that keeps the store, if `keep` has started the nodes.
-        had_to_be_killed: whether some worker had not ended long after it was told to.
-        layout: number of an elastic start of all ranks, within that of the launcher.
+        address: of the job's store.
+        keeper: number of the node that keeps it.
+        agents: of nodes, in the order in which they were started.
+        layout: number of a start of all ranks, within that of the agents.
         layouts: those after the first one, of which there are groups alone.
     """
 
     number: int
     size: int
+    address: tuple[str, int]
+    keeper: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
-    workers: list[Process] = field(default_factory=list)
-    is_told_to_end: bool = False
-    keeper: int | None = None
-    had_to_be_killed: bool = False
+    agents: list[Process] = field(default_factory=list)
     layout: int = 0
     layouts: dict[int, "Start"] = field(default_factory=dict)
 
     @property
-    def address(self) -> tuple[str, int]:
-        environ = self.workers[0].environ
-        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-
-    @property
     def is_over(self) -> bool:
-        """True when no worker runs any more."""
-        return not any(each.is_alive for each in self.workers)
+        """True when no agent runs any more."""
+        return not any(each.is_alive for each in self.agents)
 
     @property
     def has_ended_well(self) -> bool:
         """True if training has ended; a node that was lost may have failed, and that of the store not."""
-        codes = [each.exit_code for each in self.workers]
-        return not any(codes) if self.keeper is None else codes[self.keeper] == 0
+        return self.agents[self.keeper].exit_code == 0
 
 
 class Job:
@@ -88,7 +78,6 @@ class Job:
         self._homes: dict[int, str] = {}  # of ranks
         self._before = {0: 0}  # states of each rank, by iteration, before this layout
         self.starts: list[Start] = []
-        self._agents: dict[str, Process] = {}
 
     def run_rank(self) -> None:
         """Be a rank; called in its process."""
@@ -96,7 +85,7 @@ class Job:
 
     @property
     def is_kept(self) -> bool:
-        """True if `keep` starts the nodes, and spares among them."""
+        """True if there are several nodes, or spares."""
         return self.num_spares > 0 or self.fewest > 0 or self.crowds
 
     @property
@@ -124,33 +113,15 @@ class Job:
         return self._memory[rank, self._homes[rank]]
 
     def start(self) -> Start:
-        """Start the worker of each rank, as torchrun does."""
-        keeper = self.keeper if self.is_kept else None
-        started = Start(number=len(self.starts), size=self.size, keeper=keeper)
+        """Start the agents of nodes and spares."""
+        number = len(self.starts)
+        address = f"node{self.keeper}", _FIRST_PORT + number
+        started = Start(number=number, size=self.size, address=address, keeper=self.keeper)
         self.starts.append(started)
-        if self.is_kept:
-            self._start_nodes(started)
-            return started
-        nodes = [self.node_of(rank) for rank in range(self.size)]
-        for rank, node in enumerate(nodes):
-            environ = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank - nodes.index(node)),
-                "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": nodes[0],
-                "MASTER_PORT": str(_FIRST_PORT + started.number),
-                "TORCHELASTIC_RUN_ID": "job",
-            }
-            made = self.machine.make_process(
-                f"worker {rank}",
-                node,
-                self._agent_on(node),
-                environ,
-                lambda: worker.main(self.words),
-            )
-            made.at_death.append(lambda: self._note_end(started))
-            started.workers.append(made)
+        if self.fewest:
+            self._share_memory()
+        for node in range(max(self.num_nodes + self.num_spares, self.keeper + 1)):
+            self._start_node(node, started)
         return started
 
     @property
@@ -160,10 +131,12 @@ class Job:
 
     def start_of(self, process: Process) -> Start:
         """Return the start of a rank: in an elastic job that of its layout."""
-        started, layout = self.starts[-1], int(process.environ.get(START, 0))
+        started, layout = self.starts[-1], process.local[LAYOUT]
         if layout and layout not in started.layouts:
             size = int(process.environ["WORLD_SIZE"])
-            started.layouts[layout] = Start(number=started.number, size=size, layout=layout)
+            started.layouts[layout] = Start(
+                number=started.number, size=size, address=started.address, layout=layout
+            )
             if self.fewest:
                 self._share_memory()
             self.oracle.begin_layout(layout)
@@ -179,63 +152,35 @@ class Job:
 
     def come_back(self, node: str, started: Start) -> None:
         """Start a node again that was lost, if its job runs."""
-        assert started.keeper is not None
-        if started is self.starts[-1] and started.workers[started.keeper].is_alive:
+        if started is self.starts[-1] and started.agents[started.keeper].is_alive:
             self._start_node(int(node.removeprefix("node")), started)
-
-    def _start_nodes(self, started: Start) -> None:
-        """Start the agents of nodes and spares."""
-        if self.fewest:
-            self._share_memory()
-        for number in range(max(self.num_nodes + self.num_spares, self.keeper + 1)):
-            self._start_node(number, started)
 
     def _start_node(self, number: int, started: Start) -> None:
         node = f"node{number}"
-        environ = {
-            "GROUP_RANK": str(number),
-            "GROUP_WORLD_SIZE": str(self.num_nodes),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.size // self.num_nodes),
-            "MASTER_ADDR": f"node{self.keeper}",
-            "MASTER_PORT": str(_FIRST_PORT + started.number),
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_RESTART_COUNT": str(started.number),
-            "MOE_FT_NODE_ID": node,
-            "MOE_FT_KEEP_TOKEN": "secret",
-            "MOE_FT_KEEP_STORE_ON": str(self.keeper),
-            "MOE_FT_KEEP_LOST_AFTER_S": str(LOST_AFTER_S),
-            "MOE_FT_KEEP_GRACE_S": str(GRACE_S),
-            "MOE_FT_KEEP_STATUS": "",
-            "MOE_FT_KEEP_FEWEST": str(self.fewest),
-            "MOE_FT_KEEP_MAX_RESTARTS": str(self.restarts),
-        }
         launcher = self.world.kernel.make_process("launcher", node)
         launcher.local[MACHINE] = self.machine
-        started.workers.append(
+        options = KeepOptions(
+            target=Target(words=tuple(self.words)),
+            ranks_per_node=self.size // self.num_nodes,
+            num_nodes=self.num_nodes,
+            fewest=self.fewest,
+            number=number,
+            store=self.keeper,
+            is_alone=not self.is_kept,
+            meet=started.address,
+            lost_after_s=LOST_AFTER_S,
+            grace_s=GRACE_S,
+            max_restarts=self.restarts,
+            name=node,
+            run="job",
+            restart=started.number,
+            token=f"secret of start {started.number}",
+        )
+        started.agents.append(
             self.machine.make_process(
-                f"agent {number}", node, launcher, environ, lambda: worker.main(self.words)
+                f"agent {number}", node, launcher, {}, lambda: be_agent(options)
             )
         )
-
-    def _agent_on(self, node: str) -> Process:
-        if node not in self._agents or not self._agents[node].is_alive:
-            self._agents[node] = self.world.kernel.make_process("agent", node)
-            self._agents[node].local[MACHINE] = self.machine
-        return self._agents[node]
-
-    def _note_end(self, started: Start) -> None:
-        """Have the launcher end the others soon, if a worker has failed."""
-        kernel = self.world.kernel
-        if any(each.exit_code for each in started.workers) and not started.is_told_to_end:
-            started.is_told_to_end = True
-            kernel.call_later(kernel.random.uniform(0.1, _NOTICE_S), lambda: self._end(started))
-
-    def _end(self, started: Start) -> None:
-        for each in started.workers:
-            if each.is_alive:
-                self._terminate(each)
-        self.world.kernel.call_later(GRACE_S, lambda: self._kill(started))
 
     def _terminate(self, process: Process) -> None:
         if (handler := handler_of(process, signal.SIGTERM)) is None:
@@ -243,15 +188,9 @@ class Job:
             return
 
         def act() -> None:
-            with suppress(OSError):  # a worker would end with it
-                handler(signal.SIGTERM, None)
+            handler(signal.SIGTERM, None)
 
         self.world.kernel.spawn(process, act, "signal")
-
-    def _kill(self, started: Start) -> None:
-        for each in started.workers:
-            started.had_to_be_killed |= each.is_alive
-            self.world.kernel.kill(each)
 
     def run(self, started: Start) -> bool:
         """Run a start to its end; return False if it does not come to one."""
@@ -273,7 +212,7 @@ class Job:
 
     def tell(self, node: str) -> None:
         """Tell a node that it is to end, as a batch system does, and end it after a while."""
-        for each in self.starts[-1].workers:
+        for each in self.starts[-1].agents:
             if each.node == node and each.is_alive:
                 self._terminate(each)
                 self.world.kernel.call_later(

@@ -1,7 +1,7 @@
-"""Processes and local sockets as the keeper sees them on simulated nodes; store.py has the job's store.
+"""Processes and local sockets as agents see them on simulated nodes; store.py has the job's store.
 
-A fork makes a simulated process that does what the product's child does, with what its parent has at that
-moment. Sockets between a worker and its zygote are pipes without descriptors.
+A fork makes a simulated process that does what the product's child does. The pair of sockets between an
+agent and its fork server carries whole messages.
 """
 
 import os
@@ -9,14 +9,16 @@ import signal
 import sys
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_ft.cluster import job_store, node, worker, zygote
+from moe_ft.cluster import agent, fork_server, forks
 from moe_ft.cluster.coordinator import Coordinator
 from moe_ft.cluster.membership import Begin
-from moe_ft.cluster.protocol import IMPORTING, RankRequest
+from moe_ft.cluster.options import KeepOptions
+from moe_ft.cluster.protocol import Fork
 from moe_ft.cluster.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
 
 MACHINE = "machine"  # local state of each process, and of the job
 MEMBER = "member"
+LAYOUT = "layout"  # of a rank: number of the start of all ranks within that of the agents
 FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes into the store
 _IMPORT_S = 2.0
 _ANSWER_S = 0.002
 _LONGEST_END_S = 1.0  # from SIGTERM to the end of a rank
-_POLL_S = 0.02
 
 
 class Machine:
@@ -40,7 +42,7 @@ class Machine:
 
     Attributes:
         changes: woken by whatever a process may wait for.
-        zygotes: by node, with the socket where it listens.
+        fork_servers: by node.
         ports: listeners of stores, by address.
         job: that runs on it.
         slowness: seconds that the store needs for each answer, at most.
@@ -51,7 +53,7 @@ class Machine:
     def __init__(self, current: World, job: "Job") -> None:
         self.world, self.job = current, job
         self.changes = Waiting()
-        self.zygotes: dict[str, tuple[Process, Listener]] = {}
+        self.fork_servers: dict[str, Process] = {}
         self.ports: dict[tuple[str, int], Listener] = {}
         self.descriptors: dict[int, Process] = {}
         self.slowness, self.has_stranger = _ANSWER_S, False
@@ -116,88 +118,69 @@ class Machine:
 
 
 class Connection:
-    """One end of a Unix socket."""
+    """One end of a pair of sockets, which carries messages."""
 
-    def __init__(self, machine: Machine, process: Process) -> None:
-        self.machine, self.process = machine, process
-        self.content, self.is_closed, self.request = b"", False, None
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.content: deque[bytes] = deque()
+        self.owner: Process | None = None
+        self.has_ended = False
         self.peer: Connection
-        process.at_death.append(self.close)
+
+    def belong_to(self, process: Process) -> None:
+        """End with a process."""
+        self.owner = process
+        process.at_death.append(self._end)
+
+    def _end(self) -> None:
+        self.has_ended = True
+        self.machine.changed()
 
     @property
     def is_readable(self) -> bool:
-        return bool(self.content) or self.peer.is_closed
+        return bool(self.content) or self.peer.has_ended
 
     def recv(self, size: int) -> bytes:
-        """Wait for something to come, and return it."""
-        self.machine.wait_for(lambda: bool(self.content) or self.peer.is_closed, None)
-        found, self.content = self.content[:size], self.content[size:]
-        return found
+        """Wait for a message, and return it; nothing if the other side has ended."""
+        self.machine.wait_for(lambda: self.is_readable, None)
+        return self.content.popleft() if self.content else b""
 
-    def recv_into(self, buffer: memoryview) -> int:
-        found = self.recv(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
-
-    def sendall(self, content: bytes) -> None:
+    def send(self, content: bytes, flags: int = 0) -> None:
         self.machine.world.kernel.event("keeper: send")
-        if self.peer.is_closed:
+        if self.peer.has_ended:
             raise BrokenPipeError(32, "Broken pipe")
-        self.peer.content += content
+        self.peer.content.append(content)
         self.machine.changed()
 
     def close(self) -> None:
-        self.is_closed = True
-        self.machine.changed()
+        """Close this end, unless that of another process is meant."""
+        if self.machine.world.process is self.owner:
+            self._end()
 
-    def setblocking(self, flag: bool) -> None:
-        """Do nothing."""
 
-    def fileno(self) -> "Connection":
-        return self
-
-    def __enter__(self) -> "Connection":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _socket_pair() -> tuple[Connection, Connection]:
+    machine = machine_here()
+    ours, theirs = Connection(machine), Connection(machine)
+    ours.peer, theirs.peer = theirs, ours
+    ours.belong_to(machine.world.process)
+    return ours, theirs
 
 
 class Listener:
-    """A socket that listens, of a zygote or of a store, which is a server then."""
+    """A socket that listens, of a store, which is a server then."""
 
-    def __init__(
-        self, machine: Machine, process: Process, address: tuple[str, int] = ("", 0)
-    ) -> None:
+    def __init__(self, machine: Machine, process: Process, address: tuple[str, int]) -> None:
         self.machine, self.process, self._address = machine, process, address
-        self.pending: deque[Connection] = deque()
         # By prefix: of the starts that one store serves.
-        self.starts = defaultdict[str, Values](lambda: Values(FORGED, spared=("run", "seat")))
+        self.starts = defaultdict[str, Values](lambda: Values(FORGED))
         self.server: Process | None = None
         self.store: Any = None
 
     def getsockname(self) -> tuple[str, int]:
         return self._address
 
-    @property
-    def is_readable(self) -> bool:
-        return bool(self.pending)
-
-    def accept(self) -> tuple[Connection, None]:
-        return self.pending.popleft(), None
-
-    def connect(self, process: Process) -> Connection:
-        one, other = Connection(self.machine, process), Connection(self.machine, self.process)
-        one.peer, other.peer = other, one
-        self.pending.append(other)
-        self.machine.changed()
-        return one
-
     def close(self) -> None:
         """Do nothing: who listens is the process."""
-
-    def fileno(self) -> "Listener":
-        return self
 
 
 class Selector:
@@ -233,7 +216,7 @@ def machine_here() -> Machine:
 
 
 class _System:
-    """The module `os` of zygotes and workers."""
+    """The module `os` of agents and fork servers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -241,26 +224,20 @@ class _System:
     def fork(self) -> int:
         """Do in a new process what the caller does in its child."""
         machine, seen = machine_here(), sys._getframe(1).f_locals
-        parent = machine.world.process
-        if "request" not in seen:  # in a node's process
-            given = seen["environment"], seen["words"], seen["listener"]
-            store = machine.make_process(
-                "store", parent.node, parent, dict(given[0]), lambda: node.serve_store(*given)
-            )
-            parent.children.append(store)
-            return store.pid
-        request: RankRequest = seen["request"]
-        environ = dict(request.environment)
-        act: Callable[[], Any]
-        if "listener" in seen:
-            act = lambda: job_store.serve(seen["listener"], environ, seen["token"])  # noqa: E731
-            name = "store"
-        else:
-            act = lambda: zygote._be_rank(request, (), seen["member"])  # noqa: E731
-            name = f"rank {environ['RANK']}" if "RANK" in environ else "node"
+        parent, act = machine.world.process, seen["act"]
+        environ, local = dict(parent.environ), dict[str, Any]()
+        name = "fork server" if "theirs" in seen else "store"
+        if "request" in seen:
+            request: Fork = seen["request"]
+            environ |= request.environment
+            name = f"rank {request.assignment.rank}"
+            layout = request.assignment.start - machine.job.starts[-1].number
+            local = {MEMBER: seen["member"], LAYOUT: layout}
         child = machine.make_process(name, parent.node, parent, environ, act)
-        if name != "node":
-            child.local[MEMBER] = seen.get("member")
+        child.local |= local
+        if "theirs" in seen:
+            seen["theirs"].belong_to(child)
+            machine.fork_servers[parent.node] = child
         parent.children.append(child)
         return child.pid
 
@@ -275,8 +252,11 @@ class _System:
         assert code is not None
         return pid, -code if code < 0 else code << 8
 
+    def kill(self, pid: int, number: int) -> None:
+        self.killpg(pid, number)
+
     def killpg(self, pid: int, number: int) -> None:
-        """Send a signal to a rank, which takes a while to end after SIGTERM, or to a node's process."""
+        """Send a signal to a process; a rank takes a while to end after SIGTERM."""
         machine = machine_here()
         process, kernel = machine.process_of(pid), machine.world.kernel
         if not process.is_alive:
@@ -289,15 +269,11 @@ class _System:
             delay_s = kernel.random.random() * _LONGEST_END_S
             kernel.call_later(delay_s, lambda: _end_unless_stopped(process, number))
 
-    def open(self, path: str, flags: int) -> int:
-        return -1
-
     def close(self, descriptor: int) -> None:
         """Do nothing."""
 
-    def execv(self, path: str, words: Sequence[str]) -> None:
-        """Refuse: a worker without a zygote."""
-        raise AssertionError("a rank starts without its zygote")
+    def setsid(self) -> None:
+        """Do nothing."""
 
 
 def handler_of(process: Process, number: int) -> Callable[..., Any] | None:
@@ -320,67 +296,20 @@ def _select(readers: Iterable[Any], *_: Any) -> tuple[list[Any], list[Any], list
     return found, [], []
 
 
-def _connect(target: Target, agent_pid: int) -> Connection:
-    """Connect to the zygote of the node, which the first worker starts."""
-    machine = machine_here()
-    own, kernel = machine.world.process, machine.world.kernel
-    while True:
-        found = machine.zygotes.get(own.node)
-        if found is not None and found[0].is_alive:
-            return found[1].connect(own)
-        if own.environ.get("LOCAL_RANK", "0") == "0":
-            _start_zygote(machine, own.node, agent_pid)
-        kernel.sleep(_POLL_S)
+def _import_modules(target: Target) -> str:
+    machine_here().world.kernel.sleep(_IMPORT_S)
+    return ""
 
 
-def _connect_here(path: str) -> Connection:
-    """Connect to the zygote of the node, which runs."""
-    machine = machine_here()
-    zygote_here, listener = machine.zygotes[machine.world.process.node]
-    if not zygote_here.is_alive:
-        raise ConnectionRefusedError(111, "Connection refused")
-    return listener.connect(machine.world.process)
-
-
-def _start_zygote(machine: Machine, node: str, agent_pid: int) -> None:
-    def serve() -> None:
-        machine.world.kernel.sleep(_IMPORT_S)
-        process.local["imported"] = True
-        zygote.Zygote(listener, agent_pid).serve()  # type: ignore[arg-type]
-
-    process = machine.make_process("zygote", node, machine.process_of(agent_pid), {}, serve)
-    listener = Listener(machine, process)
-    machine.zygotes[node] = process, listener
-
-
-def _process_name(pid: int) -> str:
-    return "" if machine_here().process_of(pid).local.get("imported") else IMPORTING
-
-
-def _send_request(connection: Any, request: RankRequest, streams: Any) -> None:
-    connection.request = request
-    connection.sendall(b"\0")
-
-
-def _receive_request(connection: Any) -> tuple[RankRequest, list[int]]:
-    if not connection.recv(1):
-        raise ConnectionError("this is no request for a rank")
-    return connection.peer.request, []
-
-
-def _read_target(words: Sequence[str]) -> Target:
-    environ = machine_here().world.process.environ
-    of_node = environ if "GROUP_RANK" in environ else {}
-    return Target(words=tuple(words), preload=(), of_node=dict(of_node))
-
-
-def _run(target: Target) -> None:
-    """Be a rank, or the process of a node."""
-    machine = machine_here()
-    if "RANK" in machine.world.process.environ:
-        machine.job.run_rank()
-    else:
-        node.main(target.words[2:])
+def be_agent(options: KeepOptions) -> None:
+    """Be the agent of a node, in its process."""
+    server = forks.Forks(partial(fork_server.serve_forks, options.target))
+    if options.has_ranks:
+        server.start()
+    found = agent.join(options, server, lambda _: None)
+    if not isinstance(found, int):  # the node of the store alone
+        found()
+    raise SystemExit(found)
 
 
 class _NoFacts:
@@ -398,35 +327,32 @@ class _NoFacts:
     def is_due(self) -> bool:
         return False
 
+    def close(self) -> None:
+        pass
+
     def remove_memory(self) -> None:
         pass
 
 
 def install(patches: Patches) -> None:
-    """Have the keeper's code run on simulated nodes."""
-    for module in (zygote, worker, node):
+    """Have the code of agents and fork servers run on simulated nodes."""
+    for module in (agent, fork_server, forks):
         patches.set(module, "os", _System())
-    for module in (zygote, node):
-        patches.set(module, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1))
-    patches.set(node, "set_process_name", lambda name: None)
-    patches.set(node, "OwnNode", _NoFacts)
+    for module in (agent, fork_server):
+        patches.set(module, "set_process_name", lambda name: None)
+    patches.set(agent, "OwnNode", _NoFacts)
     patches.set(Coordinator, "_begin", _observed(Coordinator._begin))
-    patches.set(node, "send_request", _send_request)
-    patches.set(node, "_connect", _connect_here)
-    patches.set(zygote, "why_not_to_fork", lambda: "")
-    patches.set(zygote, "receive_request", _receive_request)
-    patches.set(zygote, "become", lambda request, streams: None)
-    patches.set(zygote, "run", _run)
-    patches.set(zygote, "become_member", lambda member: None)
-    patches.set(worker, "read_target", _read_target)
-    patches.set(worker, "_connect", _connect)
-    patches.set(worker, "socket_path", lambda agent_pid: "")
-    patches.set(worker, "send_request", _send_request)
-    patches.set(worker, "peer_pid", lambda connection: connection.peer.process.pid)
-    patches.set(worker, "process_name", _process_name)
-    patches.set(worker, "is_stopped", lambda pid: machine_here().process_of(pid).is_suspended)
-    patches.set(worker, "select", SimpleNamespace(select=_select))
-    patches.divert(signal, "pidfd_send_signal", _send_signal)
+    patches.set(forks, "socket_pair", _socket_pair)
+    patches.set(forks, "select", SimpleNamespace(select=_select))
+    patches.set(forks, "is_stopped", lambda pid: machine_here().process_of(pid).is_suspended)
+    selectors = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=1)
+    patches.set(fork_server, "selectors", selectors)
+    patches.set(fork_server, "import_modules", _import_modules)
+    patches.set(fork_server, "why_not_to_fork", lambda: "")
+    patches.set(fork_server, "become", lambda name, environment: None)
+    patches.set(fork_server, "run", lambda target: machine_here().job.run_rank())
+    patches.set(fork_server, "become_member", lambda member: None)
+    patches.divert(signal, "pthread_sigmask", lambda world, how, mask: set())
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))
 
 
@@ -442,7 +368,3 @@ def _observed(
         original(self, command)
 
     return begin
-
-
-def _send_signal(world: World, descriptor: int, number: int) -> None:
-    world.kernel.kill(machine_here().descriptors[descriptor], -number)

@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ft.cluster import answers, job_store, law, roster, rounds
+from moe_ft.cluster.agent import Agent
+from moe_ft.cluster.fork_server import ForkServer
+from moe_ft.cluster.forks import Forks
 from moe_ft.cluster.link import Link, Pulse
 from moe_ft.cluster.membership import Job
-from moe_ft.cluster.node import Node
 from moe_ft.cluster.rounds import Entry, Rounds
-from moe_ft.cluster.zygote import Zygote
 from moe_ft.faults import Section
 from moe_ft.loop import hangs
 from moe_ft.loop.hangs import Hangs, Limits, Silence
@@ -91,13 +92,13 @@ def slow_writes_are_silence(patches: Patches) -> None:
 
 @repair_mutation
 def silent_ranks_live_on(patches: Patches) -> None:
-    """The zygote does not kill a rank that is stopped."""
-    patches.set(Zygote, "_end_silent", lambda self: None)
+    """The fork server does not kill a rank that is stopped."""
+    patches.set(ForkServer, "_end_silent", lambda self: None)
 
 
 @repair_mutation
 def own_stop_held_against_ranks(patches: Patches) -> None:
-    """Time in which the zygote did not run counts as silence of its ranks."""
+    """Time in which the fork server did not run counts as silence of its ranks."""
 
     def silent_s(self: Pulse) -> float:
         now_s = time.monotonic()
@@ -123,7 +124,7 @@ def told_to_end_and_replaced(patches: Patches) -> None:
 
 @repair_mutation
 def replacement_without_the_token(patches: Patches) -> None:
-    """The zygote does not pass the token of the start to a replacement."""
+    """The fork server does not pass the token of the start to a replacement."""
     original = Member.replacement
 
     def replacement(self: Member, died_s: float) -> Member:
@@ -325,7 +326,7 @@ def crowded_slots_forgotten(patches: Patches) -> None:
 @node_mutation
 def ranks_that_move_live_on(patches: Patches) -> None:
     """A host does not end ranks that another node gets, and reports that they have failed."""
-    patches.set(Node, "_let_go", lambda self, order: None)
+    patches.set(Forks, "end", lambda self, ranks: None)
 
 
 @node_mutation
@@ -344,7 +345,7 @@ def slots_move_in_the_middle_of_a_round(patches: Patches) -> None:
 @node_mutation
 def store_is_waited_for(patches: Patches) -> None:
     """A node that is cut off waits for the job's store, and its ranks live on."""
-    patches.set(Node, "_ask", lambda self, ask: ask())
+    patches.set(Agent, "_ask", lambda self, ask: ask())
 
 
 @node_mutation
@@ -363,13 +364,14 @@ def ends_kept_to_oneself(patches: Patches) -> None:
 @node_mutation
 def orders_ignored(patches: Patches) -> None:
     """A node does not run the ranks that it is given."""
-    patches.set(Node, "_take", lambda self, order: None)
+    patches.set(Agent, "_take", lambda self, order: None)
 
 
 @elastic_mutation
 def starts_share_a_store(patches: Patches) -> None:
     """Ranks of all starts use the same keys in the store."""
-    patches.set(job_store, "_prefix", lambda environment: "moe_ft")
+    original = job_store._open
+    patches.set(job_store, "_open", lambda address, run, token, _: original(address, run, token, 0))
 
 
 @elastic_mutation

@@ -61,8 +61,6 @@ class Rank:
         member, link = self.member, self.link
         self._ends = Ends(self._job, self._start, self.rank)
         store, watched = (job_store.connect(os.environ, link, TIMEOUT_S) for _ in range(2))
-        if not member.is_replacement:
-            job_store.take_seat(store, os.environ)
         member.connect(store, self._start.size)
         of_watcher = Rounds(member.sign(watched), self.rank, self._start.size)
         self.loop, config = LoopState(), RecoveryConfig(hang_limit=self._job.hang_limit)

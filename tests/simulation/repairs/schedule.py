@@ -14,12 +14,12 @@ MENDED = {
     "stranger-in-store": 3,
 }
 RESTARTS = {
-    "kill-zygote": 1,
-    "stop-zygote": 2,
+    "kill-fork-server": 1,
+    "stop-fork-server": 2,
     "kill-store": 1,
     "stop-store": 1,
     "lose-node": 2,
-    "kill-worker": 1,
+    "kill-agent": 1,
     "raise": 1,
 }
 WITH_SPARES = {
@@ -58,7 +58,7 @@ OF_STARTS = IN_REPAIRS[-3:]
 BEHIND = {
     "store": 300,
     "keeper": 30,
-}  # of the store and of zygotes: how many a rank and start has, about
+}  # of the store and of agents: how many a rank and start has, about
 _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
@@ -227,8 +227,7 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         return draw_hangs(seed)
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
-    nodes = rng.choice([each for each in (1, 1, 2, 3) if each <= ranks])
-    spares, keeps_apart = 0, False
+    nodes, spares, keeps_apart = 1, 0, False
     of_spares = random.Random(f"spares {seed}")
     if of_spares.random() < with_spares:
         nodes = of_spares.choice([each for each in (2, 3) if ranks % each == 0])

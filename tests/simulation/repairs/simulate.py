@@ -207,9 +207,8 @@ class Injection:
             if (process := self._job.process_of(each)) is not None:
                 self._hit("hang", process)
 
-    def _zygote_of(self, rank: int) -> Process | None:
-        found = self._job.machine.zygotes.get(self._job.node_of(rank))
-        return None if found is None else found[0]
+    def _fork_server_of(self, rank: int) -> Process | None:
+        return self._job.machine.fork_servers.get(self._job.node_of(rank))
 
     def _store(self) -> Process | None:
         listeners = list(self._job.machine.ports.values())
@@ -229,15 +228,15 @@ class Injection:
     def _stranger_in_store(self, fault: Fault, rank: int) -> None:
         self._job.machine.has_stranger = True
 
-    def _kill_zygote(self, fault: Fault, rank: int) -> None:
-        if (zygote := self._zygote_of(rank)) is not None:
-            self._kernel.kill(zygote)
+    def _kill_fork_server(self, fault: Fault, rank: int) -> None:
+        if (server := self._fork_server_of(rank)) is not None:
+            self._kernel.kill(server)
 
-    def _stop_zygote(self, fault: Fault, rank: int) -> None:
+    def _stop_fork_server(self, fault: Fault, rank: int) -> None:
         self._oracle.excuses.append("a process is stopped")
         is_for_ever = fault.amount > 0.5
         seconds = _FOR_EVER_S if is_for_ever else fault.amount * _LONGEST_STOP_S
-        self._suspend(self._zygote_of(rank), seconds)
+        self._suspend(self._fork_server_of(rank), seconds)
 
     def _kill_store(self, fault: Fault, rank: int) -> None:
         if (store := self._store()) is not None:
@@ -262,8 +261,8 @@ class Injection:
         self._oracle.away_s[node] = _FOR_EVER_S
         self._job.tell(node)
 
-    def _kill_worker(self, fault: Fault, rank: int) -> None:
-        self._kernel.kill(self._job.starts[-1].workers[rank])
+    def _kill_agent(self, fault: Fault, rank: int) -> None:
+        self._kernel.kill(self._job.starts[-1].agents[0])
 
 
 def simulate(schedule: RepairSchedule, folder: Path) -> Verdict:
@@ -306,7 +305,7 @@ def _run_starts(schedule: RepairSchedule, job: Job, oracle: Oracle) -> None:
         injection.begin([fault for fault in schedule.faults if fault.start == number])
         start = job.start()
         has_ended = job.run(start)
-        codes = [each.exit_code for each in start.workers]
+        codes = [each.exit_code for each in start.agents]
         oracle.log.append(f"{kernel.now:.3f} s: start {number} over: {codes} {oracle.excuses}")
         oracle.after(start, job, has_ended=has_ended)
         if not has_ended or start.has_ended_well:

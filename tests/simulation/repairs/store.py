@@ -17,14 +17,10 @@ _ANSWER_S = 30.0
 _LOOK_S = 0.1  # between two looks at a round: more would only take time
 
 
-def _address_of(environment: Any) -> tuple[str, int]:
-    return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-
-
-def _listen(environment: Any) -> Listener:
+def _listen_at(address: tuple[str, int], *, is_alone: bool = False) -> Listener:
     machine = machine_here()
-    listener = Listener(machine, machine.world.process, _address_of(environment))
-    if machine.ports.setdefault(_address_of(environment), listener) is not listener:
+    listener = Listener(machine, machine.world.process, address)
+    if machine.ports.setdefault(address, listener) is not listener:
         raise OSError(98, "Address already in use")
     return listener
 
@@ -47,23 +43,12 @@ class _Sockets:
 class StoreServer:
     """The server of a start: those who know its token are let in."""
 
-    def __init__(self, token: str, run: str, *, num_seats: int = 0) -> None:
-        self.token, self._num_seats, self._seated = token, num_seats, set[int]()
+    def __init__(self, token: str, run: str) -> None:
+        self.token = token
 
     def start(self, listener: Listener) -> None:
         listener.server, listener.store = machine_here().world.process, self
         machine_here().changed()
-
-    def give_token(self, rank: int) -> str:
-        """Return the token for a rank that asks for it, once."""
-        if not 0 < rank < self._num_seats or rank in self._seated:
-            raise RepairError(f"rank {rank} has its token already")
-        self._seated.add(rank)
-        return self.token
-
-
-def _ask_for_token(address: tuple[str, int], run: str, rank: int) -> str:
-    return JobStore(address, run, "").server.give_token(rank)
 
 
 class JobStore(Store):
@@ -76,7 +61,7 @@ class JobStore(Store):
         if not self._machine.wait_for(self._answers, _ANSWER_S):
             raise TimeoutError("timed out")
         self.server: StoreServer = self._listener.store
-        if token not in ("", self.server.token):
+        if token != self.server.token:
             raise RepairError("the store is not the one of this start")
         self.values = self._listener.starts[prefix]
 
@@ -98,6 +83,9 @@ class JobStore(Store):
         if machine.has_stranger:
             self.values.forge(key)
 
+    def close(self) -> None:
+        """Do nothing."""
+
     def get(self, key: str) -> bytes:
         while key not in self.values.texts:
             self._reach(key)
@@ -108,8 +96,7 @@ class JobStore(Store):
 def install(patches: Patches) -> None:
     """Have the keeper and its ranks use simulated stores."""
     patches.set(rounds, "_MIN_POLL_S", _LOOK_S)
-    patches.set(job_store, "listen", _listen)
+    patches.set(job_store, "listen_at", _listen_at)
     patches.set(job_store, "socket", _Sockets())
     patches.set(job_store, "StoreServer", StoreServer)
     patches.set(job_store, "JobStore", JobStore)
-    patches.set(job_store, "ask_for_token", _ask_for_token)

@@ -9,7 +9,6 @@ from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
     checked_member,
-    line_on_lost_nodes,
 )
 from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
@@ -38,7 +37,7 @@ def args(**changes: Any) -> Namespace:
 
 
 def check(member: Member | None = None, *, on_gpus: bool = False, **changes: Any) -> Member:
-    return checked_member(args(**changes), member or member_of(), {}, on_gpus=on_gpus)
+    return checked_member(args(**changes), member or member_of(), on_gpus=on_gpus)
 
 
 def test_supported_job_is_repaired() -> None:
@@ -49,16 +48,7 @@ def test_supported_job_is_repaired() -> None:
 
 def test_rank_that_nothing_would_replace_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs ranks that are forked by `python -m moe_ft keep`"):
-        checked_member(args(), None, {}, on_gpus=False)
-
-
-def test_store_that_torchrun_shares_is_refused() -> None:
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    message = (
-        "--moe-ft-repair=auto needs a store of its own .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    )
-    with pytest.raises(ConfigError, match=message):
-        checked_member(args(), member_of(), environment, on_gpus=False)
+        checked_member(args(), None, on_gpus=False)
 
 
 ON_GPUS_ONLY = [
@@ -107,13 +97,13 @@ def answer(value: str, *, is_watched: bool = True, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("value", ["wait", "crowd", "reroute", "shrink"])
-def test_answer_to_lost_nodes_that_needs_keep_is_refused_without_it(value: str) -> None:
-    message = f"--moe-ft-without-spare={value} needs nodes that `python -m moe_ft keep --nodes` st"
+def test_answer_to_lost_nodes_is_refused_where_there_is_one_node(value: str) -> None:
+    message = f"--moe-ft-without-spare={value} needs several nodes, or a spare one"
     with pytest.raises(ConfigError, match=message):
         answer(value, is_watched=False)
 
 
-def test_job_under_torchrun_ends_when_a_node_is_lost_and_one_under_keep_crowds() -> None:
+def test_job_of_one_node_ends_with_it_and_one_of_several_crowds() -> None:
     assert [answer("auto", is_watched=each) for each in (False, True)] == ["end", "crowd"]
 
 
@@ -134,15 +124,3 @@ def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:
         args.distributed_timeout_seconds_after_init = after_init_s
         with pytest.raises(ConfigError, match=f"=59.5 must be less than {after_init_s}, .* Lower"):
             checked_heartbeat_s(config, args)
-
-
-@pytest.mark.parametrize(
-    ("local", "is_watched", "is_said"),
-    [("2", False, True), ("4", False, False), ("2", True, False)],
-)
-def test_lost_node_is_told_of_where_torchrun_has_started_several(
-    local: str, is_watched: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    member = member_of(is_watched=is_watched)
-    assert bool(line_on_lost_nodes(args(), member)) == is_said

@@ -11,8 +11,10 @@ import pytest
 
 from moe_ft.cluster import law
 from moe_ft.cluster.coordinator import policy_of
+from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.roster import ARRIVED, Order, of_node
 from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.target import Target
 from tests.unit.moe_ft.cluster.node_job import Job, ranks
 
 Advance = Callable[[float], None]
@@ -224,10 +226,16 @@ def test_policy_is_read_from_the_command_line(
 ) -> None:
     domains = tmp_path / "domains"
     domains.write_text("host0 rack0\n")
-    environment = {"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "3"}
-    environment |= {"MOE_FT_KEEP_FEWEST": fewest, "MOE_FT_KEEP_MAX_RESTARTS": "5"}
     given = ["--moe-ft-repair", "auto", "--moe-ft-failure-domain", str(domains), *words.split()]
-    policy = policy_of(environment, given)
+    options = KeepOptions(
+        target=Target(words=("train.py", *given)),
+        num_nodes=3,
+        ranks_per_node=4,
+        number=3,
+        fewest=int(fewest or 0),
+        max_restarts=5,
+    )
+    policy = policy_of(options)
     assert policy.shape == (3, 4, int(fewest or 0))
     assert (policy.repair, policy.store, policy.max_restarts) == (True, 3, 5)
     assert (policy.without_spare, policy.domains) == (without, {"host0": "rack0"})

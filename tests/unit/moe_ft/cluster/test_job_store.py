@@ -24,7 +24,7 @@ Environment = dict[str, str]
 
 
 def environment(rank: int = 1, run: str = "a", host: str = "127.0.0.1") -> Environment:
-    """Return the variables of a rank of two, on one node, whose job's port is free."""
+    """Return the variables of a rank of two whose job's port is free."""
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(free_port()),
@@ -35,13 +35,18 @@ def environment(rank: int = 1, run: str = "a", host: str = "127.0.0.1") -> Envir
     }
 
 
+def listen(given: Environment, *, is_alone: bool = True) -> socket.socket:
+    address = given["MASTER_ADDR"], int(given["MASTER_PORT"])
+    return job_store.listen_at(address, is_alone=is_alone)
+
+
 @contextmanager
-def served(given: Environment, token: str = TOKEN) -> Iterator[None]:
-    """Keep the store of a start, as a zygote has it kept."""
-    listener = job_store.listen(given)
+def served(given: Environment, *, is_alone: bool = True) -> Iterator[None]:
+    """Keep the store of a start, as an agent has it kept."""
+    listener = listen(given, is_alone=is_alone)
     server = os.fork()
     if server == 0:
-        job_store.serve(listener, given, token)
+        job_store.serve(listener, given["TORCHELASTIC_RUN_ID"], TOKEN, 2)
     listener.close()
     try:
         yield
@@ -59,18 +64,17 @@ def given() -> Iterator[Environment]:
 def test_store_outlives_the_processes_that_use_it(given: Environment) -> None:
     writer = os.fork()
     if writer == 0:
-        job_store.connect(given, Link(), DEADLINE_S).set("key", "value")
+        job_store.connect(given, Link(token=TOKEN), DEADLINE_S).set("key", "value")
         os._exit(0)
     assert os.waitpid(writer, 0)[1] == 0
-    assert job_store.connect(given, Link(token=TOKEN), DEADLINE_S).get("key") == b"value"
+    assert job_store.connect(given, Link(token=TOKEN), DEADLINE_S).wait(["key"], 0.0) == b"value"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_store_listens_on_the_interface_of_master_addr_alone(host: str, num_nodes: int) -> None:
     given = environment(host=host)
-    given["WORLD_SIZE"] = str(2 * num_nodes)
-    with served(given):
+    with served(given, is_alone=num_nodes == 1):
         job_store.connect(given, Link(token=TOKEN), DEADLINE_S)
         with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
             stranger.connect(("127.0.0.3", int(given["MASTER_PORT"])))
@@ -92,31 +96,24 @@ def test_store_listens_everywhere_only_if_other_nodes_could_not_reach_it_otherwi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = environment(host="node7")
-    given["WORLD_SIZE"] = str(2 * num_nodes)
     port = int(given["MASTER_PORT"])
     monkeypatch.setattr(
         addresses, "_resolve", lambda host: [(socket.AF_INET, each) for each in found]
     )
-    with job_store.listen(given), socket.socket() as other:
+    with listen(given, is_alone=num_nodes == 1), socket.socket() as other:
         assert (other.connect_ex(("127.0.0.3", port)) == 0) == is_everywhere
 
 
 def test_port_that_is_taken_is_noticed_before_anything_is_forked(given: Environment) -> None:
     with pytest.raises(OSError, match="Address already in use"):
-        job_store.listen(given)
-
-
-def test_first_rank_whose_zygote_could_not_listen_uses_no_other_store(given: Environment) -> None:
-    with pytest.raises(RepairError, match="could not listen at 127.0.0.1:"):
-        job_store.connect({**given, "RANK": "0"}, Link(), DEADLINE_S)
+        listen(given)
 
 
 @pytest.mark.parametrize(
     ("changes", "token", "message"),
     [
-        ({"TORCHELASTIC_RUN_ID": "b"}, "", "is of another job than 'b'"),
+        ({"TORCHELASTIC_RUN_ID": "b"}, TOKEN, "is of another job than 'b'"),
         ({}, "of another start", "is not the one of this start: another job has taken the port"),
-        ({"RANK": "0"}, "of another start", "is not the one of this start"),
     ],
 )
 def test_rank_of_another_job_does_not_use_the_store(
@@ -126,35 +123,16 @@ def test_rank_of_another_job_does_not_use_the_store(
         job_store.connect({**given, **changes}, Link(token=token), DEADLINE_S)
 
 
-def test_each_rank_has_one_first_process_in_a_store(given: Environment) -> None:
-    store = job_store.connect(given, link := Link(), DEADLINE_S)
-    assert link.token == TOKEN
-    job_store.take_seat(store, given)
-    job_store.take_seat(store, {**given, "RANK": "0"})
-    with pytest.raises(RepairError, match="has a rank 1 already: it is of another job"):
-        job_store.take_seat(store, given)
-
-
-@pytest.mark.parametrize("rank", ["0", "1", "2", "4294967295"])
-def test_token_of_torchrun_is_given_to_each_rank_once_and_to_nobody_else(
-    given: Environment, rank: str
-) -> None:
-    job_store.connect(given, Link(), DEADLINE_S)
-    address = ("127.0.0.1", int(given["MASTER_PORT"]))
-    with pytest.raises(RepairError, match=f"has a rank {rank} already"):
-        store_client.ask_for_token(address, "a", int(rank))
-
-
 def test_store_that_is_not_one_of_repairs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client, "_ANSWER_S", 0.1)
     given = environment()
     port = int(given["MASTER_PORT"])
     _stock = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(RepairError, match="the store of this job does not answer"):
-        job_store.connect(given, Link(), DEADLINE_S)
+        job_store.connect(given, Link(token=TOKEN), DEADLINE_S)
 
 
-def test_rank_waits_while_the_node_of_rank_0_imports_and_says_so(
+def test_rank_waits_for_the_node_of_the_store_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(job_store, "_PATIENCE_S", 0.0)
@@ -168,19 +146,17 @@ def test_rank_waits_while_the_node_of_rank_0_imports_and_says_so(
 
     monkeypatch.setattr(job_store, "say", say_and_note)
     rank = threading.Thread(
-        target=lambda: found.append(job_store.connect(given, Link(), DEADLINE_S))
+        target=lambda: found.append(job_store.connect(given, Link(token=TOKEN), DEADLINE_S))
     )
     rank.start()
     assert has_said.wait(DEADLINE_S)
     with served(given):
         rank.join(DEADLINE_S)
     assert len(found) == 1
-    where = (
-        f"waiting up to 60 s for the node of rank 0 to listen at 127.0.0.1:{given['MASTER_PORT']}"
-    )
-    assert capsys.readouterr().err.count(where) == 1
+    line = "waiting up to 60 s for the node of the job's store to listen at 127.0.0.1:"
+    assert capsys.readouterr().err.count(line + given["MASTER_PORT"]) == 1
 
 
 def test_wait_for_a_store_that_nobody_keeps_has_an_end() -> None:
     with pytest.raises(RepairError, match="nothing has listened at 127.0.0.1:.* within 0 s"):
-        job_store.connect(environment(), Link(), 0.0)
+        job_store.connect(environment(), Link(token=TOKEN), 0.0)

@@ -1,6 +1,7 @@
 """Link of a rank and its zygote: real beats, and flags that are read before any other.
 
-How silence counts is simulated (tests/simulation/repairs); test_zygote.py replaces ranks that die and stop.
+How silence counts is simulated (tests/simulation/repairs); test_fork_server.py replaces ranks that die and
+stop.
 """
 
 import threading

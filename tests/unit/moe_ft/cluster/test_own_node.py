@@ -12,7 +12,7 @@ PERIOD_S = 0.25
 
 def make_nodes(*ids: str) -> dict[str, OwnNode]:
     """Return nodes on this machine that know each other."""
-    made = {each: OwnNode({"MASTER_ADDR": "127.0.0.1"}, (), PERIOD_S, LIMIT_S) for each in ids}
+    made = {each: OwnNode("127.0.0.1", None, PERIOD_S, LIMIT_S) for each in ids}
     for node in made.values():
         node.open()
     addresses = {each: node.facts(has_ranks=False)["address"] for each, node in made.items()}

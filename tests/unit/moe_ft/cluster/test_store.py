@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron.fault_tolerance.repair.store import TorchStore
 from moe_ft.cluster import job_store, store_client, store_server
-from moe_ft.cluster.link import Link
 from moe_ft.cluster.store_client import JobStore
 from moe_ft.cluster.store_wire import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, PROOF_BYTES, Reply
-from moe_ft.errors import RepairError
-from tests.unit.moe_ft.cluster.test_job_store import DEADLINE_S, TOKEN, environment
+from moe_ft.errors import JobStoreError, RepairError
+from tests.unit.moe_ft.cluster.test_job_store import DEADLINE_S, TOKEN
 
 NUM_RANKS = 1000
 SOFT_LIMIT = 1024  # of open files, as login shells and SLURM give it
@@ -30,16 +30,16 @@ Address = tuple[str, int]
 @contextmanager
 def served(num_ranks: int = 2) -> Iterator[Address]:
     """Keep a store in a process with the limit of login shells."""
-    given = environment() | {"WORLD_SIZE": str(num_ranks)}
-    listener = job_store.listen(given)
+    listener = job_store.listen_at(("127.0.0.1", 0))
     server = os.fork()
     if server == 0:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, hard))
-        job_store.serve(listener, given, TOKEN)
+        job_store.serve(listener, "a", TOKEN, num_ranks)
+    address: Address = listener.getsockname()[:2]
     listener.close()
     try:
-        yield "127.0.0.1", int(given["MASTER_PORT"])
+        yield address
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
@@ -155,11 +155,11 @@ def test_message_that_the_network_changes_ends_the_connection_and_does_nothing(
 ) -> None:
     wire = Wire(address, change)
     client = JobStore(wire.address, "a", TOKEN)
-    with suppress(dist.DistNetworkError):  # the first of two that are the same is answered
+    with suppress(JobStoreError):  # the first of two that are the same is answered
         client.append("key", "value")
-    with pytest.raises(dist.DistNetworkError, match="does not answer"):
+    with pytest.raises(JobStoreError, match="does not answer"):
         client.num_keys()
-    assert not store.check(["key"]) or store.get("key") == b"value"
+    assert store.wait(["key"], 0.0) in (None, b"value")
 
 
 def test_conversation_that_is_played_again_is_refused(store: JobStore, address: Address) -> None:
@@ -169,21 +169,20 @@ def test_conversation_that_is_played_again_is_refused(store: JobStore, address: 
         receive(stranger, GREETING_BYTES)
         stranger.sendall(wire.recorded)
         assert receive(stranger, PROOF_BYTES) == b""
-    assert store.get("key") == b"value"
+    assert store.wait(["key"], 0.0) == b"value"
 
 
 def test_server_that_does_not_know_the_token_is_refused() -> None:
-    given = environment()
-    with job_store.listen(given) as listener:
-        server = store_server.StoreServer("another token, of a stranger....", "a", num_seats=0)
+    with job_store.listen_at(("127.0.0.1", 0)) as listener:
+        server = store_server.StoreServer("another token, of a stranger....", "a")
         server.start(listener)
         with pytest.raises(RepairError, match="is not the one of this start"):
-            job_store.connect(given, Link(token=TOKEN), DEADLINE_S)
+            job_store.reach(listener.getsockname(), "a", TOKEN, 0, DEADLINE_S)
 
 
 def test_operations_do_what_those_of_torch_do(store: JobStore) -> None:
-    theirs = dist.HashStore()
-    stores: list[Any] = [store, theirs]
+    ours, theirs = TorchStore(store), dist.HashStore()
+    stores: list[Any] = [ours, theirs]
     for each in stores:
         each.set("text", "a")
         each.append("text", "b")
@@ -199,15 +198,16 @@ def test_operations_do_what_those_of_torch_do(store: JobStore) -> None:
         lambda each: [each.delete_key("number"), each.delete_key("number")],
         lambda each: [bytes(value) for value in each.multi_get(["text", "new"])],
     ]
-    assert [ask(store) for ask in asked] == [ask(theirs) for ask in asked]
+    assert [ask(ours) for ask in asked] == [ask(theirs) for ask in asked]
 
 
-@pytest.mark.parametrize("waits_with", [JobStore.wait, dist.PrefixStore.wait])
+@pytest.mark.parametrize("waits_with", [TorchStore.wait, dist.PrefixStore.wait])
 def test_wait_ends_when_the_last_value_is_there_and_delays_no_other_thread(
     store: JobStore, monkeypatch: pytest.MonkeyPatch, waits_with: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(store_client, "_SLICE_S", 0.01)
-    view = store if waits_with is JobStore.wait else dist.PrefixStore("of/torch", store)
+    ours = TorchStore(store)
+    view = ours if waits_with is TorchStore.wait else dist.PrefixStore("of/torch", ours)
     waiting = threading.Thread(target=lambda: waits_with(view, ["one", "two"]))
     waiting.start()
     for key in ("one", "two"):
@@ -218,22 +218,22 @@ def test_wait_ends_when_the_last_value_is_there_and_delays_no_other_thread(
 
 
 def test_wait_for_a_value_that_does_not_come_ends_with_its_name(store: JobStore) -> None:
+    ours = TorchStore(store)
     with pytest.raises(dist.DistStoreError, match="absent not in the job's store within 0 s"):
-        store.wait(["absent"], timedelta(seconds=0.01))
-    store.set_timeout(timedelta(seconds=0.01))
+        ours.wait(["absent"], timedelta(seconds=0.01))
+    ours.set_timeout(timedelta(seconds=0.01))
     with pytest.raises(dist.DistStoreError, match="absent not in"):
-        store.get("absent")
+        ours.get("absent")
 
 
 def test_client_that_goes_while_it_waits_leaves_nothing(store: JobStore, address: Address) -> None:
     gone = os.fork()
     if gone == 0:
-        with suppress(dist.DistStoreError):
-            JobStore(address, "a", TOKEN).wait(["key"], timedelta(seconds=0.01))
+        JobStore(address, "a", TOKEN).wait(["key"], 0.01)
         os._exit(0)
     assert os.waitpid(gone, 0)[1] == 0
     store.set("key", "value")
-    assert store.get("key") == b"value"
+    assert store.wait(["key"], 0.0) == b"value"
 
 
 def test_request_that_is_none_ends_only_its_own_connection(
@@ -241,6 +241,6 @@ def test_request_that_is_none_ends_only_its_own_connection(
 ) -> None:
     wrong = JobStore(address, "a", TOKEN)
     wrong._socket.sendall(wrong._outgoing.seal(Reply()))
-    with pytest.raises(dist.DistNetworkError):
+    with pytest.raises(JobStoreError):
         wrong.num_keys()
     assert store.num_keys() == 0

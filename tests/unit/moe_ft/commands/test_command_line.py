@@ -24,7 +24,7 @@ from moe_ft.strategies.partial.config import PartialConfig
         ("python", 1, 1),
         ("/env/bin/moe_ft run", 1, 1),
         ("torchrun --nproc-per-node 2 -m moe_ft run", 2, 2),
-        ("torchrun --nproc-per-node 2 -m moe_ft keep --", 2, 2),
+        ("torchrun --nnodes 2 -m moe_ft keep --ranks-per-node 4 --", 8, 4),
         ("python -m moe_ft keep --nodes 4 --ranks-per-node 8 --meet a:1 --", 32, 8),
         ("python -m moe_ft keep --nodes=4 --ranks-per-node=8 --meet=a:1 --", 32, 8),
         ("A=1 torchrun --nproc-per-node 2", 2, 2),
@@ -56,7 +56,7 @@ def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str
     [
         ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be from 1 to 999,999,999"),
         ("torchrun --nnodes " + "9" * 4400, "999 --nproc-per-node=1 must be from 1 to 999,999,999"),
-        ("python -m moe_ft keep --nodes 2", "keep --nodes=2 --ranks-per-node= "),
+        ("python -m moe_ft keep --nodes x", "keep --nodes=x --ranks-per-node=1 "),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),
         ("", "no launcher"),

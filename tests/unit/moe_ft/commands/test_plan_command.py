@@ -37,8 +37,9 @@ def begun(words: str, *own: str) -> StartCommand:
         (
             "torchrun --nnodes 2 --max-restarts 5 --rdzv-id a --master-addr b -m moe_ft run x.py",
             (REPAIR,),
-            "torchrun --nnodes 2 --max-restarts 5 --rdzv-id a --master-addr b --rdzv-backend=c10d "
-            "--rdzv-endpoint=b:29500 -m moe_ft keep -- -m moe_ft run",
+            "torchrun --nnodes 2 --max-restarts 5 --rdzv-id a --master-addr b "
+            "--nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=b:29500 -m moe_ft keep "
+            "--ranks-per-node=8 -- -m moe_ft run",
         ),
         (
             "torchrun --max-restarts=0 -m moe_ft keep -- x.py --moe-ft-repair auto",

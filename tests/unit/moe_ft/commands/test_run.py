@@ -1,6 +1,6 @@
 """`moe_ft run` refuses a script that cannot run before Megatron is imported, and starts it as Python does.
 
-`moe_ft keep` passes everything after it to the worker; help comes without one.
+`moe_ft keep` passes everything after it to the agent; help comes without one.
 """
 
 import importlib
@@ -136,14 +136,14 @@ def test_checkout_that_is_not_installed_stays_in_the_path(
     assert path == [str(tmp_path), "/else", str(ROOT)]
 
 
-def test_all_words_of_keep_go_to_the_worker_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_words_of_keep_go_to_the_agent_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    def keep(words: list[str]) -> None:
+    def keep(words: list[str], memory_of: object) -> None:
         seen.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr("moe_ft.cluster.worker.main", keep)
+    monkeypatch.setattr("moe_ft.cluster.agent.main", keep)
     words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
         main(["keep", *words])
@@ -155,17 +155,17 @@ def test_help_of_keep_needs_no_script(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         main(["keep", "--help"])
     assert not end.value.code
-    assert "moe_ft keep [--preload MODULE]..." in capsys.readouterr().out
+    assert "moe_ft keep [--ranks-per-node K]" in capsys.readouterr().out
 
 
-def test_worker_imports_next_to_nothing() -> None:
+def test_agent_imports_next_to_nothing() -> None:
     words = [sys.executable, "-X", "importtime", "-m", "moe_ft", "keep"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no script" in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "moe_ft.cluster.worker" in imported
-    assert not imported & {"torch", "numpy", "msgspec", "fsspec", "moe_ft.cli"}
+    assert "moe_ft.cluster.agent" in imported
+    assert not imported & {"torch", "numpy", "fsspec", "moe_ft.cli"}
 
 
 def start(

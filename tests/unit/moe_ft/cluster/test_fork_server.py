@@ -1,9 +1,8 @@
-"""Imports of the zygote, reasons not to fork, and replacements; serving workers is in test_worker.py."""
+"""Imports of the fork server, reasons not to fork, and replacements; test_agent.py has the rest."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,12 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moe_ft.cluster import forked_rank
-from moe_ft.cluster import zygote as zygotes
+from moe_ft.cluster import fork_server, forked_rank, protocol
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.fork_server import ForkServer, import_modules
 from moe_ft.cluster.forked_rank import why_not_to_fork
 from moe_ft.cluster.link import Pulse
 from moe_ft.cluster.target import Target
-from moe_ft.cluster.zygote import Zygote, import_modules
 from tests.kept_job import KeptResult, run_kept
 from tests.processes import is_running
 from tests.unit.signed import member_of
@@ -59,22 +58,6 @@ def test_threads_that_end_before_a_fork_do_not_forbid_it() -> None:
     assert reason_after(code, OPENBLAS_NUM_THREADS="2") == ""
 
 
-def test_connection_without_a_request_is_closed_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zygotes, "_REQUEST_DEADLINE_S", 0.0)
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
-        listener.bind(str(tmp_path / "socket"))
-        listener.listen()
-        zygote = Zygote(listener, os.getpid())
-        caller.connect(str(tmp_path / "socket"))
-        zygote._accept()
-        assert zygote._look_period_s() is not None, "it looks without an event"
-        zygote._hang_up()
-        assert caller.recv(1) == b""
-        assert zygote._look_period_s() is None
-
-
 def test_open_device_forbids_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_rank, "_num_threads", lambda: 1)
     assert why_not_to_fork() == ""
@@ -97,7 +80,7 @@ def test_imports_do_not_ask_the_driver_whether_there_is_a_gpu(
         (tmp_path / "nvidiactl").touch()
     for name in ("asks", "compiles"):
         (tmp_path / f"{name}.py").write_text("import torch; ANSWER = torch.cuda.is_available()")
-    monkeypatch.setattr(zygotes, "_OF_COMPILER", ("compiles",))
+    monkeypatch.setattr(fork_server, "_OF_COMPILER", ("compiles",))
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=("asks",)))
     assert sys.modules.pop("asks").ANSWER is has_driver
     assert ("compiles" in sys.modules) is has_driver
@@ -109,10 +92,25 @@ def test_compiler_is_not_imported_where_there_is_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forked_rank, "_DRIVER", str(tmp_path / "nvidiactl"))
-    monkeypatch.setattr(zygotes, "_OF_COMPILER", ("compiles",))
+    monkeypatch.setattr(fork_server, "_OF_COMPILER", ("compiles",))
     (tmp_path / "compiles.py").touch()
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=()))
     assert "compiles" not in sys.modules
+
+
+def test_requests_and_answers_arrive_as_they_were_sent_and_an_end_is_noticed() -> None:
+    given = Assignment(rank=1, local_rank=0, world_size=2, node="a", died_s=1.5, token="t")
+    agents, servers = protocol.socket_pair()
+    request = protocol.Fork(number=3, assignment=given, environment={"RANK": "1"})
+    for each in (request, protocol.Signal(15, (3, 4)), protocol.Ask()):
+        protocol.send(agents, each)
+        assert protocol.receive_request(servers) == each
+    protocol.send(servers, protocol.Ended(3, 9))
+    assert protocol.receive_answer(agents) == protocol.Ended(3, 9)
+    servers.close()
+    assert protocol.receive_answer(agents) is None
+    with pytest.raises(OSError):
+        protocol.send(agents, protocol.Ask())
 
 
 # Dies or stops when it has armed its link, unless it replaces one that died or arguments say otherwise.
@@ -144,19 +142,19 @@ if not is_replacement:
 """
 
 
-def run_rank(folder: Path, code: str, *words: str, **variables: str) -> KeptResult:
+def run_rank(folder: Path, code: str, *words: str) -> KeptResult:
     """Run one rank that may be repaired, with a script and words after its folder."""
     script = folder / "script.py"
     script.write_text(code)
     flags = ["--moe-ft-repair", "auto", str(folder), *words]
-    return run_kept(flags, 1, log=folder / "log", script=str(script), env=variables)
+    return run_kept(flags, 1, log=folder / "log", script=str(script))
 
 
-def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
+def test_armed_rank_that_dies_is_replaced_and_its_agent_does_not_learn_of_it(
     tmp_path: Path,
 ) -> None:
     result = run_rank(tmp_path, ARMED, "armed")
-    assert result.exit_codes == ((0,),), result.log.read_text()
+    assert result.code == 0, result.log.read_text()
     first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
     assert not first["is_replacement"] and second["is_replacement"]
     assert first["pid"] != second["pid"]
@@ -164,31 +162,9 @@ def test_armed_rank_that_dies_is_replaced_and_its_worker_does_not_learn_of_it(
     assert "rank 0 has died (Killed), and is replaced" in result.log.read_text()
 
 
-# The rank uses the store, as one that repairs does.
-CONNECTED = """
-import os
-from moe_ft.cluster import job_store
-from moe_ft.cluster.member import own_member
-job_store.connect(os.environ, own_member().link, 60.0)
-"""
-
-
-def test_first_rank_ends_if_somebody_else_listens_where_the_ranks_are_to_meet(
-    tmp_path: Path,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        result = run_rank(tmp_path, CONNECTED, MASTER_PORT=port)
-    text = result.log.read_text()
-    assert result.exit_codes == ((1,),), text
-    assert "nothing can listen at MASTER_ADDR and MASTER_PORT" in text
-    assert "Address already in use" in text
-    assert f"RepairError: the process that forks ranks could not listen at 127.0.0.1:{port}" in text
-
-
 def test_rank_that_is_stopped_is_killed_with_what_it_started_and_replaced(tmp_path: Path) -> None:
     result = run_rank(tmp_path, ARMED, "hangs")
-    assert result.exit_codes == ((0,),), result.log.read_text()
+    assert result.code == 0, result.log.read_text()
     first, second = (json.loads((tmp_path / f"facts_{n}").read_text()) for n in range(2))
     assert second["hung_s"] > 1.0
     line = f"rank 0 (process {first['pid']}) has given no sign of life for {second['hung_s']:.1f} s"
@@ -200,7 +176,7 @@ def test_rank_that_has_noted_its_hang_and_is_silent_then_is_killed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(zygotes, "_send", lambda rank, number: killed.append(rank.pid))
+    monkeypatch.setattr(fork_server, "_send_signal", lambda rank, number: killed.append(rank.pid))
     member = member_of()
     member.link.expect_beats(0.01)
     member.link.note_hang(5.0)
@@ -209,7 +185,7 @@ def test_rank_that_has_noted_its_hang_and_is_silent_then_is_killed_once(
 
     def look() -> list[int]:
         time.sleep(0.02)
-        Zygote._end_silent(cast(Any, keeper))
+        ForkServer._end_silent(cast(Any, keeper))
         return killed
 
     wait_for(look, "its end")
@@ -218,7 +194,7 @@ def test_rank_that_has_noted_its_hang_and_is_silent_then_is_killed_once(
     assert killed == [7]
 
 
-def test_rank_that_hangs_and_is_not_armed_ends_its_worker(tmp_path: Path) -> None:
+def test_rank_that_hangs_and_is_not_armed_ends_its_agent(tmp_path: Path) -> None:
     result = run_rank(tmp_path, ARMED, "not armed, hangs")
-    assert result.exit_codes == ((-signal.SIGKILL,),), result.log.read_text()
+    assert result.code == 128 + signal.SIGKILL, result.log.read_text()
     assert not (tmp_path / "facts_1").exists()
