@@ -44,7 +44,8 @@ def answer(
         return Answer("repair")
     if not why:
         kind = job.policy.without_spare
-        if kind == "crowd" and (hosts := _hosts_of(job, sorted(slots)[-few:])):
+        hosts = {} if job.reports.full else _hosts_of(job, sorted(slots)[-few:])
+        if kind == "crowd" and hosts:
             return Answer("repair", hosts=hosts)
         if kind == "reroute" and (played := _played_of(job, slots)):
             return Answer("repair", played=played)

@@ -146,6 +146,7 @@ class Coordinator:
             met=is_building and newest > finished and rounds.have_met(newest),
             ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
             stages=rounds.stages() if trained and not known.trained else known.stages,
+            full=rounds.is_full() if trained and not known.trained else known.full,
         )
 
     def _feed(self, event: Event) -> None:

@@ -94,6 +94,7 @@ class Reports:
         met: whether all have joined the newest round.
         ready: ranks that were built in an unfinished round.
         stages: of the job, if peers may play roles.
+        full: whether no node can run the ranks of a lost one, too.
     """
 
     newest: int = 0
@@ -105,6 +106,7 @@ class Reports:
     met: bool = False
     ready: frozenset[int] = frozenset()
     stages: Stages = ()
+    full: bool = False
 
 
 class Registered(NamedTuple):

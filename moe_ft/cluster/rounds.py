@@ -89,6 +89,14 @@ class Rounds:
         """Return whether a rank has said so."""
         return self._store.get("ended") is not None
 
+    def note_full(self) -> None:
+        """Say that no node can run the ranks of a lost one, too. Rank 0 alone, before `begin_training`."""
+        self._store.set("full", True)
+
+    def is_full(self) -> bool:
+        """Return whether it has said so."""
+        return self._store.get("full") is not None
+
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
         found: Stages = self._store.get(_key(0, "stages")) or ()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.harness import DEADLINE_S
 from tests.jobs import DENSE, LOCAL, RepairedJob
 from tests.kept_job import ROOT
@@ -134,3 +135,25 @@ def test_node_that_runs_the_ranks_of_a_lost_one_is_lost_too_and_one_that_comes_g
     job.check(codes, [3, 0], [1, 2])
     assert "node5" in repaired.events("repair", 1)[-1]["taken_over"].values()
     assert "a node that trains runs its ranks, too (--moe-ft-without-spare)" in job.log
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("value", ["crowd", "auto"])
+def test_job_that_cannot_crowd_is_refused_if_it_asks_for_that_and_else_ends_with_a_lost_node(
+    repaired: RepairedJob, value: str
+) -> None:
+    case = Case({"pp": 2}, (*DENSE, "--moe-ft-replication-factor", "1"), ranks_per_node=2)
+    if value == "crowd":
+        case = case._replace(strategy=(*case.strategy, "--moe-ft-without-spare", "crowd"))
+    job = CrowdedJob(repaired, case, ("stop:2@4:backward",), 2)
+    why = "--moe-ft-replication-factor=1: 1 replicas need 2 nodes, there are 1. Lower it."
+    with job.nodes as nodes:
+        nodes.start(*job.names)
+        if value == "crowd":
+            assert nodes.wait() == dict.fromkeys(job.names, EXIT_REFUSED), job.log[-3000:]
+            assert f"--moe-ft-without-spare=crowd is refused: {why} Or give" in job.log
+            return
+        job.lose(1, rank=2)
+        assert nodes.wait() == {"node0": 1}, job.log[-3000:]
+    assert f"if a node is lost and no spare is left, the job ends: {why}" in job.log
+    assert "no spare is left (--moe-ft-without-spare crowd); no other node has room" in job.log

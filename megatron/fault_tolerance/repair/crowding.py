@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from moe_ft.calls import nccl_version
+from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of, size_text
 from moe_ft.config.lost_nodes import FLAG
@@ -38,7 +39,7 @@ class Crowding(LoopListener):
     def __init__(
         self,
         config: MoeFtConfig,
-        rank: int,
+        member: Member,
         find_site: Callable[[], Site | None],
         *,
         uses_nccl: bool,
@@ -46,12 +47,13 @@ class Crowding(LoopListener):
         """Look at nothing yet.
 
         Args:
+            member: tells the coordinator; it is connected when training starts.
             find_site: returns the place of this rank, or None before the setup.
             uses_nccl: whether ranks of a group would share a device.
         """
-        self._rank, self._find_site, self._uses_nccl = rank, find_site, uses_nccl
+        self._member, self._find_site, self._uses_nccl = member, find_site, uses_nccl
         self._is_asked_for = config.recovery.without_spare == "crowd"
-        self._is_known = rank != 0
+        self._is_known = member.rank != 0 or member.is_replacement
 
     @override
     def start(self) -> None:
@@ -74,9 +76,10 @@ class Crowding(LoopListener):
         self._is_known = True
         if why and self._is_asked_for:
             raise ConfigError(f"{FLAG}=crowd is refused: {why} Or give {FLAG} end.")
-        if self._rank == 0:
+        if self._member.rank == 0 and not self._member.is_replacement:
             what = "a node that trains runs its ranks, too"
             if why:
+                self._member.rounds.note_full()
                 what = f"the job ends: {why} Then a node that trains could run its ranks, too"
             say(f"if a node is lost and no spare is left, {what} ({FLAG})")
 

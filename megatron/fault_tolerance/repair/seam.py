@@ -313,7 +313,7 @@ def installed(
     check_torch()
     if (answer := answer_to_lost_nodes(config, args, member)) == "crowd":
         where = partial(site_of, listeners.find(Checkpoints))
-        listeners.add(Crowding(config, args.rank, where, uses_nccl=not cpu_device.is_active()))
+        listeners.add(Crowding(config, member, where, uses_nccl=not cpu_device.is_active()))
     links = Links(member, _transports(args))
     heart = Heart(member.link, checked_heartbeat_s(config, args))
     if (limit_s := config.recovery.hang_limit_s) is not None:

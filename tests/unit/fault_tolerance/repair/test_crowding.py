@@ -17,6 +17,7 @@ from moe_ft.loop.listeners import EndedIteration
 from moe_ft.recovery.facts import Site
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.recovery import jobs
+from tests.unit.signed import member_of
 
 ENDED = EndedIteration(iteration=1, losses={}, is_skipped=False, num_samples=4, seconds=1.0)
 GIB = 1 << 30
@@ -41,12 +42,15 @@ def site(
     )
 
 
-def conclude(site: Site | None, value: str = "auto", rank: int = 0) -> None:
+def conclude(site: Site | None, value: str = "auto", rank: int = 0) -> bool:
+    """Look at a site after two iterations; return what the coordinator learns."""
     config = MoeFtConfig(recovery=RecoveryConfig(without_spare=value))
-    listener = Crowding(config, rank, lambda: site, uses_nccl=False)
+    member = member_of(rank)
+    listener = Crowding(config, member, lambda: site, uses_nccl=False)
     listener.start()
     for _ in range(2):
         listener.after_iteration(ENDED)
+    return member.rounds.is_full()
 
 
 def test_ranks_of_a_lost_node_are_on_the_host_and_in_its_domain(memory_dir: Path) -> None:
@@ -59,7 +63,7 @@ def test_ranks_of_a_lost_node_are_on_the_host_and_in_its_domain(memory_dir: Path
 
 def test_job_with_room_says_so_once(memory_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (1, 0):
-        conclude(site(memory_dir / str(rank)), rank=rank)
+        assert not conclude(site(memory_dir / str(rank)), rank=rank)
     assert capsys.readouterr().err == (
         "moe_ft: if a node is lost and no spare is left, a node that trains runs its ranks, too "
         "(--moe-ft-without-spare)\n"
@@ -87,7 +91,7 @@ def test_job_without_room_is_refused_if_it_asks_for_crowding_and_says_so_else(
     place = site(memory_dir, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--moe-ft-without-spare=crowd is refused: .*{why}"):
         conclude(place, "crowd")
-    conclude(place)
+    assert conclude(place)
     assert "and no spare is left, the job ends: " + why_no_room(place) in capsys.readouterr().err
 
 
