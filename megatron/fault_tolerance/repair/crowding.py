@@ -57,7 +57,7 @@ class Crowding(LoopListener):
 
     @override
     def start(self) -> None:
-        if self._uses_nccl and (why := allow_shared_devices(os.environ, nccl_version())):
+        if self._uses_nccl and (why := allow_shared_devices(os.environ, _version())):
             self._conclude(why)
 
     @override
@@ -84,12 +84,21 @@ class Crowding(LoopListener):
             say(f"if a node is lost and no spare is left, {what} ({FLAG})")
 
 
+def _version() -> int:
+    """Return the version of NCCL as it states it: 23105 is 2.31.5."""
+    try:
+        return nccl_version()
+    except OSError:  # it is a part of torch's own library
+        major, minor, patch, *_ = torch.cuda.nccl.version()
+        return int(10000 * major + 100 * minor + patch)
+
+
 def allow_shared_devices(environment: MutableMapping[str, str], version: int) -> str:
     """Have NCCL allow several ranks of a communicator on one device; return why it does not, if so.
 
     Args:
         environment: of this rank, before it makes a communicator.
-        version: of NCCL, as it states it: 23105 is 2.31.5.
+        version: of NCCL.
     """
     major, minor = version // 10000, version // 100 % 100
     needed = ".".join(map(str, _FIRST_VERSION))
