@@ -19,11 +19,11 @@ from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, huge_pages, node_directory
 from moe_ft.errors import BusyError, ConfigError
+from moe_ft.free_memory import free_memory
 from moe_ft.recovery.facts import Site
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
 
-GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _DIRECTORY, _ROOM, _LEFT, _PAGES = "memory dir", "memory room", "leftovers", "huge pages"
@@ -32,11 +32,6 @@ _LEAST_BYTES = 1 << 30  # where no plan says more: containers have 64 MiB
 _LEAST_AGE_S = 3600.0
 _FILES_OF_A_RANK = 64
 _MOST_NAMED = 3
-_GROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-_NO_LIMIT = 1 << 60  # version 1 of control groups has a huge number for none
 
 
 def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
@@ -139,38 +134,6 @@ def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
         remedy = "Ask for more memory: --mem of SLURM, limits.memory of Kubernetes."
         found[f"memory limit of the job ({size_text(group[1])})"] = (group[0] + own_bytes, remedy)
     return found
-
-
-def free_memory(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> tuple[int, int] | None:
-    """Return the bytes that the tightest control group still allows, and its limit; None without a limit.
-
-    Memory on tmpfs counts against it. `groups` names the groups of this process; `root` holds them.
-    """
-    if not groups.exists():
-        return None
-    found = []
-    for line in groups.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        group = top / path.lstrip("/")
-        # In a container the path may be that of the host: the mount then shows the own group at its top.
-        for directory in (group, *group.parents):
-            found += _free_in_group(directory)
-            if directory == top:
-                break
-    return min(found, default=None)
-
-
-def _free_in_group(directory: Path) -> list[tuple[int, int]]:
-    for limit_name, used_name in _GROUP_FILES:
-        limit, used = directory / limit_name, directory / used_name
-        if limit.is_file() and used.is_file():
-            text = limit.read_text().strip()
-            if text.isdecimal() and int(text) < _NO_LIMIT:
-                return [(max(0, int(text) - int(used.read_text())), int(text))]
-    return []
 
 
 def _leftovers(node: str, place: Path) -> list[Row]:

@@ -31,6 +31,7 @@ BASE = (
     "events",
     "failure_domains",
     "faults",
+    "free_memory",
     "format",
     "launches",
     "processes",

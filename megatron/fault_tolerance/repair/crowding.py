@@ -10,7 +10,6 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import override
 
-import psutil
 import torch
 
 from moe_ft.calls import nccl_version
@@ -20,6 +19,7 @@ from moe_ft.config.fields import flag_of, size_text
 from moe_ft.config.lost_nodes import FLAG
 from moe_ft.doctor.machine import free_bytes
 from moe_ft.errors import ConfigError, PlanError
+from moe_ft.free_memory import private_bytes
 from moe_ft.loop.listeners import EndedIteration, LoopListener
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import default_replication_factor, place_replicas, plan_node_memory
@@ -139,8 +139,7 @@ def why_no_room(site: Site) -> str:
         return f"{flag_of('replication_factor')}={factor}: {error}. Lower it."
     regions = num_regions(persists=site.config.storage.persists)
     kept = plan_node_memory(crowded, peers, regions, NUM_REPLICA_REGIONS)[site.node]
-    own = psutil.Process().memory_info()
-    processes = (own.rss - own.shared) * len(site.topology.on_node(lost))
+    processes = private_bytes([os.getpid()]) * len(site.topology.on_node(lost))
     limits = free_bytes(memory.memory_dir, measure(site.node_dir)[0])
     if (limit := memory.host_memory_limit_bytes) is not None:
         limits[_LIMIT] = limit, "Raise it."

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.doctor import machine
-from moe_ft.doctor.machine import check_memory, free_memory
+from moe_ft.doctor.machine import check_memory
 from moe_ft.doctor.rows import Result, Row
 from tests.unit.moe_ft.recovery.jobs import leave_job, site_of
 
@@ -135,57 +135,6 @@ def test_directory_in_which_others_could_replace_files_fails(memory_dir: Path) -
 def test_file_instead_of_a_directory_fails(memory_dir: Path) -> None:
     (memory_dir / "file").touch()
     assert check(memory_dir / "file" / "a")["memory dir"].result is Result.FAIL
-
-
-def lay_out(tmp_path: Path, groups: str, files: dict[str, str]) -> tuple[Path, Path]:
-    """Write what the kernel shows; return the paths."""
-    (tmp_path / "cgroup").write_text(groups)
-    for name, content in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(f"{content}\n")
-    return tmp_path / "cgroup", tmp_path / "fs"
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/job/step\n", {}, None),
-        ("0::/job/step\n", {"job/memory.max": "max", "job/memory.current": "5"}, None),
-        (
-            "0::/job/step\n",
-            {
-                "job/memory.max": "100",
-                "job/memory.current": "60",
-                "job/step/memory.max": "90",
-                "job/step/memory.current": "20",
-            },
-            (40, 100),
-        ),
-        ("0::/host/pod\n", {"memory.max": "100", "memory.current": "1"}, (99, 100)),
-        (
-            "5:cpu:/x\n3:memory:/job\n",
-            {"memory/job/memory.limit_in_bytes": "10", "memory/job/memory.usage_in_bytes": "12"},
-            (0, 10),
-        ),
-        (
-            "3:memory:/job\n",
-            {
-                "memory/job/memory.limit_in_bytes": "9223372036854771712",
-                "memory/job/memory.usage_in_bytes": "12",
-            },
-            None,
-        ),
-    ],
-    ids=["none", "no limit", "of the parent", "in a container", "version 1", "version 1, no limit"],
-)
-def test_free_memory_of_groups(
-    groups: str, files: dict[str, str], expected: tuple[int, int] | None, tmp_path: Path
-) -> None:
-    assert free_memory(*lay_out(tmp_path, groups, files)) == expected
-
-
-def test_system_without_groups_has_no_limit(tmp_path: Path) -> None:
-    assert free_memory(tmp_path / "missing", tmp_path) is None
 
 
 # A fresh process: a fork would have what tests before have left open, which counts against the limit.
