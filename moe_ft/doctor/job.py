@@ -104,7 +104,7 @@ class Job:
                 _SPARES,
                 _ALL,
                 f"none, {trains}: the loss of a node ends the job, and what has started it starts it again",
-                "Start more nodes than train to have one replaced in place (docs/spare_nodes.md).",
+                "Start more nodes than train to have one replaced in place (docs/agent.md).",
             )
         most = min(spares, self.replication_factor(self.num_nodes))
         found = f"{spares}, {trains}: of all but the first, {spares} can be lost in turn, {most} at once"

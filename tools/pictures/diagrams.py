@@ -13,18 +13,17 @@ def draw_processes() -> Drawing:
         860,
         520,
         "Processes and bytes of a node",
-        "torchrun starts a small process for each rank, which asks the "
-        "zygote to fork it. A rank copies its state "
+        "A launcher starts one agent, whose fork server forks the ranks. A rank copies its state "
         "to memory of the node and sends it to another node; a "
         "writer process brings it to storage.",
     )
     drawing.text(20, 32, "Processes and bytes of a node", size=16, bold=True)
     drawing.box(20, 50, 610, 396, "panel", radius=8)
     drawing.text(34, 72, "node", ink="soft", size=12)
-    drawing.label(40, 86, 120, 44, "empty", ["torchrun", "one a node"], size=12)
-    drawing.label(216, 86, 160, 44, "empty", ["moe_ft keep", "one small process a rank"], size=11)
-    zygote = ["zygote, one a node", "has imported everything"]
-    drawing.label(432, 86, 180, 44, "violet", zygote, ink="on", size=12)
+    drawing.label(40, 86, 120, 44, "empty", ["launcher", "srun, torchrun"], size=12)
+    drawing.label(216, 86, 160, 44, "empty", ["moe_ft keep", "the agent, one a node"], size=11)
+    server = ["fork server, one a node", "has imported everything"]
+    drawing.label(432, 86, 180, 44, "violet", server, ink="on", size=12)
     drawing.arrow((160, 108), (216, 108))
     drawing.arrow((376, 108), (432, 108))
     drawing.text(166, 100, "starts", ink="soft", size=11)
@@ -48,9 +47,7 @@ def draw_processes() -> Drawing:
         "two moments, 12 bytes per parameter and copy."
     )
     drawing.text(20, 474, text, ink="soft", size=12)
-    text = (
-        "Without `moe_ft keep` torchrun starts the ranks itself. SLURM's job starts them with srun."
-    )
+    text = "Without `moe_ft keep` the launcher starts the ranks itself, torchrun or srun."
     drawing.text(20, 494, text, ink="soft", size=12)
     return drawing
 

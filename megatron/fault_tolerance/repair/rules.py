@@ -71,7 +71,7 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
             return "end"
         raise ConfigError(
             f"{asked} needs several nodes, or a spare one: this job has one node, and ends with it. Give "
-            "`python -m moe_ft keep` --nodes and --meet (docs/spare_nodes.md), or leave the flag out."
+            "`python -m moe_ft keep` --nodes and --meet (docs/agent.md), or leave the flag out."
         )
     if answer == "reroute":
         try:
