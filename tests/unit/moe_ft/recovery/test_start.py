@@ -107,8 +107,6 @@ class Rank:
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
     rank = Rank(tmp_path)
     monkeypatch.setattr(phases, "meet", rank.meet)
     with initialized():
