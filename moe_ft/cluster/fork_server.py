@@ -276,6 +276,6 @@ def _be_rank(target: Target, request: Fork, member: Member | None) -> None:
     become(f"rank_{request.assignment.rank}", request.environment)
     become_member(member)
     if member is not None and member.is_replacement:
-        member.connect(job_store.connect(request.environment, member.link, _STORE_DEADLINE_S))
+        member.connect(job_store.connect(request.environment, member.token, _STORE_DEADLINE_S))
         member.take_place()
     run(target)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from moe_ft import addresses
-from moe_ft.cluster.link import Link
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.cluster.store_client import JobStore
 from moe_ft.cluster.store_server import MAX_STRANGERS, StoreServer
@@ -72,12 +71,12 @@ def serve(
         signal.pause()
 
 
-def connect(environment: Mapping[str, str], link: Link, deadline_s: float) -> JobStore:
+def connect(environment: Mapping[str, str], token: str, deadline_s: float) -> JobStore:
     """Return a rank's connection to the keys of its start, as `reach` does."""
     address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     start = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return reach(address, run, link.token, start, deadline_s)
+    return reach(address, run, token, start, deadline_s)
 
 
 def reach(

@@ -19,7 +19,6 @@ _FLAG = "--moe-ft-repair"
 _NUM_CELLS = 6
 _ARMED, _RETIRED, _BEATS, _LIMIT_S, _HUNG_S, _SECTION = range(_NUM_CELLS)
 _SECTIONS = tuple(Section)
-_TOKEN_BYTES = 32
 _LONGEST_PERIOD_S = 1.0
 _LOOKS_PER_LIMIT = 10
 
@@ -31,23 +30,9 @@ class Link:
     thread.
     """
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self) -> None:
         """Be not armed, and expect no beats."""
-        memory = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS + _TOKEN_BYTES))
-        self._cells, self._token = memory[: 8 * _NUM_CELLS].cast("d"), memory[8 * _NUM_CELLS :]
-        self.token = token
-
-    @property
-    def token(self) -> str:
-        """Secret of the start, which signs what ranks say in the job's store; empty until it is known.
-
-        The fork server has it from the rank that has died, and the replacement from the fork server.
-        """
-        return bytes(self._token).rstrip(b"\0").decode()
-
-    @token.setter
-    def token(self, token: str) -> None:
-        self._token[:] = token.encode().ljust(_TOKEN_BYTES, b"\0")
+        self._cells = memoryview(mmap.mmap(-1, 8 * _NUM_CELLS)).cast("d")
 
     @property
     def is_armed(self) -> bool:

@@ -151,10 +151,9 @@ class Member:
 
     rounds: Rounds
 
-    def __init__(self, assignment: Assignment, link: Link | None = None) -> None:
+    def __init__(self, assignment: Assignment) -> None:
         """Be in the start, without a connection."""
-        self.assignment = assignment
-        self.link = Link(assignment.token) if link is None else link
+        self.assignment, self.link = assignment, Link()
         self.round = 0
         is_alone = assignment.is_replacement
         self.standing = Standing.JOINING if is_alone else Standing.SURVIVOR
@@ -165,6 +164,11 @@ class Member:
     def rank(self) -> int:
         """Number in the job."""
         return self.assignment.rank
+
+    @property
+    def token(self) -> str:
+        """Secret of the start, which signs what ranks write in the job's store."""
+        return self.assignment.token
 
     @property
     def is_replacement(self) -> bool:
@@ -179,19 +183,12 @@ class Member:
 
     def replacement(self, died_s: float) -> "Member":
         """Return the process that takes the place of this one on its node, which has died."""
-        return Member(
-            replace(
-                self.assignment,
-                died_s=died_s,
-                hung_s=self.link.hung_s,
-                lost_node="",
-                token=self.link.token,
-            )
-        )
+        hung_s = self.link.hung_s
+        return Member(replace(self.assignment, died_s=died_s, hung_s=hung_s, lost_node=""))
 
     def sign(self, store: Any) -> SignedStore:
         """Return a connection to the job's store whose values the ranks of this start sign."""
-        return SignedStore(store, lambda: self.link.token)
+        return SignedStore(store, lambda: self.token)
 
     def connect(self, store: Any, world_size: int | None = None) -> Rounds:
         """Use a connection to the job's store, and return the rounds there.

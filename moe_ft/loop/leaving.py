@@ -57,11 +57,11 @@ class JobProcesses:
     Attributes:
         pids: process ids, by rank, of the ranks whose processes this one can see.
         token: signs what the ranks say in the job's store when they leave. Before they have met, it is one
-            that anybody knows, unless all have one already: in a repair, and where nodes have a secret.
+            that anybody knows, unless all were forked with one.
     """
 
     pids: Mapping[int, int] = field(default_factory=dict)
-    token: str = field(default_factory=lambda: _early_token() or "none yet")
+    token: str = field(default_factory=lambda: _forked_token() or "none yet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +90,13 @@ def meet_processes() -> JobProcesses:
         for rank, (namespace, pid, _) in enumerate(everyone)
         if namespace and namespace == own[0]
     }
-    # A repair may fail on some ranks before they meet: they sign with what a replacement was forked with.
-    member = own_member()
-    return JobProcesses(pids=pids, token=(member and member.link.token) or everyone[0][2])
+    # A repair may fail on some ranks before they meet: they sign with what all were forked with.
+    return JobProcesses(pids=pids, token=_forked_token() or everyone[0][2])
 
 
-def _early_token() -> str:
-    """Return the token that all ranks of this start have already; empty if some may lack it."""
+def _forked_token() -> str:
     member = own_member()
-    has_token = member is not None and (member.assignment.is_watched or member.is_replacement)
-    return member.link.token if member is not None and has_token else ""
+    return "" if member is None else member.token
 
 
 def gone_ranks(pids: Mapping[int, int]) -> frozenset[int]:

@@ -320,7 +320,7 @@ def installed(
         heart.start(limit_s)  # the setup has a limit too
     # Each thread has a connection of its own, made before those that end with a round.
     deadline_s = 60.0 * args.distributed_timeout_minutes
-    own, watched = (job_store.connect(os.environ, member.link, deadline_s) for _ in range(2))
+    own, watched = (job_store.connect(os.environ, member.token, deadline_s) for _ in range(2))
     store = TorchStore(own)
     member.connect(own, args.world_size)
     of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)

@@ -358,7 +358,7 @@ def _wait_for_end(args: argparse.Namespace) -> NoReturn:
 def _connect(timeout_s: float) -> dist.Store | JobStore:
     """Return a connection to the store of the ranks that train, which rank 0 keeps, or an agent."""
     if (member := own_member()) is not None:
-        return job_store.connect(os.environ, member.link, timeout_s)
+        return job_store.connect(os.environ, member.token, timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)

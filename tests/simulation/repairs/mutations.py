@@ -128,9 +128,7 @@ def replacement_without_the_token(patches: Patches) -> None:
     original = Member.replacement
 
     def replacement(self: Member, died_s: float) -> Member:
-        found = original(self, died_s)
-        found.link.token = ""
-        return found
+        return Member(replace(original(self, died_s).assignment, token=""))
 
     patches.set(Member, "replacement", replacement)
 

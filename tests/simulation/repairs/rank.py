@@ -60,7 +60,7 @@ class Rank:
         """Train to the end, with all repairs; raises as a rank would."""
         member, link = self.member, self.link
         self._ends = Ends(self._job, self._start, self.rank)
-        store, watched = (job_store.connect(os.environ, link, TIMEOUT_S) for _ in range(2))
+        store, watched = (job_store.connect(os.environ, member.token, TIMEOUT_S) for _ in range(2))
         member.connect(store, self._start.size)
         of_watcher = Rounds(member.sign(watched), self.rank, self._start.size)
         self.loop, config = LoopState(), RecoveryConfig(hang_limit=self._job.hang_limit)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from moe_ft import addresses
 from moe_ft.cluster import job_store, store_client
-from moe_ft.cluster.link import Link
 from moe_ft.errors import RepairError
 from moe_ft.saying import say
 from tests.ports import free_port
@@ -64,10 +63,10 @@ def given() -> Iterator[Environment]:
 def test_store_outlives_the_processes_that_use_it(given: Environment) -> None:
     writer = os.fork()
     if writer == 0:
-        job_store.connect(given, Link(token=TOKEN), DEADLINE_S).set("key", "value")
+        job_store.connect(given, TOKEN, DEADLINE_S).set("key", "value")
         os._exit(0)
     assert os.waitpid(writer, 0)[1] == 0
-    assert job_store.connect(given, Link(token=TOKEN), DEADLINE_S).wait(["key"], 0.0) == b"value"
+    assert job_store.connect(given, TOKEN, DEADLINE_S).wait(["key"], 0.0) == b"value"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
@@ -75,7 +74,7 @@ def test_store_outlives_the_processes_that_use_it(given: Environment) -> None:
 def test_store_listens_on_the_interface_of_master_addr_alone(host: str, num_nodes: int) -> None:
     given = environment(host=host)
     with served(given, is_alone=num_nodes == 1):
-        job_store.connect(given, Link(token=TOKEN), DEADLINE_S)
+        job_store.connect(given, TOKEN, DEADLINE_S)
         with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
             stranger.connect(("127.0.0.3", int(given["MASTER_PORT"])))
 
@@ -120,7 +119,7 @@ def test_rank_of_another_job_does_not_use_the_store(
     given: Environment, changes: Environment, token: str, message: str
 ) -> None:
     with pytest.raises(RepairError, match=message):
-        job_store.connect({**given, **changes}, Link(token=token), DEADLINE_S)
+        job_store.connect({**given, **changes}, token, DEADLINE_S)
 
 
 def test_store_that_is_not_one_of_repairs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +128,7 @@ def test_store_that_is_not_one_of_repairs_is_refused(monkeypatch: pytest.MonkeyP
     port = int(given["MASTER_PORT"])
     _stock = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(RepairError, match="the store of this job does not answer"):
-        job_store.connect(given, Link(token=TOKEN), DEADLINE_S)
+        job_store.connect(given, TOKEN, DEADLINE_S)
 
 
 def test_rank_waits_for_the_node_of_the_store_and_says_so(
@@ -146,7 +145,7 @@ def test_rank_waits_for_the_node_of_the_store_and_says_so(
 
     monkeypatch.setattr(job_store, "say", say_and_note)
     rank = threading.Thread(
-        target=lambda: found.append(job_store.connect(given, Link(token=TOKEN), DEADLINE_S))
+        target=lambda: found.append(job_store.connect(given, TOKEN, DEADLINE_S))
     )
     rank.start()
     assert has_said.wait(DEADLINE_S)
@@ -159,4 +158,4 @@ def test_rank_waits_for_the_node_of_the_store_and_says_so(
 
 def test_wait_for_a_store_that_nobody_keeps_has_an_end() -> None:
     with pytest.raises(RepairError, match="nothing has listened at 127.0.0.1:.* within 0 s"):
-        job_store.connect(environment(), Link(token=TOKEN), 0.0)
+        job_store.connect(environment(), TOKEN, 0.0)
