@@ -118,7 +118,7 @@ class Agent:
             self._forks.end(order.ends)
         if self._end.is_new():
             say(f"node {name} is told to end: {self._end.describe()}")
-        facts = self._own.facts(has_ranks=self._has_ranks)
+        facts = self._own.facts(has_ranks=self._has_ranks, server=self._forks.pid)
         over, is_lost, is_to_save = self._ask(partial(self._report, facts))
         if over is not None:
             return over

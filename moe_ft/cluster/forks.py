@@ -54,6 +54,7 @@ class Forks:
 
     Attributes:
         has_imported: whether the fork server has answered, so that ranks are forked at once.
+        pid: of the last fork server; 0 before there is one.
     """
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
@@ -65,7 +66,7 @@ class Forks:
         self._serve = serve
         self._ranks: list[_Rank] = []
         self._connection: socket.socket | None = None
-        self._pid = self._num_requests = self._num_in_vain = 0
+        self.pid = self._num_requests = self._num_in_vain = 0
         self.has_imported = False
 
     @property
@@ -83,8 +84,8 @@ class Forks:
             raise ConnectionError(f"{self._num_in_vain} of them have ended before they answered")
         ours, theirs = socket_pair()
         act, agent = partial(self._serve, theirs), os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             follow_parent(agent)
             ours.close()
             return act
@@ -171,13 +172,13 @@ class Forks:
         now_s = time.monotonic()
         self._silent_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
         self._looked_s = now_s
-        limit_s = _ANSWER_S if self.has_imported or is_stopped(self._pid) else _IMPORT_S
+        limit_s = _ANSWER_S if self.has_imported or is_stopped(self.pid) else _IMPORT_S
         if self._silent_s > limit_s:
             self._lose(f"has not answered for {self._silent_s:.0f} s, and is killed")
         elif not self.has_imported:
             if self._silent_s - self._said_s > _LINE_S:
                 self._said_s = self._silent_s
-                say(f"process {self._pid} has been importing for {self._silent_s:.0f} s")
+                say(f"process {self.pid} has been importing for {self._silent_s:.0f} s")
         elif now_s - self._asked_s > _ASK_EVERY_S:
             self._asked_s = now_s
             self._send(Ask())
@@ -193,7 +194,7 @@ class Forks:
     def _lose(self, how: str) -> None:
         """Kill the fork server, and count its ranks as failed."""
         assert self._connection is not None
-        say(f"process {self._pid}, which forks ranks, {how}: its ranks end with it")
+        say(f"process {self.pid}, which forks ranks, {how}: its ranks end with it")
         self.close()
         for each in self._ranks:
             each.code = KILLED if each.code is None else each.code
@@ -202,8 +203,8 @@ class Forks:
         """End the fork server, and with it all ranks."""
         if self._connection is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
             self._connection.close()
             self._connection = None
 

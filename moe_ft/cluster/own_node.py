@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from moe_ft.addresses import own_host
+from moe_ft.free_memory import available_bytes, children_of, private_bytes
 
 MOST_SENT, RENEWAL_BEATS = 64, 8
 _MOST_HEARD, _MOST_SAID = 1024, 8  # with each beat
@@ -84,13 +85,21 @@ class OwnNode:
         if self._memory is not None:
             self._memory.remove_unused()
 
-    def facts(self, *, has_ranks: bool) -> dict[str, Any]:
-        """Return attributes of `Node`, with each beat; send to others, and hear them."""
+    def facts(self, *, has_ranks: bool, server: int = 0) -> dict[str, Any]:
+        """Return attributes of `Node`, with each beat; send to others, and hear them.
+
+        Args:
+            server: process that has forked its ranks; 0 for none. Further ranks would take as much memory.
+        """
         found: dict[str, Any] = {"address": self._address, "unreached": self._look()}
         with suppress(OSError):  # the memory is being made, or removed
             if self._memory is not None:
-                found["room_bytes"] = self._memory.room_bytes()
-                found["used_bytes"] = self._memory.used_bytes() if has_ranks else 0
+                used = self._memory.used_bytes() if has_ranks else 0
+                room = self._memory.room_bytes()
+                if has_ranks and server:
+                    own = private_bytes(children_of(server))
+                    room = min(room, used + max(0, available_bytes() - own))
+                found |= {"used_bytes": used, "room_bytes": room}
         return found
 
     def is_due(self) -> bool:

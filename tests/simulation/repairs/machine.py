@@ -321,7 +321,7 @@ class _NoFacts:
     def open(self) -> None:
         pass
 
-    def facts(self, *, has_ranks: bool) -> dict[str, Any]:
+    def facts(self, *, has_ranks: bool, server: int = 0) -> dict[str, Any]:
         return {}
 
     def is_due(self) -> bool:

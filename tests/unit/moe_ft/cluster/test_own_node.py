@@ -1,9 +1,11 @@
-"""Links that nodes find dead with datagrams."""
+"""Facts that nodes find out: links that are dead, by datagrams, and room for ranks."""
 
+import os
 from collections.abc import Callable
 
 import pytest
 
+from moe_ft.cluster import own_node
 from moe_ft.cluster.own_node import MOST_SENT, RENEWAL_BEATS, OwnNode
 
 LIMIT_S = 3.0
@@ -95,3 +97,32 @@ def test_node_sends_to_few_of_many_with_each_beat_and_to_all_in_turn(
     assert {len(each) for each in sent} == {MOST_SENT}
     assert {port for each in sent for port in each} == {*range(1, 2048)}
     assert sum(node.is_due() for _ in range(2 * RENEWAL_BEATS)) == 2
+
+
+class SmallMemory:
+    """Memory of ranks that uses 40 bytes of a file system, which has 60 others."""
+
+    def used_bytes(self) -> int:
+        return 40
+
+    def room_bytes(self) -> int:
+        return 100
+
+    def remove_unused(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("available", "private", "room"),
+    [(1000, 100, 100), (130, 100, 70), (90, 100, 40)],
+    ids=["the file system", "the node", "none"],
+)
+def test_room_for_further_ranks_is_for_their_processes_too(
+    available: int, private: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_node, "available_bytes", lambda: available)
+    monkeypatch.setattr(own_node, "private_bytes", lambda pids: private)
+    node = OwnNode("127.0.0.1", SmallMemory(), PERIOD_S, LIMIT_S)
+    facts = node.facts(has_ranks=True, server=os.getpid())
+    assert (facts["used_bytes"], facts["room_bytes"]) == (40, room)
+    spare = node.facts(has_ranks=False, server=os.getpid())
+    assert (spare["used_bytes"], spare["room_bytes"]) == (0, 100)
