@@ -20,9 +20,9 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 rm -rf "$RUN_DIR/events"
 
 # Of the script and of Megatron, then of moe_ft.
-torchrun --nproc-per-node 2 --max-restarts 2 --rdzv-id own_script \
+torchrun --nproc-per-node 1 --max-restarts 2 --rdzv-id own_script \
     --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" \
-    -m moe_ft keep -- -m moe_ft run "$ROOT/examples/pretrain_own.py" --base 16 \
+    -m moe_ft keep --ranks-per-node 2 -- -m moe_ft run "$ROOT/examples/pretrain_own.py" --base 16 \
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 \
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --ffn-hidden-size 64 \
     --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights \

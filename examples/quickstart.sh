@@ -81,9 +81,9 @@ LAYOUT=(
 )
 
 status=0
-torchrun --nproc-per-node "$NUM_RANKS" --max-restarts "$MAX_RESTARTS" --rdzv-id quickstart \
+torchrun --nproc-per-node 1 --max-restarts "$MAX_RESTARTS" --rdzv-id quickstart \
     --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" \
-    -m moe_ft keep -- "$ROOT/pretrain_gpt_moe.py" \
+    -m moe_ft keep --ranks-per-node "$NUM_RANKS" -- "$ROOT/pretrain_gpt_moe.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${LAYOUT[@]}" --moe-ft-event-log "$RUN_DIR/events" "$@" \
     2>&1 | tee -i "$RUN_DIR/output.log" || status=$?
 

@@ -3,8 +3,9 @@
 # are left. Checkpoints are those of `dense`, in host memory and on other nodes: they bring the state of lost nodes,
 # which replicas of experts do not here (docs/expert_slots.md). With PERSIST_DIR some also go to storage.
 #
-#   TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 examples/presets/lazarus.sh torchrun --nnodes 2:4 --rdzv-backend c10d ... \
-#       -m moe_ft keep -- pretrain_gpt_moe.py ...
+#   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 MOE_FT_KEEP_TOKEN=...  # a secret of all nodes
+#   examples/presets/lazarus.sh torchrun --nnodes 2:4 --nproc-per-node 1 --rdzv-backend c10d ... \
+#       -m moe_ft keep --ranks-per-node 8 -- pretrain_gpt_moe.py ...
 #   STRATEGY=none EXTRA_FLAGS=$(SLOTS=8 examples/presets/lazarus.sh) sbatch ...
 #
 # With a command, the script runs it with the flags of the preset added; without one, it prints the flags. The job

@@ -40,7 +40,6 @@ def test_exception_restarts_the_ranks_of_two_nodes_and_a_death_after_it_is_repai
 ) -> None:
     repaired.run_under_torchrun("exception:1@2:backward", "kill:0@5:backward", **TWO_NODES)
     check(repaired, num_starts=2)
-    assert "a lost node restarts all ranks, since torchrun" in (repaired.folder / "log").read_text()
 
 
 @pytest.mark.rest

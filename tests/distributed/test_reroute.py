@@ -1,7 +1,7 @@
 """Lost nodes without a spare under `keep`: data-parallel peers play the roles of their ranks, bit for bit.
 
 A rank is stopped in a phase of an iteration, and all processes of its node are killed with their memory. So
-nobody forks it again: neither its zygote nor a spare is there.
+nobody forks it again: neither its fork server nor a spare is there.
 """
 
 import json

@@ -38,9 +38,9 @@ def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_it
         assert nodes.wait() == [0, 0], nodes.log("node0")[-3000:]
     # The ranks of both starts were forked from one process a node, which ends with the agent.
     logs = [nodes.log(node) for node in ("node0", "node1")]
-    zygotes = [int(re.findall(r"ranks are forked from process (\d+)", each)[0]) for each in logs]
+    servers = [int(re.findall(r"ranks are forked from process (\d+)", each)[0]) for each in logs]
     assert [each.count("ranks are forked from process") for each in logs] == [1, 1]
-    wait_for(lambda: not any(map(is_running, zygotes)), "the end of the zygotes")
+    wait_for(lambda: not any(map(is_running, servers)), "the end of the fork servers")
     # Each process that ended, ended well: nothing was started a third time.
     assert [len(events(tmp_path, rank, "start")) for rank in range(2)] == [2, 2]
     assert [len(events(tmp_path, rank, "end")) for rank in range(2)] == [1, 1]

@@ -43,7 +43,8 @@ def checked_member(args: argparse.Namespace, member: Member | None, *, on_gpus: 
     if member is None:
         raise ConfigError(
             "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
-            "not. Put it before the script (torchrun ... -m moe_ft keep -- SCRIPT), or leave the flag out."
+            "not. Put it before the script (python -m moe_ft keep --ranks-per-node N -- SCRIPT), or leave "
+            "the flag out."
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later

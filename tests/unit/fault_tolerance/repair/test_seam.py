@@ -167,7 +167,7 @@ def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
     assert not link.is_armed
 
 
-def test_process_without_a_zygote_is_refused() -> None:
+def test_process_without_a_fork_server_is_refused() -> None:
     config = MoeFtConfig(recovery=RecoveryConfig(repair="auto"))
     with (
         pytest.raises(ConfigError, match="--moe-ft-repair=auto needs ranks that are forked"),

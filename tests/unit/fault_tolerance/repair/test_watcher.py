@@ -274,4 +274,4 @@ def test_process_ends_for_good_if_a_repair_gets_no_further(rank: Rank) -> None:
     os.close(writer)
     assert os.read(reader, 5) == b"later", "it may take longer while it makes progress"
     os.close(reader)
-    assert not rank.link.is_armed, "or the zygote would replace it"
+    assert not rank.link.is_armed, "or the fork server would replace it"

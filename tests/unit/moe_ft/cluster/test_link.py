@@ -1,4 +1,4 @@
-"""Link of a rank and its zygote: real beats, and flags that are read before any other.
+"""Link of a rank and its fork server: real beats, and flags that are read before any other.
 
 How silence counts is simulated (tests/simulation/repairs); test_fork_server.py replaces ranks that die and
 stop.

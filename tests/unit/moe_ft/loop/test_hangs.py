@@ -280,7 +280,7 @@ def test_silent_rank_says_where_it_is_and_ends(
         "phase": "backward",
         "limit_s": 1,
     }
-    assert member.link.section is Section.EVALUATION, "the zygote knows it too"
+    assert member.link.section is Section.EVALUATION, "the fork server knows it too"
     said = capfd.readouterr().err
     assert "rank 3 hangs in iteration 4, phase backward, and ends: in its evaluation it" in said
     assert "The limit is 1 s (--moe-ft-hang-limit=1)" in said and f'{__file__}", line ' in said
