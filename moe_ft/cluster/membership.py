@@ -226,9 +226,7 @@ class Wake(NamedTuple):
 
 
 class HearAll(NamedTuple):
-    """Report `Passed` when all nodes whose ranks run have been heard twice."""
-
-    what: str = "heard"
+    """Report `Passed` ("heard") when all nodes whose ranks run have been heard twice."""
 
 
 class Say(NamedTuple):

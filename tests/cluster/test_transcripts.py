@@ -86,8 +86,8 @@ class Chance:
         self.policy = Policy(
             shape=Shape(nodes, rng.choice((1, 2)), rng.choice((0, 0, 1, min(2, nodes)))),
             repair=rng.random() < 0.9,
-            without_spare=rng.choice(("end", "wait", "crowd", "reroute", "shrink")),
-            store=rng.choice((0, nodes)),
+            without_spare=rng.choice(("end", "wait", "crowd", "crowd", "reroute", "shrink")),
+            store=rng.choice((0, nodes, nodes)),
             max_restarts=rng.choice((0, 0, 2)),
             domains={f"n{number}": "xy"[number % 2] for number in range(nodes)},
         )
@@ -126,16 +126,17 @@ class Chance:
         return self.driver.report(newest=self.job.reports.newest + 1, met=False)
 
     def lose(self) -> list[Command]:
-        return self.driver.feed(Lost((self._id(), self._id()), "silent"))
+        ids = {self._id() for _ in range(self.rng.choice((1, 1, 1, 2)))}
+        return self.driver.feed(Lost(tuple(sorted(ids)), "silent"))
 
     def tell(self) -> list[Command]:
-        is_store = self.rng.random() < 0.05
+        is_store = self.rng.random() < 0.02
         return self.driver.feed(StoreTold() if is_store else Told((self._id(),)))
 
     def change(self) -> list[Command]:
         rng, id = self.rng, self._id()
         node = self.job.nodes.get(id, Node(id=id, name=id, number=9))
-        code = rng.choice((None,) * 12 + (0, 0, 1, 2)) if id in self.job.seats.values() else None
+        code = rng.choice((None,) * 40 + (0, 0, 1, 2)) if id in self.job.seats.values() else None
         unreached = (self._id(),) if rng.random() < 0.3 else ()
         used = rng.choice((0, 30))
         node = replace(node, code=code, used_bytes=used, unreached=unreached)
@@ -145,7 +146,7 @@ class Chance:
         ranks = range(len(self.job.ranks_of(range(self.job.size))))
         some = frozenset(each for each in ranks if self.rng.random() < 0.8)
         stages = [[[rank] for rank in ranks]]
-        ended = self.job.reports.ended or self.rng.random() < 0.05
+        ended = self.job.reports.ended or self.rng.random() < 0.02
         return self.driver.report(knowing=some, met=True, ready=some, stages=stages, ended=ended)
 
     def wake(self) -> list[Command]:

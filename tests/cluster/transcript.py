@@ -181,7 +181,7 @@ _TEXTS: dict[type[Command], Callable[..., str]] = {
     Wake: lambda what, after_s: (
         f"wake {what} in {after_s:g} s" * (what not in ("gathered", "missing"))
     ),
-    HearAll: lambda what: "hear all",
+    HearAll: lambda: "hear all",
     Say: lambda line: f"say {line}",
     Over: lambda code, why: f"over {code}" + f": {why}" * bool(why),
 }
