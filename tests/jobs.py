@@ -280,6 +280,7 @@ class RepairedJob(Job):
         lost_after_s: int = 10,
         networks: Namespaces | None = None,
         store: int = 0,
+        max_restarts: int = 0,
     ) -> KeptNodes:
         """Return nodes that run the job of four ranks under `keep` alone."""
         self.num_ranks = 4
@@ -292,6 +293,7 @@ class RepairedJob(Job):
             lost_after_s=lost_after_s,
             networks=networks,
             store=store,
+            max_restarts=max_restarts,
         )
 
     def wait_for_iteration(self, iteration: int) -> None:

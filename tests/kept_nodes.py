@@ -30,6 +30,7 @@ class KeptNodes:
         lost_after_s: int = 10,
         networks: Namespaces | None = None,
         store: int = 0,
+        max_restarts: int = 0,
         imports: bool = False,
     ) -> None:
         """Start nothing yet.
@@ -51,6 +52,7 @@ class KeptNodes:
             *("--nodes", nodes, "--ranks-per-node", str(ranks_per_node)),
             *("--meet", f"{host}:{free_port()}", "--store", str(store)),
             *("--lost-after", str(lost_after_s), "--status", str(self.status)),
+            *("--max-restarts", str(max_restarts)),
         ]
         self._script = ["--", *words]
         self._nodes: list[tuple[str, KeptAgent]] = []

@@ -1,4 +1,4 @@
-"""Spare nodes under `keep` alone: they take over for nodes that are lost, or only seem to be."""
+"""Nodes under `keep` alone: spares take over for those that are lost, or only seem to be; all begin again."""
 
 import re
 import shutil
@@ -231,4 +231,19 @@ def test_job_that_is_to_wait_for_a_spare_continues_when_the_lost_node_comes_back
         assert nodes.wait()["node0"] == 0, nodes.log("node0")[-3000:]
     (repair,) = repaired.events("repair", 2)
     assert repair["taken_over"] == {"node1": "node1"}
+    assert repaired.digests() == repaired.reference()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("moment", ["1:before-step", "4:forward"])
+def test_all_ranks_begin_again_after_one_has_failed(repaired: RepairedJob, moment: str) -> None:
+    faults = ("--moe-ft-inject-fault", f"exception:2@{moment}")
+    with repaired.kept_nodes(*faults, train_iters=12, max_restarts=1) as nodes:
+        nodes.start("node0", "node1")
+        assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
+        log = nodes.log("node0")
+    assert "begin again on nodes node0, node1: a rank has failed with exit code 1" in log
+    for rank in range(4):
+        first, second = repaired.events("start", rank)
+        assert first["pid"] != second["pid"]
     assert repaired.digests() == repaired.reference()
