@@ -44,8 +44,8 @@ def answer(
         return Answer("repair")
     if not why:
         kind = job.policy.without_spare
-        hosts = {} if job.reports.full else _hosts_of(job, sorted(slots)[-few:])
-        if kind == "crowd" and hosts:
+        can_crowd = kind == "crowd" and not job.reports.full
+        if can_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
             return Answer("repair", hosts=hosts)
         if kind == "reroute" and (played := _played_of(job, slots)):
             return Answer("repair", played=played)
