@@ -188,22 +188,28 @@ class _Wrapped:
     """A function that has layers."""
 
     def __init__(self, seam: Seam, owner: Any, attribute: str) -> None:
-        original, self._patches = getattr(owner, attribute), Patches()
-        self.place, self.around = (owner, attribute), dict[Layer, Function]()
+        self._original, self._patches = getattr(owner, attribute), Patches()
+        self.around: dict[Layer, Function] = {}
+        self._seam, self._place = seam, (owner, attribute)
+        self._whole = self._original
 
-        @wraps(original)
+        @wraps(self._original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            function = original
-            for layer in reversed(seam.layers):
-                if (around := self.around.get(layer)) is not None:
-                    function = wraps(function)(partial(around, function))
-            return function(*args, **kwargs)
+            return self._whole(*args, **kwargs)
 
         self._patches.set(owner, attribute, call)
 
-    def unwrap(self) -> None:
-        """Put the original back."""
-        self._patches.__exit__()
+    def change(self) -> None:
+        """Call the layers that are there now; without any, put the original back."""
+        whole = self._original
+        for layer in reversed(self._seam.layers):
+            if (around := self.around.get(layer)) is not None:
+                whole = wraps(whole)(partial(around, whole))
+        self._whole = whole  # at once, for other threads
+        if not self.around:
+            owner, attribute = self._place
+            del _wrapped[id(owner), attribute]
+            self._patches.__exit__()
 
 
 _wrapped: dict[tuple[int, str], _Wrapped] = {}  # by owner and attribute, in the whole process
@@ -225,10 +231,7 @@ class Layers:
         while self._own:
             wrapped, layer = self._own.pop()
             del wrapped.around[layer]
-            if not wrapped.around:
-                owner, attribute = wrapped.place
-                del _wrapped[id(owner), attribute]
-                wrapped.unwrap()
+            wrapped.change()
 
     def put(self, layer: Layer, functions: Mapping[str, Function], of: Any = None) -> Self:
         """Call these instead of functions of Megatron, with what lies below before the arguments.
@@ -252,5 +255,6 @@ class Layers:
             if layer in wrapped.around:
                 raise ValueError(f"{name} has a layer {layer} already")
             wrapped.around[layer] = around
+            wrapped.change()
             self._own.append((wrapped, layer))
         return self
