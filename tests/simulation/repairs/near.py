@@ -102,6 +102,18 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
         ),
         switching=0.1,
     ),
+    # The node of the store is told to end, and all save; meanwhile another one is lost.
+    "starts-after-all-are-to-save": RepairSchedule(
+        seed=1,
+        nodes=3,
+        fewest=1,
+        iterations=30,
+        faults=(
+            Fault(kind="tell-node", start=0, moment="forward", time=6, target=0),
+            Fault(kind="lose-node", start=0, moment="forward", time=10, target=2, amount=0.9),
+        ),
+        switching=0.1,
+    ),
     # A rank fails at its start, as a node is lost, and its node still says so when the next one begins.
     "ends-of-an-earlier-start-count": RepairSchedule(
         seed=1,
