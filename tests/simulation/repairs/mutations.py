@@ -116,9 +116,9 @@ def own_stop_held_against_the_thread(patches: Patches) -> None:
     hold_stops_against_threads(patches)
 
 
-@repair_mutation
+@elastic_mutation
 def told_to_end_and_replaced(patches: Patches) -> None:
-    """A rank that the launcher has told to end is replaced."""
+    """A rank that its agent has told to end is replaced: it lives on in the next start."""
     patches.set(Link, "retire", lambda self: None)
 
 
