@@ -188,6 +188,19 @@ def played_roles(draw: Draw) -> dict[str, Any]:
     return {"layout": {"pp": 2}, "flags": flags, "ranks_per_node": 1, "changes": {"clip_grad": 0.0}}
 
 
+def crowded_nodes(draw: Draw) -> dict[str, Any]:
+    draw.has_agents = True
+    draw.strike(Kind.LOSE_NODES, 3, least=3)
+    draw.strike(Kind.KILL_RANKS, draw.choice((0, 3)))
+    draw.strike(Kind.LOSE_NODES, draw.choice((1, 2)), least=5)
+    draw.strike(Kind.RETURN_NODE, 3)
+    if draw.random.random() < 0.5:
+        draw.strike(Kind.KILL_RANKS, 3, when=When.LINE, what="takes over", within_s=1.5)
+    draw.strike(Kind.KILL_RANKS, draw.choice((0, 2)))
+    flags = (*REPAIR, *DENSE, "--moe-ft-without-spare", "crowd")
+    return {"layout": PP_EP, "flags": flags, "ranks_per_node": 1}
+
+
 def exits(draw: Draw) -> dict[str, Any]:
     for _ in range(2):
         draw.kill(what="forward", every=EXITS_EVERY, within_s=0.2)
@@ -256,7 +269,7 @@ def starts(draw: Draw) -> dict[str, Any]:
 
 SCENARIOS: tuple[Callable[[Draw], dict[str, Any]], ...] = (
     *(evaluations, volleys, lost_nodes, replays, played_roles, exits, storage, elastic_nodes),
-    *(processes, files, cut_networks, starts),
+    *(processes, files, cut_networks, starts, crowded_nodes),
 )
 
 
