@@ -260,7 +260,8 @@ class Oracle:
 
     def _check_rounds(self, job: Job, start: Start) -> None:
         """Check how many rounds were broken in a row."""
-        if (listener := job.machine.ports.get(start.address)) is None:
+        listener = job.machine.ports.get(start.address)
+        if listener is None or not listener.starts:  # nobody has written anything
             return
         *_, values = listener.starts.values()
         said, number, broken = _said(values), 0, 0
