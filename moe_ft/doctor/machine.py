@@ -20,9 +20,9 @@ from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, huge_pages, node_directory
 from moe_ft.errors import BusyError, ConfigError
 from moe_ft.free_memory import free_memory
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
+from moe_ft.recovery.site import Site
 
 CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -37,8 +37,8 @@ from moe_ft.doctor.storage import (
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.errors import ConfigError
 from moe_ft.launches import launch_of
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.persist_directory import trouble_of
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
 # When phases end, as parts of the time that the whole examination has.

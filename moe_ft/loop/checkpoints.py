@@ -35,8 +35,9 @@ from moe_ft.loop.routers import Routers
 from moe_ft.loop.state_seam import StateSeam
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
-from moe_ft.recovery.facts import JobFacts, Site
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import is_rejected
+from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
 from moe_ft.state.record import CapturedNumbers, IterationFacts, capture_numbers

@@ -17,7 +17,6 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
 from moe_ft.planning.placement import sources_of
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import (
@@ -30,6 +29,7 @@ from moe_ft.recovery.persist_directory import (
     take_lock,
     trouble_of,
 )
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology

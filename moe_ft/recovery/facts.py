@@ -1,20 +1,16 @@
-"""Facts that a training loop passes to a start about a job and a rank, and the place of the rank in it."""
+"""Facts that a training loop passes to a start about a job and a rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.voices import Voice
 from moe_ft.launches import Launch
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport
 from moe_ft.planning.experts import ExpertFacts
-from moe_ft.saying import say
 from moe_ft.state.parameters import StatePlaces
 from moe_ft.state.random_states import Randomness
-from moe_ft.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,28 +62,3 @@ class JobFacts:
     is_evaluated: Callable[[int], bool] = lambda iteration: False
     voice: Voice | None = None
     randomness: Randomness | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """A rank's place: its job, its node, and its node's memory directory."""
-
-    config: MoeFtConfig
-    job_id: str
-    node: str
-    node_dir: Path
-    rank: int
-    topology: Topology
-    launch: Launch
-
-    @property
-    def is_lowest_on_node(self) -> bool:
-        """True if this rank does what is done once per node."""
-        return self.topology.lowest_on_node(self.node).rank == self.rank
-
-
-def say_for_node(site: Site, lines: Sequence[str]) -> None:
-    """Print, of ``[rank]`` lines, that of the lowest rank of this node that has one, on that rank."""
-    speakers = [info.rank for info in site.topology.on_node(site.node) if lines[info.rank]]
-    if speakers and site.rank == min(speakers):
-        say(lines[site.rank])

@@ -31,7 +31,7 @@ from moe_ft.files.private_files import make_private, make_root
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory
 from moe_ft.processes import holder_of_lock, is_ending
-from moe_ft.recovery.facts import Site
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.strategies.registry import chosen
 

@@ -43,7 +43,8 @@ from moe_ft.recovery.assembly import (
     slice_assignment,
 )
 from moe_ft.recovery.attempts import Failure, attempt
-from moe_ft.recovery.facts import JobFacts, Site
+from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.global_places import find_places, model_places, with_places

@@ -6,8 +6,8 @@ from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.comparison import newer_than
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.choice import Wish
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.inventory import Inventory
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 
 _MOST_REASONS = 12  # printed at a time

@@ -25,7 +25,7 @@ from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.launches import launch_of
-from moe_ft.recovery.facts import Site
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 
 _LOCK_POLL_S = 0.5

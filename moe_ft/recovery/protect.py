@@ -29,12 +29,12 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.placement import sources_of
 from moe_ft.planning.recovery import Family, Source, Tier
 from moe_ft.recovery.claim import Claimed, memory_of
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.job_memory import measure
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored
+from moe_ft.recovery.site import Site
 from moe_ft.strategies.interface import Strategy
 from moe_ft.topology import RankInfo, Topology
 

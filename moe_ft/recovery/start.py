@@ -35,7 +35,7 @@ from moe_ft.recovery.agree import Agreed, fetch_together
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
-from moe_ft.recovery.facts import JobFacts, Site, say_for_node
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.fetch import Fetching, open_readers
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import look, note_start
@@ -44,6 +44,7 @@ from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.planner import Offer, Planner
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
+from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import say
 from moe_ft.state import schedule
 from moe_ft.strategies.registry import chosen

@@ -23,8 +23,8 @@ from moe_ft.free_memory import private_bytes
 from moe_ft.loop.listeners import EndedIteration, LoopListener
 from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import default_replication_factor, place_replicas, plan_node_memory
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.job_memory import measure
+from moe_ft.recovery.site import Site
 from moe_ft.saying import say
 from moe_ft.topology import Topology
 

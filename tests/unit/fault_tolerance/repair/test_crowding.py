@@ -14,7 +14,7 @@ from megatron.fault_tolerance.repair.crowding import (
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listeners import EndedIteration
-from moe_ft.recovery.facts import Site
+from moe_ft.recovery.site import Site
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.recovery import jobs
 from tests.unit.signed import member_of

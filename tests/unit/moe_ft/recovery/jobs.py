@@ -8,7 +8,7 @@ from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.memory.job_directory import entered_job, node_directory, own_directory
 from moe_ft.launches import Launch
-from moe_ft.recovery.facts import Site
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
 HOUR_S = 3600.0

@@ -23,8 +23,9 @@ from moe_ft.format.index import Index
 from moe_ft.launches import Launch
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.assembly import measure_sizes
-from moe_ft.recovery.facts import JobFacts, Site
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.meet import LiveState, Met, StartNames, join_ranks
+from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, StatePlaces
 from moe_ft.state.record import RecordTaker

@@ -8,7 +8,7 @@ from moe_ft.format.identity import History, Start
 from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
 from moe_ft.recovery.choice import Wish
-from moe_ft.recovery.facts import Site
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 
 NODES = ("a", "b")

@@ -16,13 +16,13 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.identity import CUTS, Identity, has_other_layout, layout_of, without_layout
 from moe_ft.planning.remains import FoundLog
 from moe_ft.recovery.claim import Claimed, memory_of
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import mark_other_layouts
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.plan import check_replay, check_settings
 from moe_ft.recovery.protect import check_room, clear_of_pools
+from moe_ft.recovery.site import Site
 from moe_ft.topology import Topology
 from tests.unit.moe_ft.recovery.meetings import config_of, facts_of, initialized, met_alone
 from tests.unit.moe_ft.recovery.starts import plans_of, site, start, versions_of, wish

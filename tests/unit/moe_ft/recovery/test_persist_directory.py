@@ -20,13 +20,13 @@ from moe_ft.errors import ConfigError, LockLostError
 from moe_ft.files.storage import Storage
 from moe_ft.launches import Launch
 from moe_ft.recovery import persist_directory
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.persist_directory import (
     LateLock,
     open_storage,
     origin_of,
     take_lock,
 )
+from moe_ft.recovery.site import Site
 from moe_ft.topology import RankInfo, Topology
 from tests.failing_calls import Rule, build_library, environment
 

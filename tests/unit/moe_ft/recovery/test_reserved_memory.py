@@ -32,8 +32,8 @@ from moe_ft.planning.planned_job import (
 )
 from moe_ft.planning.sharding import assign_equal_slices
 from moe_ft.recovery.assembly import RankSizes, build_strategy, measure_sizes
-from moe_ft.recovery.facts import Site
 from moe_ft.recovery.job_memory import check_memory
+from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.partial.config import PartialConfig

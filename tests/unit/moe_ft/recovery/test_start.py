@@ -32,13 +32,14 @@ from moe_ft.planning.recovery import Plan, Tier
 from moe_ft.recovery import claim
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.checkpointing import Checkpointing
-from moe_ft.recovery.facts import JobFacts, Site
+from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import read_attempts
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import Opened, Trouble, open_storage
 from moe_ft.recovery.readers import FetchedUnit
+from moe_ft.recovery.site import Site
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
 from tests.unit.moe_ft.recovery.meetings import (
     FINGERPRINT,

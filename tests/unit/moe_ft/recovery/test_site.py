@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.recovery.facts import Site, say_for_node
+from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.topology import RankInfo, Topology
 from tests.unit.moe_ft.recovery import starts
 
