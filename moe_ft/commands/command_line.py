@@ -7,7 +7,7 @@ import argparse
 import importlib
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ class Launch:
         reason: why the world size is not known.
         restarts: whether torchrun may start the ranks again.
         backend: torchrun's --rdzv-backend, empty for its default; None for other launchers.
-        grace_s: of `keep --nodes`, from SIGTERM to SIGKILL; None for other launchers.
+        grace_s: of `keep`, from SIGTERM to SIGKILL; None for other launchers.
     """
 
     world_size: int | None = None
@@ -145,7 +145,11 @@ def read_launch(words: Sequence[str]) -> Launch:
     of_torchrun = {} if start is None else dict(options_of(words[start + 1 :]))
     if "keep" in names:
         of_keep = dict(options_of(words[names.index("keep") + 1 :]))
-        return _read_keep({"--nodes": of_torchrun.get("--nnodes", "1"), **of_keep})
+        kept = _read_keep({"--nodes": of_torchrun.get("--nnodes", "1"), **of_keep})
+        if start is None:
+            return kept
+        by_torchrun = _read_torchrun(of_torchrun)
+        return replace(kept, restarts=by_torchrun.restarts, backend=by_torchrun.backend)
     if start is not None:
         return _read_torchrun(of_torchrun)
     if "srun" in names:

@@ -15,6 +15,7 @@ BUILTINS = {
     errors.UnsafePathError: OSError,
     errors.ForeignPathError: OSError,
     errors.LockLostError: OSError,
+    errors.JobStoreError: RuntimeError,
     errors.ExchangeError: RuntimeError,
     errors.LinksEndedError: RuntimeError,
     errors.CallOrderError: RuntimeError,
