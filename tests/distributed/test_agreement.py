@@ -24,6 +24,7 @@ from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.exchange import INT, TEXT, encode
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.errors import ConfigError, CorruptStateError, StorageAwayError
+from moe_ft.launches import Launch
 from moe_ft.planning import levels
 from moe_ft.recovery import look as phase
 from moe_ft.recovery import planner
@@ -211,7 +212,12 @@ def look_and_plan(trouble: Trouble, folder: Path) -> None:
     node_dir = folder / f"node-{rank}"
     node_dir.mkdir()
     site = SimpleNamespace(
-        rank=rank, node=f"node-{rank}", node_dir=node_dir, job_id="job", is_lowest_on_node=True
+        rank=rank,
+        node=f"node-{rank}",
+        node_dir=node_dir,
+        job_id="job",
+        is_lowest_on_node=True,
+        launch=Launch(),
     )
     met: Any = SimpleNamespace(
         site=site,
