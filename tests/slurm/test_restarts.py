@@ -138,8 +138,9 @@ def test_job_on_a_full_tmpfs_is_refused_and_runs_when_the_memory_of_a_dead_job_i
     ballast = job.memory_dir / "of_others"
     ballast.write_bytes(bytes(50 * 2**20))
     job.submit(MAX_RESTARTS="1", MAX_REQUEUES="0", PAUSE_SECONDS="1")
-    assert job.wait_for_end() == "FAILED 4:0"
-    assert job.said("cannot hold the regions")
+    assert job.wait_for_end() == "FAILED 1:0"
+    assert job.said("exit code 4 (storage or memory that the start needs cannot be had now)")
+    assert job.said("snapshots with their indexes and replicas take")
     ballast.unlink()
     job.submit()
     assert job.wait_for_end() == "COMPLETED 0:0"
