@@ -25,10 +25,10 @@ LONG = {"train_iters": 60}
 DYING = ROOT / "tests" / "distributed" / "scripts" / "pretrain_dying_between.py"
 
 
-def check(job: RepairedJob, *, num_starts: int) -> None:
-    """Check that ranks were started so often, one death was repaired, and the bits are the same."""
+def check(job: RepairedJob, *, num_starts: int, repairs: Sequence[int] = (1,)) -> None:
+    """Check that ranks were started so often, so many deaths were repaired, and the bits are the same."""
     for rank in range(job.num_ranks):
-        assert len(job.events("repair", rank)) == 1
+        assert len(job.events("repair", rank)) in repairs
         assert len(job.events("start", rank)) >= num_starts + 1
         assert [line["reason"] for line in job.events("end", rank)] == ["finished"]
     assert job.digests() == job.reference()
@@ -97,7 +97,8 @@ def test_node_that_is_lost_with_its_agent_is_replaced_and_a_death_after_it_is_re
         if other == "node1":
             nodes.start(other)
         assert nodes.wait() == [0, -9, 0], nodes.log("node0")[-3000:]
-    check(repaired, num_starts=2)
+    # The other node runs the lost rank, too, until torchrun has all ranks start again on two nodes.
+    check(repaired, num_starts=2, repairs=(1, 2))
 
 
 class _Payload:
