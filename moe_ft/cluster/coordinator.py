@@ -118,7 +118,7 @@ class Coordinator:
         if self._is_told:
             yield StoreTold()
         for what in due:
-            if self._due_s.get(what, now_s) < now_s:  # nothing has asked for it anew
+            if self._due_s.get(what, now_s) < now_s:  # nothing has asked for it again
                 del self._due_s[what]
                 yield Passed(what)
         if self._roster.has_heard_all():

@@ -15,6 +15,7 @@ from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.cluster.store_client import JobStore
 from moe_ft.cluster.store_server import MAX_STRANGERS, StoreServer
 from moe_ft.errors import RepairError
+from moe_ft.files.progress import awaiting_others
 from moe_ft.processes import raise_descriptors
 from moe_ft.saying import say
 
@@ -111,6 +112,7 @@ def _open(address: tuple[str, int], run: str, token: str, start: int) -> JobStor
     return JobStore(address, run, token, f"{_PREFIX}{start}")
 
 
+@awaiting_others()
 def wait_for_listener(
     address: tuple[str, int], deadline_s: float, say_waiting: Callable[[], None] = lambda: None
 ) -> None:

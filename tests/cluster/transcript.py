@@ -6,7 +6,7 @@ look after nodes that come ("gathered", "missing") are left out. After a `Declar
 With `trains` all nodes are there, named a, b, c ..., and have finished an iteration. A node c' is the node c
 that has registered again.
 
-Run `python -m tests.cluster.transcript FILE ...` to have answers written anew, and read what has changed.
+Run `python -m tests.cluster.transcript FILE ...` to write the answers again, and read what has changed.
 """
 
 import math

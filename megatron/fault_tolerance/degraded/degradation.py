@@ -50,11 +50,13 @@ class Degradation:
             is_whole: whether one peer plays all of a role, bit for bit, or peers share it, which is faster.
         """
         self._late, self._is_whole = late, is_whole
-        self._batches, self.deputies = CellBatches(data_sets), Deputies()
+        self._batches = CellBatches(data_sets)
+        self.deputies = Deputies()
         self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
         self._stand_in: Together | Idle | None = None  # for the checkpoints of this rank
-        self._layers, self._while_dead = Layers(), ExitStack()
+        self._layers = Layers()
+        self._while_dead = ExitStack()
         self._has_room = False
 
     def install(self, layers: Layers) -> None:

@@ -50,7 +50,9 @@ class BetweenIterations:
             notice: returns when a death was noticed; raises the exception if no rank has died.
             repair: repairs from that time on, and runs the iteration again that is logged or evaluated.
         """
-        self._watcher, self._member, self._links = watcher, member, links
+        self._watcher = watcher
+        self._member = member
+        self._links = links
         self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
         self._data_sets = data_sets
         self._is_training = self._leaves_out_log = False

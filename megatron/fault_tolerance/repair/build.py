@@ -34,7 +34,8 @@ class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
     def __init__(self, member: Member, recipes: Recipes) -> None:
-        self._member, self._recipes, self._groups = member, recipes, Layers()
+        self._member, self._recipes = member, recipes
+        self._groups = Layers()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather
 
@@ -119,7 +120,8 @@ class Gathered:
     """Record of what Megatron all-gathers in a start, in the job's store. Owned by the training thread."""
 
     def __init__(self, store: SignedStore, *, is_joining: bool) -> None:
-        self._store, self._has_record = store, is_joining
+        self._store = store
+        self._has_record = is_joining
         self._keys = (f"gathered_{number}" for number in count())
 
     def installed(self) -> AbstractContextManager[None]:
@@ -136,10 +138,8 @@ class Gathered:
         return from_json(kept)
 
     def _keep(self, values: list[Any]) -> None:
-        key, kept = (
-            next(self._keys),
-            to_json(values),
-        )  # on all ranks: all refuse what cannot be kept
+        key = next(self._keys)
+        kept = to_json(values)  # on all ranks: all refuse what cannot be kept
         if dist.get_rank() == 0:
             self._store.set(key, kept)
 

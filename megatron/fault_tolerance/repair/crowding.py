@@ -51,7 +51,9 @@ class Crowding(LoopListener):
             find_site: returns the place of this rank, or None before the setup.
             uses_nccl: whether ranks of a group would share a device.
         """
-        self._member, self._find_site, self._uses_nccl = member, find_site, uses_nccl
+        self._member = member
+        self._find_site = find_site
+        self._uses_nccl = uses_nccl
         self._is_asked_for = config.recovery.without_spare == "crowd"
         self._is_known = member.rank != 0 or member.is_replacement
 

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
+from moe_ft.cluster.job_store import wait_for_listener
 from moe_ft.cluster.member import become_member, own_member
 from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.cluster.signed_store import SignedStore
@@ -183,6 +185,19 @@ def test_thread_that_polls_the_store_for_other_ranks_awaits_them() -> None:
         assert awaits_others(thread)
         rounds.join(2, Entry(rank=0, died_s=1.0))  # breaks the round that it waits in
         wait_for(lambda: not awaits_others(thread), "the end of the wait")
+
+
+def test_thread_that_waits_for_the_store_to_listen_awaits_others() -> None:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))  # and does not listen yet
+
+        def connects(ends: threading.Event) -> None:
+            wait_for_listener(place.getsockname(), LONG.total_seconds())
+
+        with blocked(connects) as thread:
+            assert awaits_others(thread)
+            place.listen()
+            wait_for(lambda: not awaits_others(thread), "the end of the wait")
 
 
 def test_thread_in_a_debugger_is_debugged() -> None:
