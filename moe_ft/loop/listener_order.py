@@ -38,7 +38,7 @@ def listeners_of(
         loop,
         [
             Hangs(config.recovery, loop, log, training.timeout_s()),
-            Metrics(config.observability, rank),
+            Metrics(config.observability, config.memory, rank),
             Progress(config, training, loop, log),
             faults,
             routers,

@@ -16,6 +16,7 @@ from typing import Any, override
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from moe_ft.addresses import address_of
+from moe_ft.config.config import MemoryConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.background import BackgroundPart
@@ -34,7 +35,9 @@ _MOST_CONNECTIONS = (
 )
 _SILENT_S = 5.0  # of a connection, until it is closed
 _GAUGE, _COUNTER = "gauge", "counter"
-# By name: the kind, the meaning, and the label besides `rank`.
+# Labels of every metric. Prometheus sets `job` and `instance` itself, so ours have other names.
+LABELS = ("job_name", "node", "rank")
+# By name: the kind, the meaning, and the label besides these.
 METRICS: Mapping[str, tuple[str, str, str]] = {
     "iteration": (_GAUGE, "last iteration that is complete", ""),
     "incarnation": (_GAUGE, "number of the start, from 0; a repair begins one too", ""),
@@ -92,8 +95,9 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
 class _Collector:
     """Reads the log on and returns all metrics. Called by the threads of the server."""
 
-    def __init__(self, course: FollowedRun) -> None:
+    def __init__(self, course: FollowedRun, job_name: str, node: str) -> None:
         self._course, self._lock = course, threading.Lock()
+        self._place = job_name, node
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics."""
@@ -101,18 +105,26 @@ class _Collector:
 
         kinds = {_GAUGE: GaugeMetricFamily, _COUNTER: CounterMetricFamily}
         families = {
-            name: kinds[kind](f"moe_ft_{name}", text, labels=["rank", *([label] if label else [])])
+            name: kinds[kind](f"moe_ft_{name}", text, labels=[*LABELS, *([label] if label else [])])
             for name, (kind, text, label) in METRICS.items()
         }
         with self._lock:
             self._course.read(_MOST_BYTES)
             for each in self._course.ranks:
+                common = [*self._place, str(each.rank)]
                 for name, label, value in values_of(each):
-                    labels = [str(each.rank), *([label] if METRICS[name][2] else [])]
-                    families[name].add_metric(labels, value)
-                unread = self._course.unread_bytes_of(each.rank)
-                families["unread_bytes"].add_metric([str(each.rank)], unread)
+                    further = [label] if METRICS[name][2] else []
+                    families[name].add_metric([*common, *further], value)
+                families["unread_bytes"].add_metric(common, self._course.unread_bytes_of(each.rank))
         yield from families.values()
+
+
+def _job_name(memory: MemoryConfig) -> str:
+    """Return the job's name; without one, which a run without checkpoints may lack, torchrun's random id."""
+    try:
+        return memory.resolve_job_id(os.environ)
+    except ConfigError:
+        return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 class _Handler(WSGIRequestHandler):
@@ -153,8 +165,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 class Metrics(LoopListener):
     """Server of the metrics of a node. Owned by the training thread, which starts and closes it."""
 
-    def __init__(self, config: ObservabilityConfig, rank: int) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: ObservabilityConfig, memory: MemoryConfig, rank: int) -> None:
+        self._config, self._memory, self._rank = config, memory, rank
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -194,7 +206,8 @@ class Metrics(LoopListener):
                 "not installed. Install it (pip install prometheus-client), or leave the flag out."
             ) from error
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(course))
+        node = self._memory.resolve_node_id(os.environ, socket.gethostname())
+        registry.register(_Collector(course, _job_name(self._memory), node))
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:

@@ -26,7 +26,9 @@ def train_and_scrape(flags: list[str]) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         (folder / SCRAPED).write_text(text)
-        return all(f'moe_ft_iteration{{rank="{rank}"}} {AT}.0' in text for rank in range(NUM_RANKS))
+        ends = (f'rank="{rank}"}} {AT}.0' for rank in range(NUM_RANKS))
+        lines = [line for line in text.splitlines() if line.startswith("moe_ft_iteration{")]
+        return all(any(line.endswith(end) for line in lines) for end in ends)
 
     def enter_phase(faults: Faults, iteration: int, phase: Phase) -> None:
         if (os.environ["RANK"], iteration, phase) == ("0", AT, Phase.FORWARD):

@@ -73,8 +73,9 @@ def paths_in(text: str) -> set[str]:
 @cache
 def existing() -> frozenset[str]:
     """Return the paths of all files and folders of the repository, each with a leading slash."""
-    pictures = [str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "pictures").iterdir()]
-    files = [Path("/", path) for path in (*text_files(), *pictures)]
+    globs = ("docs/pictures/*", "examples/*/*")  # also those that hold no prose
+    others = [str(path.relative_to(ROOT)) for each in globs for path in ROOT.glob(each)]
+    files = [Path("/", path) for path in (*text_files(), *others)]
     return frozenset(each.as_posix() for path in files for each in (path, *path.parents))
 
 

@@ -13,19 +13,25 @@ from pathlib import Path
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from moe_ft.config.config import MemoryConfig
 from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.engine.background import BackgroundPart
 from moe_ft.errors import ConfigError
 from moe_ft.loop import metrics
-from moe_ft.loop.metrics import METRICS, Metrics
+from moe_ft.loop.metrics import LABELS, METRICS, Metrics
 from tests.ports import free_port
 from tests.unit.moe_ft.commands.runs import write_run
 from tests.waiting import wait_for
 
+JOB = MemoryConfig(job_id="lm")
+
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservabilityConfig:
-    """Return settings of local rank 0 of two."""
+    """Return settings of local rank 0 of two, of job `lm` on node `n1`."""
+    monkeypatch.setenv("MOE_FT_NODE_ID", "n1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "_PATIENCE_S", 0.0)
@@ -35,20 +41,26 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservabilityConf
 @pytest.fixture
 def served(config: ObservabilityConfig) -> Iterator[ObservabilityConfig]:
     """Return the settings of metrics that are served."""
-    listener = Metrics(config, 2)
+    listener = Metrics(config, JOB, 2)
     listener.start()
     yield config
     listener.close()
 
 
-def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Return values by name, rank and the other label."""
+def samples_of(port: int) -> list[Sample]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
-    samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
-    return {
-        (each.name, each.labels.pop("rank"), *each.labels.values()): each.value for each in samples
-    }
+    return [each for family in text_string_to_metric_families(text) for each in family.samples]
+
+
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    """Return values by name, rank and the other label."""
+    found = {}
+    for each in samples_of(port):
+        job_name, node, rank, *further = (*map(each.labels.pop, LABELS), *each.labels.values())
+        assert (job_name, node) == ("lm", "n1")
+        found[each.name, rank, *further] = each.value
+    return found
 
 
 def test_metrics_are_those_of_the_ranks_of_the_node(
@@ -88,13 +100,27 @@ def test_counters_are_0_before_the_first_event_and_gauges_come_with_it(
     counters = {name for name, (kind, *_) in METRICS.items() if kind == "counter"}
     assert names_of(found) == {*counters, "unread_bytes"}
     assert set(found.values()) == {0}
+    for part in BackgroundPart:  # an alert on increase() misses a series that begins with 1
+        assert ("moe_ft_degraded_total", "2", part.value) in found
     write_run(tmp_path, 2, [5.0, 4.0]).write("snapshot", 2, bytes=100, seconds=0.5)
     assert names_of(scrape(served.metrics_port)) == set(METRICS)
 
 
+def test_run_without_a_name_is_told_apart_by_the_id_that_torchrun_drew(
+    config: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = "e9db10d9-4b3f-4d5e-8f2d-6a7c1f0d2b3c"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", drawn)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    listener = Metrics(config, MemoryConfig(), 2)
+    listener.start()
+    assert {each.labels["job_name"] for each in samples_of(config.metrics_port)} == {drawn}
+    listener.close()
+
+
 def test_log_of_earlier_starts_is_left_out(config: ObservabilityConfig, tmp_path: Path) -> None:
     log = write_run(tmp_path, 2, [5.0, 4.0])
-    listener = Metrics(config, 2)
+    listener = Metrics(config, JOB, 2)
     listener.start()
     log.write("iteration", 3, iteration_s=1.0, loss=None, num_tokens=7)
     found = scrape(config.metrics_port)
@@ -140,7 +166,7 @@ def test_named_interface_alone_is_open(config: ObservabilityConfig) -> None:
     if not addresses:
         pytest.skip("needs a network interface besides the loopback")
     name, address = next(iter(addresses.items()))
-    listener = Metrics(replace(config, metrics_interface=name), 2)
+    listener = Metrics(replace(config, metrics_interface=name), JOB, 2)
     listener.start()
     assert listening_at(config.metrics_port) == {address}
     listener.close()
@@ -151,16 +177,16 @@ def test_nothing_is_opened_without_the_flag_or_by_other_local_ranks(
     config: ObservabilityConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(psutil.Process().net_connections())
-    Metrics(replace(config, metrics_port=0), 2).start()
+    Metrics(replace(config, metrics_port=0), JOB, 2).start()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    Metrics(config, 3).start()
+    Metrics(config, JOB, 3).start()
     assert len(psutil.Process().net_connections()) == before
 
 
 def test_port_that_is_taken_is_a_warning_and_ends_no_run(
     config: ObservabilityConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listener = Metrics(config, 2)
+    listener = Metrics(config, JOB, 2)
     with socket.create_server(("127.0.0.1", config.metrics_port)):
         listener.start()
     listener.close()
@@ -210,7 +236,7 @@ def test_interface_that_does_not_exist_is_refused(config: ObservabilityConfig) -
     with pytest.raises(
         ConfigError, match="--moe-ft-metrics-interface=ib9 must be an interface of this host"
     ):
-        Metrics(replace(config, metrics_interface="ib9"), 2).start()
+        Metrics(replace(config, metrics_interface="ib9"), JOB, 2).start()
 
 
 def test_missing_client_library_is_refused_with_the_command_that_installs_it(
@@ -218,7 +244,7 @@ def test_missing_client_library_is_refused_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match="needs prometheus_client.*pip install prometheus-client"):
-        Metrics(config, 2).start()
+        Metrics(config, JOB, 2).start()
 
 
 def test_page_of_the_metrics_lists_what_is_served() -> None:
