@@ -32,6 +32,7 @@ BASE = (
     "failure_domains",
     "faults",
     "free_memory",
+    "installation",
     "format",
     "launches",
     "processes",
@@ -96,6 +97,7 @@ FOUND_BY_NAME = {
 }
 # Files with imports inside functions: of what may be absent, or of torch, which is slow.
 IMPORTS_LATE = (
+    "moe_ft/__main__.py",
     "kernels/pack_table.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",

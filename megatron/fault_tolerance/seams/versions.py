@@ -16,6 +16,7 @@ from typing import Any
 from megatron.fault_tolerance.seams.stack import SEAMS
 from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
+from moe_ft.installation import hidden_megatron
 
 OLDEST = (0, 18)
 RECOMMENDED = "0.19.2"  # all tests run with it
@@ -74,7 +75,8 @@ def installed_version() -> str:
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"megatron.core is not installed. Install megatron-core, for example {RECOMMENDED}, or put a "
+            hidden_megatron()
+            or f"megatron.core is not installed. Install megatron-core, for example {RECOMMENDED}, or put a "
             "checkout of Megatron-LM on PYTHONPATH."
         )
     text = (Path(spec.origin).parent / "package_info.py").read_text()
