@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from moe_ft.cluster.link import flag_value, wants_repair
 from moe_ft.cluster.target import PRELOADED, Target, is_found
+from moe_ft.spelling import hint
 
 USAGE = (
     "moe_ft keep [--ranks-per-node K] [--nodes N|MIN:N] [--meet HOST:PORT] [--number I] [--store I] "
@@ -170,7 +171,8 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
 def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
     if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
         given = f"{rest[0]} is no script" if rest else "there is no script"
-        _refuse(f"{given}. Write {USAGE}")
+        meant = hint(rest[0], [f"--{name}" for name in HELP]) if rest else ""
+        _refuse(f"{given}.{meant} Write {USAGE}")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
     target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))

@@ -8,6 +8,7 @@ import importlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.spelling import explained
 from moe_ft.strategies import registry
 
 PLANNER = "megatron.fault_tolerance.program.plan"
@@ -69,12 +71,12 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     """
     launcher, program, flags = _split(words)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     option_types = registry.option_types()
     add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
     args, others = parser.parse_known_args(flags)
     if unknown := [word for word in others if word.startswith("--moe-ft-")]:
-        refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if {"-h", "--help"} & {*others}:
         raise ConfigError(
             "--help starts no training. For help, leave out the command line of training."
@@ -120,9 +122,9 @@ def _planner() -> Any:
         return importlib.import_module(PLANNER)
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Raise ConfigError instead of printing argparse's usage, which has hundreds of lines."""
-    raise ConfigError(f"{message}. Correct it, or look at --help of the program.")
+    raise ConfigError(f"{explained(message, parser)} Correct it, or look at --help of the program.")
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:

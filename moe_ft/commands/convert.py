@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from moe_ft.commands.directory import reading
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import ConfigError
 
@@ -13,10 +14,17 @@ _GIB = 1 << 30
 _INTERRUPTED = 130  # as shells have it
 
 
-def add_convert_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_convert_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
-        "convert", help="write a checkpoint in a format of Megatron or Hugging Face, or plainly"
+    parser = add_command(
+        commands,
+        "convert",
+        "write a checkpoint in a format of Megatron or Hugging Face, or plainly",
+        "Also the way back: SRC may be a checkpoint of Megatron or a model of Hugging Face. Two files of "
+        "--shard-size fit into memory at a time, never the model. The same command continues one that was "
+        "interrupted.",
+        "/shared/checkpoints /shared/hf --to hf --dtype bf16",
+        codes=f"0: written, 2: it cannot be, {_INTERRUPTED}: interrupted; those of the job with --densify.",
     )
     parser.add_argument(
         "source",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import ConfigError, MoeFtError
@@ -17,11 +18,23 @@ from moe_ft.recovery.inspect.rescue import rescue
 from moe_ft.recovery.inspect.verification import verify
 
 
-def add_reading_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_reading_commands(commands: Commands) -> None:
     """Add the commands and their flags."""
-    inspecting = commands.add_parser("inspect", help="show what is in checkpoints")
-    verifying = commands.add_parser(
-        "verify", help="read and check everything; exit code 1 if something is wrong"
+    inspecting = add_command(
+        commands,
+        "inspect",
+        "show what is in checkpoints",
+        "For each checkpoint: its iterations, ranks, settings and sizes, and what is missing. Of a memory "
+        "directory: what a restart would find.",
+        "/shared/checkpoints --units",
+    )
+    verifying = add_command(
+        commands,
+        "verify",
+        "read and check every byte of checkpoints",
+        "Sizes, checksums and completeness; nothing is changed. Lines begin with `ok` or `WRONG`.",
+        "/shared/checkpoints",
+        codes="0: all is right, 1: something is wrong, 2: it cannot be read.",
     )
     for parser, run in ((inspecting, _inspect), (verifying, _verify)):
         parser.add_argument(
@@ -33,8 +46,13 @@ def add_reading_commands(commands: "argparse._SubParsersAction[argparse.Argument
     inspecting.add_argument(
         "--units", action="store_true", help="list every unit of the newest state"
     )
-    comparing = commands.add_parser(
-        "diff", help="show which units of two states differ; exit code 1 if any does"
+    comparing = add_command(
+        commands,
+        "diff",
+        "show which units of two states differ",
+        "A unit is an expert, or what is left of a layer. Bits are compared, whatever the layouts.",
+        "/shared/run_a /shared/run_b --what all",
+        codes="0: all units are equal, 1: some differ, 2: one cannot be read.",
     )
     for name, which in (("first", "A"), ("second", "B")):
         comparing.add_argument(
@@ -51,9 +69,13 @@ def add_reading_commands(commands: "argparse._SubParsersAction[argparse.Argument
     )
     comparing.set_defaults(run=_diff)
     _add_rescue(
-        commands.add_parser(
+        add_command(
+            commands,
             "rescue",
-            help="write what a dead job has left in memory to storage; exit code 1 if a part is missing",
+            "write what a dead job has left in memory to storage",
+            "Run it on every node of the job. The job continues from there on other machines.",
+            "my_job --to /shared/checkpoints",
+            codes="0: a checkpoint is complete, 1: a part is missing, 2: nothing can be read or written.",
         )
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ft.commands.command_line import Launch, TrainingCommand, plan_job, read_command
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.fields import parse_size
 from moe_ft.config.stock_defects import (
     check_schedule,
@@ -23,24 +24,24 @@ from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
-_USAGE = "python -m moe_ft doctor [OPTIONS] [-- COMMAND LINE OF TRAINING]"
 _EXAMPLE = (
-    "srun --ntasks-per-node 1 python -m moe_ft doctor -- torchrun --nnodes 2 --nproc-per-node 8 "
-    "pretrain_gpt_moe.py ... --moe-ft-strategy NAME --moe-ft-persist-dir URL"
+    "-- torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_moe.py ... --moe-ft-strategy dense"
 )
 _LEAST_S = 5.0
 
 
-def add_doctor_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_doctor_command(commands: Commands) -> None:
     """Add the command and its flags."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
-        help="check nodes, network and storage before a run",
-        usage=_USAGE,
-        epilog="Start it as the run is started (torchrun, srun, or alone); one process per node is enough. "
-        "The command line of training, or only its --moe-ft-* flags, follows the --: its directories and "
-        f"sizes are checked. Exit code 0: nothing failed, 1: something did. Example: {_EXAMPLE}",
-        allow_abbrev=False,
+        "check nodes, network and storage before a run",
+        "Start it as the run is started (torchrun, srun, or alone); one process per node is enough. The "
+        "command line of training, or only its --moe-ft-* flags, follows the --: its directories and sizes "
+        "are checked.",
+        _EXAMPLE,
+        codes="0: nothing failed, 1: something did, 2: the command line cannot be used.",
+        usage="%(prog)s [OPTIONS] [-- COMMAND LINE OF TRAINING]",
     )
     parser.add_argument(
         "--timeout",

@@ -9,16 +9,21 @@ import shutil
 from importlib import metadata
 from pathlib import Path, PurePath
 
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.errors import ConfigError
 
 SHARE = PurePath("share/moe_ft")  # of an installation
 _CHECKOUT = Path(__file__).parents[2]
 
 
-def add_examples_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_examples_command(commands: Commands) -> None:
     """Add the command and its flag."""
-    parser = commands.add_parser(
-        "examples", help="show the example scripts and tools of moe_ft, or copy them"
+    parser = add_command(
+        commands,
+        "examples",
+        "show the example scripts and tools of moe_ft, or copy them",
+        "Scripts for one node, SLURM and Kubernetes, which you change.",
+        "--copy my_examples",
     )
     parser.add_argument("--copy", metavar="DIR", type=Path, help="copy them into a new folder")
     parser.set_defaults(run=_run)

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from moe_ft.commands.command_line import (
     refuse,
 )
 from moe_ft.commands.pages import check_page, write_page
+from moe_ft.commands.parsers import CommandParser, Commands, add_command, program
 from moe_ft.commands.plan_advice import SPEEDS, Advice, Advisor, check_room
 from moe_ft.commands.plan_command import StartCommand, start_command
 from moe_ft.commands.plan_inputs import (
@@ -38,11 +40,8 @@ from moe_ft.planning.report import boundary_line, slot_lines
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
-_USAGE = "python -m moe_ft plan [OPTIONS] -- COMMAND LINE OF TRAINING"
-_EXAMPLE = (
-    "python -m moe_ft plan --bandwidth 25GB --iteration-s 2 -- torchrun --nproc-per-node 8 "
-    "pretrain_gpt_moe.py --num-layers 24 ... --moe-ft-strategy NAME"
-)
+_USAGE = "plan [OPTIONS] -- COMMAND LINE OF TRAINING"
+_EXAMPLE = "--bandwidth 25GB --iteration-s 2 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 24"
 _DEFAULT_RANKS_PER_NODE = 8
 # The stages are built for it. All strategies have the same units: a pretraining freezes none.
 _ANY_STRATEGY = (f"--moe-ft-strategy={registry.kinds()[0].name}",)
@@ -50,14 +49,16 @@ _ANY_STRATEGY = (f"--moe-ft-strategy={registry.kinds()[0].name}",)
 OPTIONS = ("model", "cluster", "from_run", "world_size", "ranks_per_node", *SPEEDS, *SECONDS)
 
 
-def add_plan_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_plan_command(commands: Commands) -> None:
     """Add the command and the options that no flag of training gives."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help="say in advance what fault tolerance costs, and which flags to use",
-        usage=_USAGE,
-        epilog=f"Flags of training, from launcher to --moe-ft-*, come after the --. Example: {_EXAMPLE}",
-        allow_abbrev=False,
+        "say in advance what fault tolerance costs, and which flags to use",
+        "The command line of training, from launcher to --moe-ft-*, comes after the --; or --model and "
+        "--cluster name a known job.",
+        f"--model deepseek-v3 --cluster dgx-h100\n  %(prog)s {_EXAMPLE}",
+        usage="%(prog)s [OPTIONS] -- COMMAND LINE OF TRAINING",
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks, where the launcher does not say it"
@@ -110,7 +111,7 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if own[0] == "plan" and len(own) == len(words) and "--model" not in names:
         raise ConfigError(
             f"{' '.join(own)} has no command line of training, which must follow a --. Write it like "
-            f"{_USAGE}; for example {_EXAMPLE}"
+            f"{program()} {_USAGE}; for example {program()} plan {_EXAMPLE}"
         )
     return own, list(words[len(own) + 1 :])
 
@@ -234,10 +235,11 @@ def advisor_of(words: Sequence[str]) -> Advisor:
 
 
 def _plan_words(words: Sequence[str]) -> _Planned:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     commands = parser.add_subparsers()
     add_plan_command(commands)
-    commands.choices["plan"].error = refuse  # type: ignore[method-assign]
+    own_parser = commands.choices["plan"]
+    own_parser.error = partial(refuse, own_parser)  # type: ignore[method-assign]
     own, of_training = split_command_line(["plan", *words])
     options = parser.parse_args(own)
     options.of_training = of_training

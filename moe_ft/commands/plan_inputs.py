@@ -3,7 +3,6 @@
 The folder presets/ has the models and clusters. docs/plan.md has the fields of a cluster.
 """
 
-import difflib
 import math
 import shlex
 import tomllib
@@ -18,6 +17,7 @@ from typing import Any
 from moe_ft.errors import ConfigError
 from moe_ft.events import Event, event_path, ranks_with_events, read_events
 from moe_ft.files.private_files import open_regular
+from moe_ft.spelling import hint
 
 _FOLDER = Path(__file__).parent / "presets"
 # Of a rank, with one connection and with several: medians of docs/benchmarks/streams.md, on a loopback.
@@ -122,11 +122,8 @@ def cluster_names() -> list[str]:
 
 
 def _unknown(flag: str, value: str, names: list[str], other: str) -> ConfigError:
-    near = difflib.get_close_matches(value.lower(), names, 3, 0.4)
-    nearest = f"Nearest: {', '.join(near)}. " if near else ""
-    return ConfigError(
-        f"{flag}={value} must be one of {', '.join(names)}, or {other}. {nearest}Name one of them."
-    )
+    remedy = hint(value, names, 3, 0.4) or " Name one of them."
+    return ConfigError(f"{flag}={value} must be one of {', '.join(names)}, or {other}.{remedy}")
 
 
 def read_model(name: str) -> Model:

@@ -4,6 +4,7 @@ import argparse
 import math
 
 from moe_ft.commands.directory import reading
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.cleaning import clean
@@ -12,18 +13,25 @@ from moe_ft.recovery.inspect.pruning import Rules, prune
 _REMOVES_NOTHING = "nothing was removed: add --remove to do that"
 
 
-def add_removing_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_removing_commands(commands: Commands) -> None:
     """Add both commands and their flags."""
     _add_clean(
-        commands.add_parser(
+        add_command(
+            commands,
             "clean",
-            help="show the host memory of your dead jobs on this machine; --remove removes it",
+            "show the host memory of your dead jobs on this machine; --remove removes it",
+            "Memory of a job that is alive stays. Save what is worth it first: `moe_ft rescue`.",
+            "--job-id my_job --remove",
+            codes="0: done, 1: the job that was to be removed is still there, 2: it cannot be read.",
         )
     )
     _add_prune(
-        commands.add_parser(
+        add_command(
+            commands,
             "prune",
-            help="show the old checkpoints of a persist directory; --remove removes them",
+            "show the old checkpoints of a persist directory; --remove removes them",
+            "The newest N of each run stay, and what other options name.",
+            "/shared/checkpoints --keep 3 --every 1000 --remove",
         )
     )
 

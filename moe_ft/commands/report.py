@@ -12,6 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from moe_ft.commands.pages import check_page, shares_table, write_page
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.commands.report_course import Row, show
 from moe_ft.commands.report_page import as_html
 from moe_ft.commands.report_run import RankSummary, Run, read_run
@@ -67,9 +68,16 @@ def summarize_run(run: Run) -> RunSummary:
     )
 
 
-def add_report_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_report_command(commands: Commands) -> None:
     """Add the command and its arguments."""
-    parser = commands.add_parser("report", help="summarize the event log of a run")
+    parser = add_command(
+        commands,
+        "report",
+        "summarize the event log of a run",
+        "How far it came, how fast, what failures and checkpoints have cost, how each rank ended. The run "
+        "may still train.",
+        "runs/my_job/events --html run.html",
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of --moe-ft-event-log")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page with pictures")

@@ -7,9 +7,9 @@ megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megat
 this package does not, so it is found by name, and only when a script runs.
 """
 
-import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from moe_ft.cluster.options import HELP, KeepOptions
 from moe_ft.cluster.options import USAGE as USAGE_OF_KEEP
 from moe_ft.cluster.own_node import NodeMemory
 from moe_ft.cluster.target import is_found
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
@@ -33,26 +34,39 @@ EXAMPLE = (
     "--moe-ft-job-id NAME"
 )
 PROGRAM = "moe_ft run"
+_CODES = (
+    "that of the script; or 2: flags or state cannot be used, 3: the last state is not on storage, start it "
+    "again, 4: storage or memory is away, start it again later or elsewhere."
+)
 _OF_MEMORY = ("memory_dir", "job_id", "node_id")
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
-def add_run_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_run_commands(commands: Commands) -> None:
     """Add both to the help; `run_script` and `keep` run them: the arguments are the script's."""
-    commands.add_parser(
+    add_command(
+        commands,
         "run",
-        help="train with a Megatron pretraining script, which stays as it is",
-        usage=USAGE,
-        epilog=f"The flags of moe_ft join the script's own; its --help lists both. Example: {EXAMPLE}",
+        "train with a Megatron pretraining script, which stays as it is",
+        "It is one rank: a launcher such as torchrun starts all of them. The flags of moe_ft join the "
+        "script's own; `moe_ft flags` lists them, and so does --help after the script.",
+        f"pretrain_gpt.py ... --moe-ft-strategy dense\n  {EXAMPLE}",
+        codes=_CODES,
+        usage=f"%(prog)s {USAGE.removeprefix('moe_ft run ')}",
     )
-    keep = commands.add_parser(
+    parser = add_command(
+        commands,
         "keep",
-        help="run the ranks of a node, forked from a process that has imported Megatron already",
-        usage=USAGE_OF_KEEP,
-        epilog="Example: python -m moe_ft keep --ranks-per-node 8 -- pretrain_gpt_moe.py ...",
+        "run the ranks of a node, and replace those that die",
+        "It is started once on each node, and forks ranks from a process that has imported Megatron. Nothing "
+        "is added to their command line: docs/agent.md.",
+        "--ranks-per-node 8 -- -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy dense",
+        codes=_CODES,
+        usage="%(prog)s [OPTIONS] [--] SCRIPT ARGS... | -m MODULE ARGS...",
     )
+    metavars = dict(re.findall(r"\[--([\w-]+) ([^]]+)\]", USAGE_OF_KEEP))
     for name, text in HELP.items():
-        keep.add_argument(f"--{name}", help=text)
+        parser.add_argument(f"--{name}", metavar=metavars[name], help=text)
 
 
 def is_given(command: str, words: Sequence[str]) -> bool:

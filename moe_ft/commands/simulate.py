@@ -10,13 +10,13 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from moe_ft.commands.pages import check_page, write_page
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.commands.plan import OPTIONS, compare
 from moe_ft.commands.plan_advice import Alternative
 from moe_ft.commands.plan_inputs import read_text
@@ -26,6 +26,7 @@ from moe_ft.planning.costs import RecoveryKind
 from moe_ft.simulate.course import Pool
 from moe_ft.simulate.failures import Change, Failures, mean_time_between, read_trace
 from moe_ft.simulate.repetitions import MOST, Setting, simulate
+from moe_ft.spelling import hint
 
 FASTEST = "fastest"
 _MOST_FAILURES = 100_000  # of a run, which then takes seconds
@@ -94,10 +95,14 @@ _TABLES: Mapping[str, Mapping[str, _Rule]] = {
 }
 
 
-def add_simulate_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_simulate_command(commands: Commands) -> None:
     """Add the command and its options."""
-    parser = commands.add_parser(
-        "simulate", help="simulate a long run under failures, with every strategy"
+    parser = add_command(
+        commands,
+        "simulate",
+        "simulate a long run under failures, with every strategy",
+        "The file names the job, as `moe_ft plan` takes it, its failures and its spare machines.",
+        "run.toml --html run.html",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.toml", help="see docs/simulate.md")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -249,10 +254,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _unknown(path: Path, name: str, what: str, known: list[str]) -> ConfigError:
-    near = get_close_matches(name, known, 3, 0.4)
-    nearest = f" Nearest: {', '.join(near)}." if near else ""
+    remedy = hint(name, known, 3, 0.4) or " Correct it."
     return ConfigError(
-        f"{path}: {name} is no {what} of a simulation, which has {', '.join(known)}.{nearest} Correct it."
+        f"{path}: {name} is no {what} of a simulation, which has {', '.join(known)}.{remedy}"
     )
 
 

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.errors import ConfigError
 from moe_ft.events import ranks_with_events, read_progress
 from moe_ft.loop.course import FollowedRun, RankCourse, Tier
@@ -36,9 +37,16 @@ _MOST_RANKS = 16  # of a view that has no height
 _RESTART_S = 60.0  # after the last event, before a run whose ranks have stopped is called ended
 
 
-def add_watch_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_watch_command(commands: Commands) -> None:
     """Add the command and its arguments."""
-    parser = commands.add_parser("watch", help="show a run while it trains, from its event log")
+    parser = add_command(
+        commands,
+        "watch",
+        "show a run while it trains, from its event log",
+        "Progress and speed, ranks, checkpoints and failures; q quits. On no terminal it prints a view after "
+        "the other, until the run has ended.",
+        "runs/my_job/events",
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of --moe-ft-event-log")
     parser.add_argument("--once", action="store_true", help="print the view once, and end")
     parser.add_argument(

@@ -1,7 +1,6 @@
 """Turns settings into argparse flags, and what argparse has read back into settings."""
 
 import argparse
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from moe_ft.config.lost_nodes import (
     word_of_today,
 )
 from moe_ft.errors import ConfigError
+from moe_ft.spelling import explained, hint
 
 _OLD = "moe_ft_spare"
 _NO_CHOICES: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -110,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
-        raise ConfigError(f"{message}. docs/flags.md lists the settings.")
+        raise ConfigError(f"{explained(message, self)} docs/flags.md lists the settings.")
 
 
 def config_from_settings(
@@ -134,10 +134,8 @@ def config_from_settings(
     words: list[str] = []
     for name, value in settings.items():
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1)
-            hint = f"Did you mean {close[0]}? " if close else ""
             raise ConfigError(
-                f"there is no setting {name}. {hint}docs/flags.md lists the settings."
+                f"there is no setting {name}.{hint(str(name), known)} docs/flags.md lists the settings."
             )
         words += _as_words(known[name], value)
     parser = _Parser(add_help=False, allow_abbrev=False)

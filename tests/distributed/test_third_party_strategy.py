@@ -141,4 +141,4 @@ def test_values_that_the_strategy_does_not_allow_are_refused(
 
 @pytest.mark.rest
 def test_program_that_does_not_know_the_strategy_refuses_its_name(job: CheckpointJob) -> None:
-    assert "--moe-ft-strategy: invalid choice: 'turns'" in refusal(job.run(*TURNS))
+    assert "--moe-ft-strategy=turns must be one of none, " in refusal(job.run(*TURNS))

@@ -37,6 +37,7 @@ BASE = (
     "launches",
     "processes",
     "saying",
+    "spelling",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.

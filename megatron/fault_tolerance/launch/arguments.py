@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron.training import arguments as megatron_arguments
@@ -26,6 +27,7 @@ from megatron.fault_tolerance.seams.settings import (
 )
 from moe_ft.loop.refusing import refuse, refusing
 from moe_ft.saying import say
+from moe_ft.spelling import explained
 
 PREFIX = "--moe-ft-"
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -43,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_moe_ft_flags(parser)
     if cpu_device.is_active():
         cpu_device.set_cpu_defaults(parser)
-    parser.error = _refuse  # type: ignore[method-assign]  # argparse would print all of Megatron's usage
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]  # argparse prints all of the usage
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         found, others = parse(*args, **kwargs)
         if unknown := [word for word in others if word.startswith(PREFIX)]:
-            _refuse(f"unrecognized arguments: {' '.join(unknown)}")
+            _refuse(parser, f"unrecognized arguments: {' '.join(unknown)}")
         setattr(found, SCRIPT_FLAGS, _script_flags(parser))
         if not is_off(found):
             _warn_once(*untested_lines(found, parser, getattr(found, SCRIPT_FLAGS)))
@@ -120,5 +122,5 @@ def _warn_once(*lines: str) -> None:
         say(f"warning: {line}")
 
 
-def _refuse(message: str) -> NoReturn:
-    refuse(f"{message}. The flags are listed by --help.")
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    refuse(f"{explained(message, parser)} The flags are listed by --help.")

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,6 +47,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
+from moe_ft.spelling import explained
 
 _IGNORED = "pretrain_gpt_moe.py would ignore it"
 _UNREAD = "nothing in Megatron reads it, so it would have no effect"
@@ -196,12 +198,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.set_defaults(**cpu_device.UNFUSED_DEFAULTS)
     if cpu_device.is_active():
         cpu_device.set_cpu_defaults(parser)
-    parser.error = _refuse  # type: ignore[method-assign]  # argparse would print all of Megatron's usage
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]  # argparse prints all of the usage
     return parser
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}. The flags are listed by --help.")
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    raise ConfigError(f"{explained(message, parser)} The flags are listed by --help.")
 
 
 def _tokenizer_flags(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,6 @@ moe_ft/commands/command_line.py finds this file by name, since it lies above.
 """
 
 import argparse
-import difflib
 import io
 import logging
 import os
@@ -67,6 +66,7 @@ from moe_ft.planning.planned_job import (
     PlannedModel,
     flag_of,
 )
+from moe_ft.spelling import hint
 from moe_ft.state.tensors import inner_optimizers
 from moe_ft.units import UnitId, UnitKind
 
@@ -325,11 +325,8 @@ def _unknown(
     notes = []
     for flag in (word for word in unknown if word.startswith("-")):
         if not runs_script or flag.startswith("--moe-ft-"):
-            close = difflib.get_close_matches(flag, parser._option_string_actions, 1)
-            hint = f" Is it {close[0]}?" if close else ""
-            raise ConfigError(
-                f"{flag} is neither a flag of Megatron nor of moe_ft.{hint} Correct it."
-            )
+            remedy = hint(flag, parser._option_string_actions) or " Correct it."
+            raise ConfigError(f"{flag} is neither a flag of Megatron nor of moe_ft.{remedy}")
         notes.append(f"{flag}: taken as a flag of the script, and not counted")
     if unknown and not notes:
         raise ConfigError(f"'{unknown[0]}' belongs to no flag. Correct it.")

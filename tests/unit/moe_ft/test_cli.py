@@ -1,14 +1,16 @@
 """Commands start without torch, act on no terminal, and one that does not exist is refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from moe_ft.cli import main
+from moe_ft.cli import GROUPS, main
 from moe_ft.files.storage import Storage
+from moe_ft.installation import describe
 from moe_ft.loop.refusing import refuse
 from moe_ft.saying import say
 from tests.unit.moe_ft.builders import fill_region, make_identity, persist_checkpoint
@@ -32,6 +34,7 @@ print("all commands ran")
 """
 COMMANDS = (
     ("--help",),
+    ("--version",),
     ("inspect", "STORAGE", "--units"),
     ("inspect", "MEMORY"),
     ("verify", "STORAGE"),
@@ -63,13 +66,69 @@ def test_no_command_but_plan_imports_torch(tmp_path: Path) -> None:
     assert found.stdout.endswith("all commands ran\n")
 
 
-@pytest.mark.parametrize("words", [(), ("frobnicate",)])
-def test_command_that_does_not_exist_is_refused(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "a command is missing. moe_ft --help lists them."),
+        ("zzzz", "there is no command zzzz. They are run, keep, "),
+        ("reprot x", "there is no command reprot. Did you mean report?"),
+        ("--verson", "unrecognized arguments: --verson. Did you mean --version?"),
+        ("report x --jsn", "report: error: unrecognized arguments: --jsn. Did you mean --json?"),
+        (
+            "diff a b --what weight",
+            "diff: error: --what=weight must be one of weights, all. Did you",
+        ),
+    ],
+)
+def test_words_that_no_command_knows_are_refused_with_what_may_be_meant(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert message in capsys.readouterr().err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
         main(words)
-    assert "error: " in capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_help_lists_every_command_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = re.findall(r"^  (\w+) +\w", printed(capsys, "--help"), re.MULTILINE)
+    assert listed == [each for names in GROUPS.values() for each in names]
+
+
+@pytest.mark.parametrize("command", [each for names in GROUPS.values() for each in names])
+def test_help_of_a_command_says_what_it_does_with_an_example_and_exit_codes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, command, "--help")
+    assert text.startswith(f"usage: moe_ft {command} ")
+    assert re.search(
+        rf"\n\n[A-Z][^\n]*\.[\s\S]*\nExample:\n  moe_ft {command} .*\n[\s\S]*Exit code: ", text
+    )
+    assert max(map(len, text.splitlines())) < 125
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/env/bin/moe_ft", "moe_ft"),
+        ("/env/moe_ft/__main__.py", "python -m moe_ft"),
+        ("/env/pytest/__main__.py", "moe_ft"),
+    ],
+)
+def test_help_names_the_program_as_it_was_called(
+    path: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [path])
+    assert printed(capsys, "--help").startswith(f"usage: {name} COMMAND ...")
+    assert f"\n  {name} verify /shared" in printed(capsys, "verify", "--help")
+
+
+def test_version_is_an_option_of_the_help_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--version") == f"{describe()}\n"
 
 
 ACTING = "\x1b]0;t\x07\x9b31m\u202e[red]x[/nonsense][link=http://x]y[/link]"

@@ -81,7 +81,10 @@ def test_misspelled_flag_is_refused_also_where_the_script_ignores_unknown_ones(
     assert end.value.code == EXIT_REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: error: unrecognized arguments: ")
-    assert "--moe-ft-strateg=dense. The flags are listed by --help." in line
+    assert (
+        "--moe-ft-strateg=dense. Did you mean --moe-ft-strategy? The flags are listed by --help."
+        in line
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ NAME_RULE = (
 # What follows the small model's flags, dense snapshots and a job's name, and what the refusal says.
 # DIR is an empty directory.
 REFUSED = {
-    "--moe-ft-strategy foo": "argument --moe-ft-strategy: invalid choice: 'foo' (choose from 'none', "
-    "'dense', 'partial', 'sparse', 'selective'). The flags are listed by --help.",
+    "--moe-ft-strategy foo": "--moe-ft-strategy=foo must be one of none, dense, "
+    "partial, sparse, selective. Name one of them. The flags are listed by --help.",
     "--moe-ft-job-id ../x": f"--moe-ft-job-id='../x' {NAME_RULE}--moe-ft-job-id NAME.",
     "--moe-ft-job-id ''": "--moe-ft-job-id= is empty: an unset variable? Give a value, or leave the "
     "flag out.",
@@ -65,7 +65,7 @@ REFUSED = {
     "--moe-ft-keep 0": "--moe-ft-keep=0 must be at least 1: the newest checkpoint is never deleted. Give the",
     "--moe-ft-recover-from iter_abc": "--moe-ft-recover-from=iter_abc must be auto, load or iter_N. Write it "
     "like iter_120.",
-    "--moe-ft-on-missing foo": "argument --moe-ft-on-missing: invalid choice: 'foo' (choose from 'start', ",
+    "--moe-ft-on-missing foo": "--moe-ft-on-missing=foo must be one of start, ",
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill": "--moe-ft-inject-fault kill must have the form "
     "KIND:RANK@ITERATION[:PHASE]. Write it like kill:3@20:backward.",
     "--moe-ft-event-log DIR --moe-ft-inject-fault explode:0@1": "--moe-ft-inject-fault explode:0@1: kind "
@@ -109,7 +109,7 @@ REFUSED = {
     "--pipeline-model-parallel-size 2": "--cuda-graph-impl=transformer_engine is not supported with --moe-ft-"
     "upstream-log: replayed graphs run no hooks",
     "--moe-ft-no-such-flag": "unrecognized arguments: --moe-ft-no-such-flag. The flags are listed by --help.",
-    "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. The flags are listed by --help.",
+    "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. Did you mean --moe-ft-interval? The ",
     "--pipeline-model-parallel-size 3": "world size 2 must be a multiple of --tensor-model-parallel-size=1 x "
     "--pipeline-model-parallel-size=3 x --context-parallel-size=1 = 3. Start another",
     "--tensor-model-parallel-size 2 --expert-model-parallel-size 2": "world size 2 must be a multiple of "

@@ -36,7 +36,10 @@ def planned(
         (SMALL[2:], "--num-layers not given: the sizes of the model follow"),
         ((*SMALL, "--hidden-size", "0"), "--hidden-size=0 must be a whole number, at least 1"),
         ((*SMALL, "--num-layers", "four"), "argument --num-layers: invalid int value: 'four'"),
-        ((*SMALL, "--fp8-formats", "x"), "--fp8-formats is neither a flag .* Is it --fp8-format"),
+        (
+            (*SMALL, "--fp8-formats", "x"),
+            "--fp8-formats is neither a flag .* Did you mean --fp8-format",
+        ),
         ((*SMALL, "--swiglu", "3"), "'3' belongs to no flag"),
         ((*SMALL, "--use-checkpoint-args"), "--use-checkpoint-args cannot be planned"),
         ((*SMALL, "--tokenizer-type", "HuggingFaceTokenizer"), "the size of the vocabulary is not"),

@@ -96,7 +96,8 @@ def test_module_to_preload_that_is_not_there_is_refused(
     [
         ([], "there is no script"),
         (["--"], "there is no script"),
-        (["--nproc", "2"], "--nproc is no script"),
+        (["--nproc", "2"], "--nproc is no script. Write"),
+        (["--rank-per-node", "2"], "is no script. Did you mean --ranks-per-node? Write"),
         (["-m"], "-m is no script"),
         (["missing.py"], "missing.py is no file"),
     ],

@@ -281,7 +281,7 @@ def test_bad_input_is_answered_with_its_reason(
     before = set(directory.rglob("*"))
     words = tuple(word.replace("DIR", str(directory)).strip("'") for word in case.command.split())
     answer = nobody().submit(run, words).result(DEADLINE_S) if case.by_nobody else run(words)
-    says_why = re.search(r"^(python -m moe_ft.*: )?error: \S", answer.err, re.MULTILINE)
+    says_why = re.search(r"^(moe_ft.*: )?error: \S", answer.err, re.MULTILINE)
     is_error = answer.code == 2 and says_why is not None
     is_wrong = answer.code == 1 and re.search(r"^WRONG", answer.out, re.MULTILINE) is not None
     assert {

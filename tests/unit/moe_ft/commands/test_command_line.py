@@ -86,9 +86,10 @@ def test_flags_follow_the_program() -> None:
     ("words", "message"),
     [
         ("examples/quickstart.sh --num-layers 4", "examples/quickstart.sh starts no .py program"),
-        ("--moe-ft-windows 3", "unrecognized arguments: --moe-ft-windows"),
+        ("--moe-ft-windows 3", "arguments: --moe-ft-windows. Did you mean --moe-ft-window\\? "),
         ("--num-layers 3 --help", "--help starts no training"),
-        ("--moe-ft-strategy foo", "argument --moe-ft-strategy: invalid choice: 'foo'"),
+        ("--moe-ft-strategy foo", "--moe-ft-strategy=foo must be one of none, dense, "),
+        ("--moe-ft-strategy sparce", "partial, sparse, selective. Did you mean sparse\\? "),
     ],
 )
 def test_words_that_cannot_be_read_are_named(words: str, message: str) -> None:

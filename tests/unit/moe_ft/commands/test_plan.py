@@ -255,7 +255,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "message"),
     [
         ("--cluster x", "error: plan --cluster x has no command line of training, which must fol"),
-        ("", "error: plan has no command .* must follow a --. Write it like python -m moe_ft plan"),
+        ("", "error: plan has no command .* must follow a --. Write it like moe_ft plan"),
         (
             "--iteration-s 1 --storage-bandwidth 1GB WORLD DENSE",
             "--storage-bandwidth=1GB needs checkpoints that go to storage. Add --moe-ft-persist-dir",
@@ -266,8 +266,8 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
             "--world-size 4 -- SMALL",
             "--iteration-s, --bandwidth, --mtbf-s must be known to .* --cluster .* one --moe-ft-strategy",
         ),
-        ("--model mixtral-8x", "--model=mixtral-8x must be one of .* Nearest: mixtral-8x7b"),
-        ("--cluster h100 WORLD DENSE", "--cluster=h100 must be one of .* Nearest: dgx-h100"),
+        ("--model mixtral-8x", "--model=mixtral-8x must be one of .* Did you mean mixtral-8x7b"),
+        ("--cluster h100 WORLD DENSE", "--cluster=h100 must be one of .* Did you mean dgx-h100"),
         ("--from-run /nowhere WORLD DENSE", "--from-run=/nowhere cannot be read: No such file"),
         ("--html /nowhere/x WORLD", "--html=/nowhere/x must be in a folder that exists. Make it"),
         ("--cluster dgx-h100 --mtbf-s 0 WORLD", "--mtbf-s=0.0 must be more than 0 seconds"),

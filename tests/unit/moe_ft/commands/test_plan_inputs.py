@@ -80,7 +80,7 @@ def test_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral", "--model=mixtral must be one of .* Nearest: mixtral-8x7b, mixtral-8x22b"),
+        ("mixtral", "--model=mixtral must be one of .* Did you mean mixtral-8x7b or mixtral-8x22b"),
         (
             "/nowhere/config.json",
             "--model=/nowhere/config.json must be a config.json or its folder",
@@ -145,7 +145,7 @@ def test_cluster_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:
         ('like = "dgx-h100"\nnode_mtbf_h = "x"', "node_mtbf_h='x' must be a number"),
         ('like = "dgx-h100"\nbandwith = 1', "bandwith is no field of a cluster; its fields are"),
         ('gpu = "x"', 'is missing; .* or add like = "dgx-h100"'),
-        ('like = "dgx-h10"', "like=dgx-h10 must be one of .* Nearest: dgx-h100"),
+        ('like = "dgx-h10"', "like=dgx-h10 must be one of .* Did you mean dgx-h100"),
         ("no toml", "cannot be read: .* Give a TOML file"),
     ],
 )

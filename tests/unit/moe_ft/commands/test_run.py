@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.cluster.options import HELP
 from moe_ft.commands import run
 from moe_ft.commands.run import is_given
 from moe_ft.loop.refusing import EXIT_REFUSED
@@ -155,7 +156,9 @@ def test_help_of_keep_needs_no_script(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         main(["keep", "--help"])
     assert not end.value.code
-    assert "moe_ft keep [--ranks-per-node K]" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert all(f"--{name} " in text for name in HELP)
+    assert "--nodes N|MIN:N " in text
 
 
 def test_agent_imports_next_to_nothing() -> None:

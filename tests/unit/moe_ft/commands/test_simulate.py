@@ -140,8 +140,8 @@ def test_trace_says_who_is_there_and_how_often_machines_fail(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[failure]\n", "failure is no table of a simulation, .* Nearest: failures"),
-        ("[failures]\nshape = 1\n", r"failures.shape is no key .* Nearest: .*weibull_shape"),
+        ("[failure]\n", "failure is no table of a simulation, .* Did you mean failures"),
+        ("[failures]\nshape = 1\n", r"failures.shape is no key .* Did you mean .*weibull_shape"),
         ("[failures]\nweibull_shape = 0\n", "failures.weibull_shape=0 must be from 0.2 to 10"),
         ("[failures]\ncrash_share = 2\n", "failures.crash_share=2 must be from 0 to 1"),
         ("[failures]\nrack_share = 0.1\n", "failures.rack_share=0.1 needs failures.rack_nodes"),
@@ -178,12 +178,15 @@ def test_trace_says_who_is_there_and_how_often_machines_fail(tmp_path: Path) -> 
             "run.hours=12 with a failure every 0.1 s makes 432,000 failures, which must be at most",
         ),
         ("JOB mtbf_s = 600|mtbf_s = 0\n", "--mtbf-s=0.0 must be more than 0 seconds"),
-        ("JOB mtbf_s = 600|mtbf = 600", "job.mtbf is no key of .* Nearest: job.mtbf_s"),
+        ("JOB mtbf_s = 600|mtbf = 600", "job.mtbf is no key of .* Did you mean job.mtbf_s"),
         ("JOB mtbf_s = 600|mtbf_s = 'often'", "argument --mtbf-s: invalid float value: 'often'"),
-        ("JOB mtbf_s = 600|cluster = 'h100'", "--cluster=h100 must be one of .* Nearest: dgx-h100"),
+        (
+            "JOB mtbf_s = 600|cluster = 'h100'",
+            "--cluster=h100 must be one of .* Did you mean dgx-h100",
+        ),
         (
             "JOB mtbf_s = 600|model = 'mixtral'",
-            "--model=mixtral must be one of .* Nearest: mixtral-8x",
+            "--model=mixtral must be one of .* Did you mean mixtral-8x",
         ),
         ("JOB mtbf_s = 600|", "--mtbf-s must be known"),
     ],

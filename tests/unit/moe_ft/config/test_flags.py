@@ -112,7 +112,10 @@ def test_settings_that_are_none_or_false_are_left_out() -> None:
     [
         ({"kep": 1}, "there is no setting kep. Did you mean keep? docs/flags.md lists"),
         ({"zzz": 1}, "there is no setting zzz. docs/flags.md lists the settings."),
-        ({"color": "green"}, "--moe-ft-color: invalid choice: 'green'"),
+        (
+            {"color": "green"},
+            "--moe-ft-color=green must be one of red, blue. Name one of them. docs/",
+        ),
         ({"keep": "many"}, "--moe-ft-keep: invalid int value: 'many'"),
         ({"keep": True}, "setting keep=True must be a value, not True or False (--moe-ft-keep)"),
         ({"is_deep": "yes"}, "setting is_deep='yes' must be True or False (--moe-ft-is-deep)"),
