@@ -34,7 +34,6 @@ print("all commands ran")
 """
 COMMANDS = (
     ("--help",),
-    ("--version",),
     ("inspect", "STORAGE", "--units"),
     ("inspect", "MEMORY"),
     ("verify", "STORAGE"),
