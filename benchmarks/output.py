@@ -9,8 +9,6 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from tabulate import tabulate
-
 ROOT = Path(__file__).parents[1]
 # The line at the head of a page that says what was measured.
 STAMP = re.compile(
@@ -64,7 +62,10 @@ def stamp() -> str:
 
 def markdown_table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
     """Return a table in GitHub's Markdown, with all cells as they are given."""
-    return tabulate(list(rows), headers, "github", disable_numparse=True)
+    cells = [[*headers], *([f"{cell}" for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells]
+    return "\n".join([lines[0], f"|{'|'.join('-' * (w + 2) for w in widths)}|", *lines[1:]])
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

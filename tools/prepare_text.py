@@ -9,7 +9,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -50,7 +51,7 @@ def main() -> int:
                 paths=tuple(options.paths) or standard_library(), tokenizer=options.tokenizer
             ),
             Path(options.output_prefix),
-            progress=lambda files: tqdm(files, desc="tokenizing", unit=" files"),
+            progress=lambda files: track(files, "tokenizing", console=Console(stderr=True)),
         )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

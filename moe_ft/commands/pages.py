@@ -16,8 +16,9 @@ from markupsafe import Markup
 from moe_ft.errors import ConfigError
 from moe_ft.files.private_files import replace_file
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import describe_layout, describe_model, table
+from moe_ft.planning.report import describe_layout, describe_model
 from moe_ft.planning.time_shares import MEANINGS, Spent, TimeShares
+from moe_ft.tables import table
 
 _FOLDER = Path(__file__).parent / "presets"
 _ASSUMPTION = ("assumption", "value", "from")

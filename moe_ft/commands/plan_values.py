@@ -14,7 +14,7 @@ from moe_ft.config.flags import as_arguments
 from moe_ft.config.untested import refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
-from moe_ft.planning.report import table
+from moe_ft.tables import table
 
 SECONDS = {
     "iteration_s": "seconds of an iteration; with --cluster an estimate if it is left out",

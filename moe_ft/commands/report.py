@@ -5,11 +5,9 @@ As text, as JSON, or as a page with pictures, which report_page.py draws. report
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-
-from tabulate import tabulate
 
 from moe_ft.commands.pages import check_page, shares_table, write_page
 from moe_ft.commands.parsers import Commands, add_command
@@ -18,6 +16,7 @@ from moe_ft.commands.report_page import as_html
 from moe_ft.commands.report_run import RankSummary, Run, read_run
 from moe_ft.format.encoding import convert_leaves, finite_or_name
 from moe_ft.planning.time_shares import TimeShares
+from moe_ft.tables import table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,19 +96,24 @@ def _run(options: argparse.Namespace) -> int:
 
 def render(summary: RunSummary, directory: Path) -> str:
     """Return the summary as text; ranks are listed if one did not finish."""
-    text = tabulate(_facts(summary, directory), tablefmt="simple", disable_numparse=True)
+    text = table(_facts(summary, directory))
     text += "\n\n" + shares_table({"share": summary.shares})
     if summary.recoveries:
-        text += "\n\n" + tabulate(summary.recoveries, headers="keys", disable_numparse=True)
+        text += "\n\n" + rows_table(summary.recoveries)
     if summary.repairs:
-        text += "\n\n" + tabulate(summary.repairs, headers="keys", disable_numparse=True)
+        text += "\n\n" + rows_table(summary.repairs)
     if any(rank.ending != "finished" for rank in summary.ranks):
         ranks = map(astuple, summary.ranks)
         headers = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
-        text += "\n\n" + tabulate(ranks, headers=headers, tablefmt="simple", disable_numparse=True)
+        text += "\n\n" + table(ranks, headers)
     if summary.left_out:
         text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
     return text
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Return rows as a table."""
+    return table([[*row.values()] for row in rows], [*rows[0]])
 
 
 def _idle(summary: RunSummary) -> str:

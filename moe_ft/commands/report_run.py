@@ -6,7 +6,6 @@ kept does not depend on the length of the log: ranks are added up by node where 
 
 import math
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -20,9 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
+from moe_ft.bars import progress_bar
 from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import LeftOut, Sampling
 from moe_ft.commands.report_rank import Frame, RankReader, RankSums
@@ -399,16 +396,13 @@ def _read_files(work: Sequence[_Work], num_bytes: int) -> Iterator[_Done]:
     context = get_context("spawn")  # nothing is inherited from threads that run here
     done_bytes = context.Value("q", 0)
     num_processes = min(len(work), len(os.sched_getaffinity(0)))
-    console = Console(file=getattr(sys.stderr, "raw", None), stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
-        Progress(*columns, console=console, transient=True) as bar,
+        progress_bar("reading", num_bytes, in_bytes=True) as bar,
         ProcessPoolExecutor(num_processes, context, _share_progress, (done_bytes,)) as pool,
     ):
-        task = bar.add_task("reading", total=num_bytes)
         waiting: set[Future[_Done]] = {pool.submit(_read_file, each) for each in work}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
-            bar.update(task, completed=done_bytes.value)
+            bar.reach(done_bytes.value)
             for each in done:
                 yield each.result()

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from moe_ft.bars import progress_bar
 from moe_ft.commands.pages import check_page, write_page
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.commands.plan import OPTIONS, compare
@@ -181,11 +180,10 @@ def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
     if kind not in found.costs.recoveries:
         problem = f"recovery={kind} cannot be: its costs are known for {', '.join(found.costs.recoveries)}"
         return Outcome(name=found.name, flags=found.flags, problem=problem)
-    with tqdm(total=MOST, desc=found.name, unit="runs", leave=False, disable=None) as bar:
+    with progress_bar(found.name, MOST) as bar:
 
         def note(half_width: float) -> None:
-            bar.update()
-            bar.set_postfix_str(f"ETTR +- {half_width:.4f}")
+            bar.advance(1, f"ETTR +- {half_width:.4f}")
 
         result = simulate(found.costs, kind, setting, note)
     return Outcome(name=found.name, flags=found.flags, is_exact=found.is_exact, result=result)

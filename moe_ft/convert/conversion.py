@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
-from tabulate import tabulate
-from tqdm import tqdm
 
+from moe_ft.bars import progress_bar
 from moe_ft.config.stock_defects import SHARED_RANDOM_STATE
 from moe_ft.convert.destination import Destination, LocalDestination, RemoteDestination
 from moe_ft.convert.foreign_files import path_of
@@ -25,6 +24,7 @@ from moe_ft.convert.torch_dist import TorchDist
 from moe_ft.convert.verifying import WrittenFile, write_and_verify
 from moe_ft.errors import ConfigError, MoeFtError
 from moe_ft.format.encoding import checksum
+from moe_ft.tables import table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,17 +168,17 @@ def _write(
 ) -> None:
     sizes = [sum(item.num_bytes for item in shard) for shard in shards]
     total = sum(sizes)
-    with destination.writing(), tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+    with destination.writing(), progress_bar(name, total, in_bytes=True) as bar:
 
         def write(number: int) -> WrittenFile:
             return written.write_shard(destination.work, number, len(shards), shards[number])
 
         def note(number: int, found: Mapping[str, Any]) -> None:
             destination.note(str(number), found)
-            bar.update(sizes[number])
+            bar.advance(sizes[number])
 
         missing = [n for n in range(len(shards)) if destination.written(str(n)) is None]
-        bar.update(total - sum(sizes[number] for number in missing))
+        bar.advance(total - sum(sizes[number] for number in missing))
         write_and_verify(missing, write, note)
         facts = [destination.written(str(number)) for number in range(len(shards))]
         written.finish(destination.work, facts, items)
@@ -198,4 +198,4 @@ def _list(written: Format, shards: Shards) -> str:
         for item in shard
     ]
     headers = ("unit", "iteration", "written as", "shape", "type", "shard")
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return table(rows, headers)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from tabulate import tabulate
 
 from moe_ft.convert.source import Source
 from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
+from moe_ft.tables import table
 from moe_ft.units import UnitId
 
 
@@ -142,6 +142,4 @@ def render(differences: Sequence[Difference]) -> str:
     headers = ("unit", "kind", "iteration A", "iteration B", "elements", "largest", "relative")
     num_equal = len(differences) - len(rows)
     line = f"{num_equal} of {len(differences)} units and kinds are equal, bit for bit"
-    return "\n".join(
-        [tabulate(rows, headers=headers, disable_numparse=True), "", line] if rows else [line]
-    )
+    return "\n".join([table(rows, headers), "", line] if rows else [line])

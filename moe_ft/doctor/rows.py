@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
-from tabulate import tabulate
 
 from moe_ft.errors import MoeFtError
 from moe_ft.files.progress import call_within
+from moe_ft.tables import table, terminal_width
 
 _MOST_NODES_NAMED = 3
 _MOST_ROWS_OF_A_CHECK = 4  # that pass; of more an example is shown
-_WIDTHS = (14, 15, 6, 42, 33)
+_WIDTH = 118  # where there is no terminal
 
 
 class Result(StrEnum):
@@ -107,7 +107,7 @@ def render(rows: Sequence[Row]) -> str:
     """Return the table, and the number of each result."""
     cells = [(row.check, row.where, row.result.upper(), row.found, row.remedy) for row in rows]
     headers = ("check", "where", "result", "found", "remedy")
-    text = tabulate(cells, headers, "simple", disable_numparse=True, maxcolwidths=list(_WIDTHS))
+    text = table(cells, headers, width=terminal_width() or _WIDTH)
     counts = ", ".join(f"{sum(row.result is each for row in rows)} {each}" for each in Result)
     return f"{text}\n\n{counts}"
 

@@ -23,7 +23,7 @@ from moe_ft.planning.replica_survival import (
     recovery_probability,
     sample_recovery,
 )
-from moe_ft.planning.report import megabytes, table
+from moe_ft.planning.report import megabytes
 from moe_ft.planning.schedules import (
     Pipelines,
     Role,
@@ -31,6 +31,7 @@ from moe_ft.planning.schedules import (
     plan_schedule,
 )
 from moe_ft.planning.slot_tables import Table
+from moe_ft.tables import table
 
 _NUM_SAMPLES = 10_000
 

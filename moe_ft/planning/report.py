@@ -1,9 +1,7 @@
 """Lines and tables that the plans of several strategies have."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-
-from tabulate import tabulate
+from collections.abc import Callable, Mapping
 
 from moe_ft.planning.costs import Costs, ettr
 from moe_ft.planning.host_memory import MemoryShare
@@ -15,14 +13,10 @@ from moe_ft.planning.planned_job import (
     PlannedModel,
 )
 from moe_ft.planning.slot_tables import balanced, imbalance, skewed, stock
+from moe_ft.tables import table
 from moe_ft.units import UnitKind
 
 _SKEWS = (1, 2, 4, 8)
-
-
-def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Return a table as Markdown has it."""
-    return tabulate(rows, headers, "github", disable_numparse=True)
 
 
 def megabytes(num_bytes: float) -> str:

@@ -14,9 +14,8 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
-from tabulate import tabulate
-
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
+from moe_ft.tables import table
 from tests.chaos.cases import Case, draw_case
 from tests.chaos.verdict import GOOD, Result, Verdict, run_case
 from tests.harness import prepare_to_fork
@@ -52,7 +51,7 @@ def main() -> int:
     rows = [
         [name, n, *(verdicts[name, each] or "" for each in Verdict)] for name, n in struck.items()
     ]
-    print(tabulate(rows, headers=["case", "strikes", *map(str, Verdict)]))
+    print(table(rows, ["case", "strikes", *map(str, Verdict)]))
     failed = [each.case.seed for each in results if each.verdict not in GOOD]
     print(f"{len(results)} cases; seeds that failed: {failed or 'none'}")
     return int(bool(failed))

@@ -22,6 +22,7 @@ from tests.unit.source import (
 BASE = (
     "addresses",
     "arithmetic",
+    "bars",
     "errors",
     "calls",
     "config",
@@ -38,6 +39,7 @@ BASE = (
     "processes",
     "saying",
     "spelling",
+    "tables",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.

@@ -4,11 +4,11 @@
 # The fullest GPU has 32 GB of weights, gradients and optimizer, and about 6 GB of activations.
 # Host memory of a node, most bytes of a checkpoint, and what a failure costs, as plan.sh says:
 #
-# | strategy   | memory   | checkpoint   | every         | repeated          | updates lost   | with all nodes   |
-# |------------|----------|--------------|---------------|-------------------|----------------|------------------|
-# | dense      | 491 GB   | 197 GB       | 90 iterations | 1 to 2 iterations | none           | none             |
-# | sparse     | 697 GB   | 279 GB       | 90 iterations | 1 to 2 iterations | none           | none             |
-# | partial    | 711 GB   | 40 GB        | 90 iterations | 1 to 2 iterations | 1.5 iterations | 315 iterations   |
+# strategy  memory  checkpoint  every          repeated           updates lost    with all nodes
+# ----------------------------------------------------------------------------------------------
+# dense     491 GB  197 GB      90 iterations  1 to 2 iterations  none            none
+# sparse    697 GB  279 GB      90 iterations  1 to 2 iterations  none            none
+# partial   711 GB  40 GB       90 iterations  1 to 2 iterations  1.5 iterations  315 iterations
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 NODES=${NODES:-2}                                # 16 GPUs: every node holds all experts
 ITERATION_S=${ITERATION_S:-20}                   # for plan: 4/3 x 6 x 2.8e9 x 4.2e6 tokens at 300 TFLOP/s a GPU

@@ -4,11 +4,11 @@
 # The fullest GPU has 21 GB of weights, gradients and optimizer, and about 11 GB of activations.
 # Host memory of a node, most bytes of a checkpoint, and what a failure costs, as plan.sh says:
 #
-# | strategy   | memory   | checkpoint   | every         | repeated          | updates lost   | with all nodes   |
-# |------------|----------|--------------|---------------|-------------------|----------------|------------------|
-# | dense      | 483 GB   | 8,203 GB     | 30 iterations | 1 to 2 iterations | none           | none             |
-# | sparse     | 684 GB   | 12,499 GB    | 30 iterations | 1 to 2 iterations | none           | none             |
-# | partial    | 638 GB   | 1,218 GB     | 30 iterations | 1 to 2 iterations | 1.5 iterations | 105 iterations   |
+# strategy  memory  checkpoint  every          repeated           updates lost    with all nodes
+# ----------------------------------------------------------------------------------------------
+# dense     483 GB  8,203 GB    30 iterations  1 to 2 iterations  none            none
+# sparse    684 GB  12,499 GB   30 iterations  1 to 2 iterations  none            none
+# partial   638 GB  1,218 GB    30 iterations  1 to 2 iterations  1.5 iterations  105 iterations
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 NODES=${NODES:-128}                              # 1024 GPUs: 16 stages of 64 ranks, which share the experts
 ITERATION_S=${ITERATION_S:-60}                   # for plan: 4/3 x 6 x 37e9 x 63e6 tokens at 300 TFLOP/s a GPU

@@ -4,11 +4,11 @@
 # The fullest GPU has 29 GB of weights, gradients and optimizer, and about 4 GB of activations.
 # Host memory of a node, most bytes of a checkpoint, and what a failure costs, as plan.sh says:
 #
-# | strategy   | memory   | checkpoint   | every         | repeated          | updates lost   | with all nodes   |
-# |------------|----------|--------------|---------------|-------------------|----------------|------------------|
-# | dense      | 704 GB   | 560 GB       | 50 iterations | 1 to 2 iterations | none           | none             |
-# | sparse     | 976 GB   | 781 GB       | 50 iterations | 1 to 2 iterations | none           | none             |
-# | partial    | 865 GB   | 87 GB        | 50 iterations | 1 to 2 iterations | 1.5 iterations | 175 iterations   |
+# strategy  memory  checkpoint  every          repeated           updates lost    with all nodes
+# ----------------------------------------------------------------------------------------------
+# dense     705 GB  560 GB      50 iterations  1 to 2 iterations  none            none
+# sparse    976 GB  781 GB      50 iterations  1 to 2 iterations  none            none
+# partial   865 GB  87 GB       50 iterations  1 to 2 iterations  1.5 iterations  175 iterations
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 NODES=${NODES:-4}                                # 32 GPUs: 4 stages of 8 ranks, each with one of the experts
 ITERATION_S=${ITERATION_S:-34}                   # for plan: 4/3 x 6 x 12.9e9 x 4.2e6 tokens at 400 TFLOP/s a GPU

@@ -4,11 +4,11 @@
 # The fullest GPU has 42 GB of weights, gradients and optimizer, and about 9 GB of activations.
 # Host memory of a node, most bytes of a checkpoint, and what a failure costs, as plan.sh says:
 #
-# | strategy   | memory   | checkpoint   | every          | repeated          | updates lost   | with all nodes   |
-# |------------|----------|--------------|----------------|-------------------|----------------|------------------|
-# | dense      | 458 GB   | 366 GB       | 150 iterations | 1 to 2 iterations | none           | none             |
-# | sparse     | 649 GB   | 519 GB       | 150 iterations | 1 to 2 iterations | none           | none             |
-# | partial    | 743 GB   | 62 GB        | 150 iterations | 1 to 2 iterations | 1.5 iterations | 525 iterations   |
+# strategy  memory  checkpoint  every           repeated           updates lost    with all nodes
+# -----------------------------------------------------------------------------------------------
+# dense     458 GB  366 GB      150 iterations  1 to 2 iterations  none            none
+# sparse    650 GB  519 GB      150 iterations  1 to 2 iterations  none            none
+# partial   744 GB  62 GB       150 iterations  1 to 2 iterations  1.5 iterations  525 iterations
 RANKS_PER_NODE=${RANKS_PER_NODE:-8}
 NODES=${NODES:-4}                                # 32 GPUs: every node holds all experts
 ITERATION_S=${ITERATION_S:-12}                   # for plan: 4/3 x 6 x 3.3e9 x 4.2e6 tokens at 300 TFLOP/s a GPU

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tabulate import tabulate
-
 from moe_ft.engine.boundary.reading import LoggedIteration, open_slot
 from moe_ft.engine.memory.job_directory import find_indexes_below
 from moe_ft.format.boundary import BoundaryIndex
+from moe_ft.tables import table
 
 
 def find_logs(directory: str) -> Iterator[tuple[Path, LoggedIteration | str]]:
@@ -47,7 +46,7 @@ def render_logs(directory: str) -> str:
     if not rows and not problems:
         return ""
     headers = ("boundary log of rank", "iterations", "tensors", "MiB", "where")
-    return tabulate([*rows, *problems], headers=headers, disable_numparse=True)
+    return table([*rows, *problems], headers)
 
 
 def verify_logs(directory: str) -> tuple[list[str], list[str]]:

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from moe_ft.format.entries import FROZEN
 from moe_ft.format.index import Index
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.lost_tokens import num_lost
+from moe_ft.tables import table
 from moe_ft.units import UnitKind, parse_unit
 
 
@@ -95,7 +94,7 @@ def render_experts(summary: ExpertSummary) -> str:
     headers = ("layer", "iteration of each expert", "tokens not saved", "tokens lost")
     return "\n".join(
         (
-            tabulate(rows, headers=headers, disable_numparse=True),
+            table(rows, headers),
             "",
             f"recoveries so far have lost {sum(map(sum, summary.lost.values()))} tokens, PLT "
             f"{100 * summary.plt(summary.lost):.3f} %; one from here loses "

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tabulate import tabulate
-
 from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.errors import ConfigError, UnsafePathError
@@ -23,6 +21,7 @@ from moe_ft.format.manifest import MANIFEST_NAME, Manifest
 from moe_ft.format.packings import Packing
 from moe_ft.planning.branches import order_written
 from moe_ft.recovery.inspect.experts import render_experts, summarize_experts
+from moe_ft.tables import table
 from moe_ft.units import parse_unit
 
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
@@ -180,7 +179,7 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
         for each in sorted(holdings, key=lambda each: (-each.iteration, each.tier, each.place))
     ]
     headers = ("iteration", "tier", "ranks", "units", "MiB", "snapshots", "start", "lineage")
-    text = tabulate(rows, headers=(*headers, "where"), disable_numparse=True)
+    text = table(rows, (*headers, "where"))
     usable = [each for each in holdings if each.identity is not None]
     if not usable:
         return text
@@ -221,15 +220,15 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             units[name] = (iteration, level, num_bytes + units.get(name, (0, "", 0))[2])
     ordered = sorted(units, key=parse_unit)
     if lists_units:
-        table = [(name, *units[name]) for name in ordered]
-        contents = tabulate(table, headers=("unit", "iteration", "level", "bytes"))
+        listed = [(name, *units[name]) for name in ordered]
+        contents = table(listed, ("unit", "iteration", "level", "bytes"))
     else:
         kinds = Counter(parse_unit(name).kind.value for name in ordered)
         sizes: Counter[str] = Counter()
         for name in ordered:
             sizes[parse_unit(name).kind.value] += units[name][2]
-        table_ = [(kind, count, f"{sizes[kind] / 2**20:.2f}") for kind, count in kinds.items()]
-        contents = tabulate(table_, headers=("kind of unit", "units", "MiB"), disable_numparse=True)
+        summed = [(kind, count, f"{sizes[kind] / 2**20:.2f}") for kind, count in kinds.items()]
+        contents = table(summed, ("kind of unit", "units", "MiB"))
     history = ", ".join(
         f"{start.number} from iteration {start.resumed_at}" for start in identity.history
     )
@@ -245,7 +244,7 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             *_describe_packings(parts),
             contents,
             *([render_experts(experts)] if experts else []),
-            tabulate(settings, headers=("setting", "value"), disable_numparse=True),
+            table(settings, ("setting", "value")),
         )
     )
 

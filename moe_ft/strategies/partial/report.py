@@ -17,11 +17,11 @@ from moe_ft.planning.report import (
     memory_table,
     persist_line,
     reduction,
-    table,
     whole_line,
 )
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.size import Build, PartialSizes, Workload, largest_hidden_k
+from moe_ft.tables import table
 
 _MAX_RANK_ROWS = 16
 

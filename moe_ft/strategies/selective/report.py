@@ -15,10 +15,10 @@ from moe_ft.planning.report import (
     megabytes,
     memory_table,
     persist_line,
-    table,
     whole_line,
 )
 from moe_ft.strategies.selective.config import NAME, PAPER, SelectiveConfig
+from moe_ft.tables import table
 from moe_ft.units import UnitKind
 
 

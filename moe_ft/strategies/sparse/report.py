@@ -32,7 +32,6 @@ from moe_ft.planning.report import (
     persist_line,
     recovery_table,
     reduction,
-    table,
     whole_line,
 )
 from moe_ft.strategies.sparse.config import SparseConfig
@@ -49,6 +48,7 @@ from moe_ft.strategies.sparse.size import (
 )
 from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN
 from moe_ft.strategies.sparse.windows import PositionSizes
+from moe_ft.tables import table
 
 _NUM_ORDERS = 4
 _MOST_SNAPSHOT_ROWS = 16

@@ -11,8 +11,8 @@ from pathlib import Path
 from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import Measured, PlannedJob
-from moe_ft.planning.report import table
 from moe_ft.strategies import registry
+from moe_ft.tables import table
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "slurm" / "models"
@@ -136,8 +136,8 @@ def _row(strategy: str, plan: Plan) -> tuple[str, ...]:
         (repeated,) = re.findall(r"again, conversion included: (\d+ to \d+),", text)
         iterations *= int(window)
     if strategy == "partial":
-        (some,) = re.findall(r"memory \(no node lost\) +\| ([\d.]+)", text)
-        (everything,) = re.findall(r"storage \(all nodes lost\) +\| ([\d.]+)", text)
+        (some,) = re.findall(r"memory \(no node lost\) +([\d.]+)", text)
+        (everything,) = re.findall(r"storage \(all nodes lost\) +([\d.]+)", text)
         lost = (f"{float(some):g} iterations", f"{float(everything):g} iterations")
     return (
         strategy,

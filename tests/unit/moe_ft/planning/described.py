@@ -71,5 +71,5 @@ def planned(strategy: str, *flags: str, **facts: Any) -> str:
 
 def row(text: str, first: str) -> list[str]:
     """Return the cells of the table row that begins with a cell."""
-    (line,) = re.findall(rf"^\| {re.escape(first)} +\|.*$", text, re.MULTILINE)
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    (line,) = re.findall(rf"^ *{re.escape(first)}  .*$", text, re.MULTILINE)
+    return re.split("  +", line.strip())

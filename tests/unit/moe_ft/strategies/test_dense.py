@@ -89,7 +89,7 @@ def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
     text = planned(
         "dense", *LARGE_OF_8, iteration_s=2.0, bandwidth=1e9, mtbf_s=600.0, restart_s=9.0
     )
-    assert row(text, "restart")[1:] == ["", "9.00"]
+    assert row(text, "restart")[1:] == ["9.00"]
     assert row(text, "restore")[1:] == ["2,800.4 MB", "2.80"]
     assert row(text, "work to redo")[1:] == ["1.5 iterations", "4.20"]
     assert "a failure every 600 s: 0.6956 of the time is training (ETTR)" in text
