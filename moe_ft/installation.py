@@ -21,7 +21,7 @@ MODULES = {
         name: name
         for name in (
             *("filelock", "fsspec", "jinja2", "msgspec", "numpy", "psutil", "rich"),
-            *("safetensors", "tabulate", "tensorboard", "tqdm", "xxhash"),
+            *("safetensors", "tensorboard", "xxhash"),
         )
     },
 }
