@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_ft.saying import escape
+
 _RULE_BELOW_HEADER = Box("\n".join(["    ", "    ", "----", *["    "] * 5]) + "\n", ascii=True)
 _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?%)?|-|")
 _LONGEST_WORD = 40  # that is never broken
@@ -36,7 +38,8 @@ def table(
         headers: names of the columns; without any there is no rule either.
         width: most letters of a line, None for no limit.
     """
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    # Escaped here: rich would leave out what a terminal acts on.
+    cells = [["" if cell is None else escape(str(cell)) for cell in row] for row in rows]
     columns = [*zip(*cells, strict=True)] or [()] * len(headers)
     grid = Table(
         box=_RULE_BELOW_HEADER,
