@@ -237,6 +237,9 @@ class Agent:
             died_s=order.died_s if order.round else None,
             lost_node=order.lost_node,
             is_watched=not self._options.is_alone,
+            max_restarts=self._options.max_restarts,
+            fewest_nodes=self._options.fewest,
+            store=self._options.store,
             token=self._options.token,
         )
 

@@ -26,6 +26,9 @@ class Assignment:
         hung_s: seconds for which that process had hung when it was killed for it; 0 if it was not.
         lost_node: node on which that process ran, if it is lost; else empty.
         is_watched: whether a coordinator calls silent nodes lost, for which it needs a while.
+        max_restarts: starts of all ranks that may follow, in a row without a finished iteration.
+        fewest_nodes: with which the job can train; 0 if none may be missing.
+        store: number of the node that keeps the job's store.
         token: secret of the start, which signs what ranks write in the job's store.
     """
 
@@ -40,6 +43,9 @@ class Assignment:
     hung_s: float = 0.0
     lost_node: str = ""
     is_watched: bool = False
+    max_restarts: int = 0
+    fewest_nodes: int = 0
+    store: int = 0
     token: str = ""
 
     @property

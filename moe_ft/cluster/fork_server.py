@@ -274,7 +274,7 @@ def _be_rank(target: Target, request: Fork, member: Member | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # it would die of it until Megatron has its handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     become(f"rank_{request.assignment.rank}", request.environment)
-    become_member(member)
+    become_member(member, request.assignment)
     if member is not None and member.is_replacement:
         member.connect(job_store.connect(request.environment, member.token, _STORE_DEADLINE_S))
         member.take_place()

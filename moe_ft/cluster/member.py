@@ -328,6 +328,7 @@ class Member:
 
 
 _own: Member | None = None
+_assigned: Assignment | None = None
 
 
 def own_member() -> Member | None:
@@ -335,10 +336,15 @@ def own_member() -> Member | None:
     return _own
 
 
-def become_member(member: Member | None) -> None:
-    """Be a member of the cluster in this process."""
-    global _own
-    _own = member
+def own_assignment() -> Assignment | None:
+    """Return the assignment of this process, whether or not it would be replaced; None without an agent."""
+    return _assigned
+
+
+def become_member(member: Member | None, assignment: Assignment | None = None) -> None:
+    """Be a member of the cluster in this process, or a rank that is not replaced, with an assignment."""
+    global _own, _assigned
+    _own, _assigned = member, assignment
 
 
 def retire_own() -> None:

@@ -37,6 +37,7 @@ from moe_ft.loop.training_loop import LoopParts, TrainingLoop
 from moe_ft.recovery.checkpointing import Checkpointing, Outcome
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import is_rejected
+from moe_ft.recovery.meet import Met
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
 from moe_ft.saying import say
@@ -390,9 +391,14 @@ class PipelineLog(LoopListener):
         self._tap.close()
 
 
+def met_of(own: Checkpoints) -> Met | None:
+    """Return what this rank knows of the others and their memory; None before the setup."""
+    return None if own._running is None else own._running.met
+
+
 def site_of(own: Checkpoints) -> Site | None:
     """Return the place of this rank among those that take checkpoints; None before the setup."""
-    return None if own._running is None else own._running.met.site
+    return None if (met := met_of(own)) is None else met.site
 
 
 def checkpoints_of_dead_rank(

@@ -1,6 +1,7 @@
 """The listeners of a training loop, in the order in which they are called."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ft.config.config import MoeFtConfig
@@ -13,20 +14,27 @@ from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.metrics import Metrics
 from moe_ft.loop.progress import Digests, Progress
+from moe_ft.loop.protects import Protects
 from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.loop.training_loop import TrainingLoop
 
 
 def listeners_of(
-    config: MoeFtConfig, training: TrainingLoop, rank: int, *, on_sigterm: bool
+    config: MoeFtConfig,
+    training: TrainingLoop,
+    rank: int,
+    *,
+    on_sigterm: bool,
+    lines: Sequence[str] = (),
 ) -> Listeners:
     """Return everything that acts at the seams of a loop on one rank.
 
     The order matters: hangs are watched from the start to the end; metrics are served until the log has its
-    last event; the log is opened before anything is recovered, and closed last; the events of an iteration
+    last event; the log is opened before anything is recovered, and closed last; what protects the run is
+    said before what it continues from; the events of an iteration
     come before the reports of the engine; what it has sent is committed before a window that it completes
     makes older logs superfluous; after a failure a breakpoint comes before its report. Without `on_sigterm`,
-    SIGTERM is left alone.
+    SIGTERM is left alone. Rank 0 prints the lines where it says what protects the run.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
@@ -40,6 +48,7 @@ def listeners_of(
             Hangs(config.recovery, loop, log, training.timeout_s()),
             Metrics(config.observability, config.memory, rank),
             Progress(config, training, loop, log),
+            Protects(config, training, loop, log, checkpoints, lines, on_sigterm=on_sigterm),
             faults,
             routers,
             SlotTables(log),

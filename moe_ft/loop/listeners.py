@@ -52,6 +52,9 @@ class LoopState:
         stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
         num_replayed: iterations that this rank ran again in it.
         replay_s: their time.
+        without_spare: value of --moe-ft-without-spare that counts, where dead ranks are replaced in place;
+            else empty.
+        no_repair: why they are not, if that was asked for.
     """
 
     iteration: int = 0
@@ -71,6 +74,8 @@ class LoopState:
     stages_alone: Sequence[int] = ()
     num_replayed: int = 0
     replay_s: float = 0.0
+    without_spare: str = ""
+    no_repair: str = ""
 
     @property
     def place(self) -> str:

@@ -94,6 +94,14 @@ class TrainingLoop(ABC):
     def sample_counters(self, num_uncounted: int) -> dict[str, int]:
         """Return the samples consumed so far, by counter, with those that the loop has not counted yet."""
 
+    def exit_signal(self) -> str | None:
+        """Return the signal at which the loop ends as planned; empty for none, None if nobody knows."""
+        return None
+
+    def own_states(self) -> str | None:
+        """Return words for the checkpoints that the loop itself writes; empty for none, None if unknown."""
+        return None
+
     def timeout_s(self) -> float | None:
         """Return the timeout of the groups; None if nobody notes the loop's evaluations and checkpoints."""
         return None

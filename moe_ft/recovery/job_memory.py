@@ -246,9 +246,13 @@ def remove_unused(node_dir: Path, pattern: str = "*") -> None:
 
 def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
     """Check that there is room for the memory that regions and replicas will take; raise as `check_room`."""
+    check_room(site, reserved_bytes(site, peers)[site.node])
+
+
+def reserved_bytes(site: Site, peers: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    """Return the bytes that regions and replicas take on each node, at most."""
     regions = num_regions(persists=site.config.storage.persists)
-    needed = plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)[site.node]
-    check_room(site, needed)
+    return plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)
 
 
 def room_bytes(node_dir: Path) -> int:

@@ -46,6 +46,10 @@ class Dense(StrategyKind):
     """Needs nothing of a job."""
 
     @override
+    def contents(self, config: MoeFtConfig) -> str:
+        return "the whole state"
+
+    @override
     def report(self, job: PlannedJob) -> str:
         sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
         most = max(sizes)

@@ -370,6 +370,10 @@ class StrategyKind(ABC):
         """Return whether replicated state may be divided by the selected experts of each rank."""
         return False
 
+    def contents(self, config: MoeFtConfig) -> str:
+        """Return words for what a snapshot holds, as a start prints them."""
+        return "what this strategy selects"
+
     def longest_window(self, config: MoeFtConfig) -> int:
         """Return the most snapshots of a window."""
         return 1

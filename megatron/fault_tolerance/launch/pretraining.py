@@ -78,7 +78,6 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
         check_model(megatron_args, config)
         elastic.check_fitted(config.elastic.elastic)
         warn(megatron_args, void_settings(megatron_args, config, sys.argv))
-    _say_once(f"on: --moe-ft-strategy is {config.strategy.strategy}")
     return train(config, megatron_args, call)
 
 
@@ -104,10 +103,11 @@ def _command_line() -> list[str]:
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result."""
-    for line in lines_on_gpus(config, args, args.world_size):
-        _say_once(line)
+    lines = lines_on_gpus(config, args, args.world_size)
+    if not config.strategy.is_on:
+        lines.append("off: --moe-ft-strategy is none: nothing is checkpointed")
     on_sigterm = not _waits_for_sigterm(args)
-    listeners = listeners_of(config, MegatronLoop(), args.rank, on_sigterm=on_sigterm)
+    listeners = listeners_of(config, MegatronLoop(), args.rank, on_sigterm=on_sigterm, lines=lines)
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:

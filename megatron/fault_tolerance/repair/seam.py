@@ -311,7 +311,8 @@ def installed(
         return
     member = checked_member(args, own_member(), on_gpus=not cpu_device.is_active())
     check_torch()
-    if (answer := answer_to_lost_nodes(config, args, member)) == "crowd":
+    listeners.loop.without_spare = answer = answer_to_lost_nodes(config, args, member)
+    if answer == "crowd":
         where = partial(site_of, listeners.find(Checkpoints))
         listeners.add(Crowding(config, member, where, uses_nccl=not cpu_device.is_active()))
     links = Links(member, _transports(args))

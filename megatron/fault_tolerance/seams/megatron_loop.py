@@ -4,6 +4,7 @@ Its arguments are read when they are asked for: Megatron sets them after the lis
 """
 
 import argparse
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, override
 
@@ -163,6 +164,18 @@ class MegatronLoop(CoreLoop):
             "consumed_train_samples": args.consumed_train_samples + num_uncounted,
             "consumed_valid_samples": args.consumed_valid_samples,
         }
+
+    @override
+    def exit_signal(self) -> str:
+        args = get_args()
+        return signal.Signals(args.exit_signal).name if args.exit_signal_handler else ""
+
+    @override
+    def own_states(self) -> str:
+        args = get_args()
+        if not (args.save and args.save_interval):
+            return ""
+        return f"what --save has written every {args.save_interval} iterations"
 
     @override
     def timeout_s(self) -> float:

@@ -32,6 +32,12 @@ class Partial(StrategyKind):
         return Counting.TOKENS
 
     @override
+    def contents(self, config: MoeFtConfig) -> str:
+        options: PartialConfig = self.options_in(config)
+        k = "as many as cost no time" if options.k_in_memory is None else str(options.k_in_memory)
+        return f"all but experts, and of the experts of each MoE layer {k}"
+
+    @override
     def division(self, config: MoeFtConfig) -> str:
         options: PartialConfig = self.options_in(config)
         flags = ["--moe-ft-partial-covers both"]  # a flag that there was: checkpoints hold the text

@@ -37,6 +37,12 @@ class Selective(StrategyKind):
         return Counting.TOKENS
 
     @override
+    def contents(self, config: MoeFtConfig) -> str:
+        options: SelectiveConfig = self.options_in(config)
+        budget = "what costs no time" if options.local_bytes is None else options.local_budget
+        return f"all but experts, and those with the most tokens at risk, up to {budget}"
+
+    @override
     def division(self, config: MoeFtConfig) -> str:
         flags = [f"--moe-ft-strategy {NAME}"]
         flags += ["--moe-ft-sharding none"] * (config.strategy.sharding == "none")

@@ -55,6 +55,13 @@ class Sparse(StrategyKind):
         return costs(job, self.options_in(job.config))
 
     @override
+    def contents(self, config: MoeFtConfig) -> str:
+        options: SparseConfig = self.options_in(config)
+        if options.window_snapshots is not None:
+            return f"a part of the state, the whole in {options.window_snapshots}"
+        return f"a part of the state, the whole in at most {options.max_window}"
+
+    @override
     def longest_window(self, config: MoeFtConfig) -> int:
         options: SparseConfig = self.options_in(config)
         return options.window_snapshots or options.max_window

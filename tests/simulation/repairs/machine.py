@@ -351,7 +351,7 @@ def install(patches: Patches) -> None:
     patches.set(fork_server, "why_not_to_fork", lambda: "")
     patches.set(fork_server, "become", lambda name, environment: None)
     patches.set(fork_server, "run", lambda target: machine_here().job.run_rank())
-    patches.set(fork_server, "become_member", lambda member: None)
+    patches.set(fork_server, "become_member", lambda member, assignment: None)
     patches.divert(signal, "pthread_sigmask", lambda world, how, mask: set())
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))
 
