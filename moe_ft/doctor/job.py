@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_ft.cluster.options import LEAVING_S
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import find_domains
@@ -152,7 +153,14 @@ class Placement:
             return refused(_FAILURES, _ALL, self.problem)
         survival = find_survival(self.topology, self.peers)
         found = f"memory survives the loss of {survival.describe()}"
-        if survival.domain is False and survival.num_nodes:
+        if not survival.num_nodes:
+            more = (
+                "several nodes"
+                if len(self.topology.nodes) == 1
+                else f"{flag_of('replication_factor')} 1"
+            )
+            return warned(_FAILURES, _ALL, found, f"Use {more}: copies go to other nodes.")
+        if survival.domain is False:
             return warned(_FAILURES, _ALL, found, "Take nodes of several failure domains.")
         return passed(_FAILURES, _ALL, found)
 

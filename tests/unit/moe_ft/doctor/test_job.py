@@ -69,6 +69,20 @@ def test_node_that_is_alone_has_no_peers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "factor", "remedy"),
+    [(["a", "a"], "auto", "several nodes"), (["a", "b"], "0", "--moe-ft-replication-factor 1")],
+)
+def test_memory_that_survives_no_lost_node_is_a_warning(
+    nodes: list[str], factor: str, remedy: str
+) -> None:
+    config = MoeFtConfig(memory=MemoryConfig(replication_factor=factor))
+    row = place_on_nodes(Job(config=config), nodes).row()
+    assert row.result is Result.WARN
+    assert "the loss of no node" in row.found
+    assert row.remedy == f"Use {remedy}: copies go to other nodes."
+
+
+@pytest.mark.parametrize(
     ("racks", "peers", "result", "found"),
     [
         ("", ["b"], Result.PASS, "any one node; failure domains are not known"),
