@@ -156,8 +156,8 @@ def _shown(line: str) -> str:
         return (
             f"{iteration}, loss {float(next(p for p in parts if 'lm loss' in p).split()[-1]):.3f}"
         )
-    is_own = line.startswith("moe_ft: ")
-    return line.strip().split(" ([")[0][:_MOST_SHOWN] if is_own else ""
+    _, is_own, text = line.partition(" moe_ft: ")
+    return text.strip().split(" ([")[0][:_MOST_SHOWN] if is_own else ""
 
 
 def _end(job: "subprocess.Popen[str]") -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from moe_ft.calls import looks_again, write_all
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import finite_or_name
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 _RANK_FILE = re.compile(r"rank_(\d{5,})\.jsonl")
 _PROGRESS_BYTES = 192
@@ -132,7 +132,7 @@ class EventLog:
     def _give_up(self, error: OSError) -> None:
         """Print once that the log cannot be written, and continue without it."""
         self.close()
-        say(f"rank {self.rank} writes no more events: {error} ({self.directory})")
+        warn(f"rank {self.rank} writes no more events: {error} ({self.directory})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +307,7 @@ def last_incarnation(directory: Path, rank: int) -> int:
         lines = read_lines_backwards(path)
         last = next((event for line in lines if (event := _parse(line)) is not None), None)
         if last is None and path.stat().st_size:
-            say(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
+            warn(f"{path} holds no events that can be read: rank {rank} counts its starts from 0")
     except OSError:  # no log yet, or a bad one, about which `EventLog.start` complains
         return -1
     return -1 if last is None else int(last["incarnation"])

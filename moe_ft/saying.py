@@ -1,12 +1,28 @@
-"""Lines for people. What stands in them may be of anybody's files, and does nothing to a terminal."""
+"""Lines for people, through the logger `moe_ft`. Their text may come from anybody's files, and is harmless.
 
+They go to standard error, unless a script has added handlers to that logger: then those get the lines. Other
+settings of `logging` change nothing, such as those that Megatron makes for the loggers of all libraries.
+"""
+
+import json
+import logging
+import os
 import re
 import sys
 from contextlib import suppress
-from typing import Any
+from datetime import datetime
+from typing import Any, override
+
+LOGGER = logging.getLogger("moe_ft")
+LOGGER.propagate = (
+    False  # Megatron gives the root logger a handler, which would print each line again
+)
+FORMATS = ("text", "json")
+FORMAT_FLAG = "--moe-ft-log-format"
 
 # Control characters but the ends of lines and tabs, and what changes the direction of writing.
 _ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_OF_CALLER = 3  # frames from `findCaller` to who calls `say`
 
 
 def escape(text: str) -> str:
@@ -28,9 +44,102 @@ class Escaping:
         return getattr(self.raw, name)
 
 
+class _StandardError(logging.Handler):
+    """Handler that looks up `sys.stderr` for each line. One that takes nothing more ends no run."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):
+            # One write: print() makes two with `python -u`, and lines of several ranks would mix.
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+
+
+class _Text(logging.Formatter):
+    """Format of lines as people read them. A refusal is as argparse prints it: it names the program."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.levelno >= logging.ERROR:
+            return text
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        return f"{stamp(record)}{level}{record.name}: {text}"
+
+
+class _Json(logging.Formatter):
+    """Format of lines as programs read them: an object on each line."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone()
+        fields = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            **_speaker(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        return json.dumps(fields)
+
+
+_handler = _StandardError()
+_node = ""  # if this process speaks for a node, and not for a rank
+
+
+def speak_for(node: str) -> None:
+    """Have lines of this process, and of those that it forks, name a node; empty: the rank, if it has one."""
+    global _node
+    _node = node
+
+
+def choose_format(name: str) -> None:
+    """Set the format of lines on standard error, one of FORMATS; others are refused elsewhere."""
+    _handler.setFormatter(_Json() if name == "json" else _Text())
+
+
+choose_format("text")
+
+
+def stamp(record: logging.LogRecord) -> str:
+    """Return when a line was printed, in local time, and by whom."""
+    speaker = "".join(f"{kind} {name} " for kind, name in _speaker().items())
+    return f"{datetime.fromtimestamp(record.created):%Y-%m-%d %H:%M:%S} {escape(speaker)}"
+
+
 def say(line: str) -> None:
-    """Print a line, on stderr and at once. A stderr that takes nothing more ends no run."""
-    with suppress(OSError, ValueError):
-        # One write: print() makes two with `python -u`, and lines of several ranks would mix.
-        sys.stderr.write(f"moe_ft: {escape(line)}\n")
-        sys.stderr.flush()
+    """Tell people a fact, at once."""
+    _log(logging.INFO, line)
+
+
+def warn(line: str) -> None:
+    """Tell people that something has failed, is ignored, or protects less than they may think."""
+    _log(logging.WARNING, line)
+
+
+def fail(line: str) -> None:
+    """Tell people why this process ends."""
+    _log(logging.ERROR, line)
+
+
+def _speaker() -> dict[str, Any]:
+    """Return who speaks: a node or a rank, if it is known."""
+    if _node:
+        return {"node": _node}
+    rank = os.environ.get("RANK", "")
+    return {"rank": int(rank)} if rank.isdecimal() else {}
+
+
+def _log(level: int, line: str) -> None:
+    """Hand a line to the handlers, past `logging.disable` and filters of loggers.
+
+    Megatron-Bridge adds filters to all loggers that hide every warning.
+    """
+    if level < LOGGER.level:
+        return
+    path, number, function, _ = LOGGER.findCaller(stacklevel=_OF_CALLER)
+    record = LOGGER.makeRecord(LOGGER.name, level, path, number, escape(line), (), None, function)
+    if LOGGER.hasHandlers():
+        LOGGER.callHandlers(record)
+    else:
+        _handler.handle(record)

@@ -28,7 +28,7 @@ from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.saying import say
+from moe_ft.saying import choose_format, warn
 from moe_ft.strategies.registry import kind_of, kinds
 
 __all__ = ["Checkpointer", "Position", "RunFacts"]
@@ -102,12 +102,13 @@ class Checkpointer:
         rank, model = dist.get_rank(), list(model)
         megatron = megatron_settings(model, optimizer, scheduler)
         config = checked_config(settings, megatron, dist.get_world_size(), run.train_iterations)
+        choose_format(config.observability.log_format)
         for line in config.warnings(run.train_iterations, settings) if rank == 0 else ():
-            say(f"warning: {line}")
+            warn(line)
         # The loop has made its layers itself: `transformer_impl` is a default that says nothing of them.
         graphs = Namespace(cuda_graph_impl=megatron.cuda_graph_impl)
         for line in lines_on_gpus(config, graphs, dist.get_world_size()) if rank == 0 else ():
-            say(line)
+            warn(line)
         self._kind = kind_of(config.strategy.strategy)
         self._built = (model, optimizer, scheduler)
         self._training = CustomLoop(run, megatron, checked_groups(groups))

@@ -26,12 +26,13 @@ from moe_ft.cluster.forks import Forks, Role
 from moe_ft.cluster.options import KeepOptions, read_options
 from moe_ft.cluster.own_node import NodeMemory, OwnNode
 from moe_ft.cluster.planned_end import PlannedEnd
-from moe_ft.cluster.protocol import FORWARDED, say
+from moe_ft.cluster.protocol import FORWARDED
 from moe_ft.cluster.roster import PERIOD_S, NodeSeat, Order
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError
 from moe_ft.files.progress import call_within
 from moe_ft.processes import follow_parent, set_process_name
+from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for, warn
 
 _MEET_S = 900.0  # for the node that keeps the store to listen
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
@@ -85,7 +86,7 @@ class Agent:
         except ConnectionError as error:
             over = _FAILED, f"processes that fork ranks fail: {error}"
         if over[1]:
-            say(f"node {self._options.name} ends: {over[1]}")
+            warn(f"node {self._options.name} ends: {over[1]}")
         if over == (0, "") and not self._forks.has_ranks:
             self._own.remove_memory()  # else these have removed it, if nobody needs it
         self._end_ranks(signal.SIGTERM)
@@ -183,7 +184,7 @@ class Agent:
 
     def _give_up(self, why: str) -> None:
         """Kill all ranks: others may have them."""
-        say(
+        warn(
             f"node {self._options.name} {why}: its ranks are killed, and it registers again as a spare"
         )
         self._end_ranks(signal.SIGKILL)
@@ -311,6 +312,8 @@ def main(words: Sequence[str], memory_of: Callable[[KeepOptions], NodeMemory | N
     """
     set_process_name("moe_ft_joins")
     options = read_options(words, os.environ)
+    speak_for(options.name)
+    choose_format(options.flag(FORMAT_FLAG))
     if options.ranks_per_node > 1:  # as torchrun does: each rank would use all cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     forks = Forks(partial(serve_forks, options.target))
@@ -350,7 +353,7 @@ def join(
 
         agent = Agent(options, forks, reach, memory_of(options))
     except (OSError, RepairError) as error:
-        say(f"node {options.name} cannot join the job: {error}")
+        warn(f"node {options.name} cannot join the job: {error}")
         return _FAILED
     for each in FORWARDED:
         signal.signal(each, lambda number, _: agent.on_signal(number))

@@ -40,7 +40,6 @@ from moe_ft.cluster.membership import (
     WithoutSpare,
 )
 from moe_ft.cluster.options import KeepOptions
-from moe_ft.cluster.protocol import say
 from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.cluster.signed_store import SignedStore
@@ -48,6 +47,7 @@ from moe_ft.config.lost_nodes import ELASTIC, answer_of
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, domains_of_slurm, read_domains
 from moe_ft.files.private_files import replace_file
+from moe_ft.saying import say, warn
 
 
 class Coordinator:
@@ -168,8 +168,8 @@ class Coordinator:
                 self._due_s[what] = time.monotonic() + after_s
             case Wait(round, is_over):
                 (self._rounds.note_spare if is_over else self._rounds.wait_for_spare)(round)
-            case Say(line):
-                say(line)
+            case Say(line, is_warning):
+                (warn if is_warning else say)(line)
             case HearAll():
                 self._roster.ask_for_all()
             case Strike() | Save() | Over():
@@ -184,15 +184,15 @@ class Coordinator:
         match command:
             case Strike(nodes, why):
                 names = self._roster.strike(nodes)
-                say(
+                warn(
                     f"{f'node {names} is' if len(nodes) == 1 else f'nodes {names} are'} lost: {why}"
                 )
             case Save(why):
-                say(f"{why}. All ranks are to end")
+                warn(f"{why}. All ranks are to end")
                 self._store.set(SAVE, True)
             case Over(code, why):
                 if why:
-                    say(f"the job ends: {why}")
+                    warn(f"the job ends: {why}")
                 self._write_status()
                 self._store.set(OVER, {"code": code, "why": why})
 
@@ -218,7 +218,7 @@ class Coordinator:
         self._roster.begin_start()
         self._died_s.clear()
         names = (self.job.nodes[id].name for _, id in sorted(self.job.seats.items()))
-        say(f"all ranks begin again on nodes {', '.join(dict.fromkeys(names))}: {why}")
+        warn(f"all ranks begin again on nodes {', '.join(dict.fromkeys(names))}: {why}")
 
     def _write_status(self) -> None:
         names = dict(enumerate(self.job.before)) | dict(self.job.names)
@@ -230,7 +230,7 @@ class Coordinator:
         try:
             replace_file(self._status, text)
         except OSError as error:  # the job goes on without it
-            say(f"warning: {self._status} is not written: {error}")
+            warn(f"{self._status} is not written: {error}")
 
 
 def policy_of(options: KeepOptions) -> Policy:

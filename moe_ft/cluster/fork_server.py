@@ -38,11 +38,11 @@ from moe_ft.cluster.protocol import (
     Ended,
     Fork,
     receive_request,
-    say,
     send,
 )
 from moe_ft.cluster.target import Target
 from moe_ft.processes import follow_parent, set_process_name
+from moe_ft.saying import say, warn
 
 _STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
 _FAILED = 1 << 8  # status of a process that has ended with code 1
@@ -88,7 +88,7 @@ def import_modules(target: Target) -> str:
             with without_driver():
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:
-            say(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
+            warn(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
         if not blamed and why_not_to_fork():
             blamed = name
     sys.path[:] = path
@@ -160,7 +160,7 @@ class ForkServer:
             if silent_s > link.limit_s:
                 link.note_hang(silent_s)
                 link.expect_beats(0)  # it is killed once
-                say(
+                warn(
                     f"rank {rank.member.rank} (process {rank.pid}) has given no sign of life for "
                     f"{silent_s:.1f} s (in its {link.section}), and is killed"
                 )
@@ -194,12 +194,12 @@ class ForkServer:
                 repairs = wants_repair(self._target.words)
                 self._fork(request, Member(request.assignment) if repairs else None)
                 return
-            say(
+            warn(
                 f"rank {rank} is not forked: {self._blamed} {problem}, which a forked process would lack. "
                 "Leave this module out of --preload, or let it do that when a rank first uses it"
             )
         except OSError as error:
-            say(f"rank {rank} cannot be forked: {error}")
+            warn(f"rank {rank} cannot be forked: {error}")
         self._answer(Ended(request.number, _FAILED))
 
     def _fork(self, request: Fork, member: Member | None) -> None:
@@ -244,11 +244,11 @@ class ForkServer:
         if dead is not None and can_replace and status:
             try:
                 if not why_not_to_fork():
-                    say(f"rank {dead.rank} has died ({_end_of(status)}), and is replaced")
+                    warn(f"rank {dead.rank} has died ({_end_of(status)}), and is replaced")
                     self._fork(rank.request, dead.replacement(died_s))
                     return
             except OSError as error:
-                say(f"rank {dead.rank} cannot be replaced: {error}")
+                warn(f"rank {dead.rank} cannot be replaced: {error}")
         self._answer(Ended(rank.request.number, status))
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 
 from moe_ft.cluster.target import Target
 from moe_ft.processes import set_process_name
+from moe_ft.saying import speak_for
 
 _TASKS = "/proc/self/task"
 _DRIVER = "/dev/nvidiactl"
@@ -92,6 +93,7 @@ def become(name: str, environment: Mapping[str, str]) -> None:
     """Be a process of its own: in its own session, with a name, variables and random numbers."""
     os.setsid()
     os.environ.update(environment)
+    speak_for("")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # it may die at any time
     # The command line, which ps and top show too, is that of the agent.
     set_process_name(name)

@@ -23,11 +23,11 @@ from moe_ft.cluster.protocol import (
     Fork,
     Signal,
     receive_answer,
-    say,
     send,
     socket_pair,
 )
 from moe_ft.processes import follow_parent, is_stopped
+from moe_ft.saying import warn
 
 _ASK_EVERY_S = 1.0
 _ANSWER_S = 30.0
@@ -178,7 +178,7 @@ class Forks:
         elif not self.has_imported:
             if self._silent_s - self._said_s > _LINE_S:
                 self._said_s = self._silent_s
-                say(f"process {self.pid} has been importing for {self._silent_s:.0f} s")
+                warn(f"process {self.pid} has been importing for {self._silent_s:.0f} s")
         elif now_s - self._asked_s > _ASK_EVERY_S:
             self._asked_s = now_s
             self._send(Ask())
@@ -194,7 +194,7 @@ class Forks:
     def _lose(self, how: str) -> None:
         """Kill the fork server, and count its ranks as failed."""
         assert self._connection is not None
-        say(f"process {self.pid}, which forks ranks, {how}: its ranks end with it")
+        warn(f"process {self.pid}, which forks ranks, {how}: its ranks end with it")
         self.close()
         for each in self._ranks:
             each.code = KILLED if each.code is None else each.code

@@ -17,7 +17,7 @@ from moe_ft.cluster.store_server import MAX_STRANGERS, StoreServer
 from moe_ft.errors import RepairError
 from moe_ft.files.progress import awaiting_others
 from moe_ft.processes import raise_descriptors
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _PREFIX = "moe_ft"
 _BACKLOG = 4096
@@ -60,8 +60,8 @@ def serve(
     needed = _NUM_PER_RANK * num_ranks + MAX_STRANGERS + _NUM_OWN
     allowed = raise_descriptors(max(needed, _MANY))
     if allowed < needed:
-        say(
-            f"warning: the job's store needs {needed} open files for {num_ranks} ranks, and may have "
+        warn(
+            f"the job's store needs {needed} open files for {num_ranks} ranks, and may have "
             f"{allowed} (ulimit -Hn): ranks may not get in. Raise the limit where the job is started"
         )
     StoreServer(token, run).start(listener)

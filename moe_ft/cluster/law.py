@@ -212,12 +212,11 @@ def _lose(job: Job, ids: Collection[str], why: str) -> Done:
     moves = {(job.nodes[host].name, names[slot]): None for slot, host in answer.hosts.items()}
     for host, name in moves:
         line = f"no spare is left: node {host} also runs ranks of node {name} ({FLAG} crowd)"
-        commands.append(Say(line))
+        commands.append(Say(line, is_warning=True))
     if answer.played:
         ranks = ", ".join(map(str, job.ranks_of(answer.played)))
-        commands.append(
-            Say(f"no spare is left: peers play the roles of ranks {ranks} ({FLAG} reroute)")
-        )
+        line = f"no spare is left: peers play the roles of ranks {ranks} ({FLAG} reroute)"
+        commands.append(Say(line, is_warning=True))
     absent = tuple(sorted(job.played)) if answer.played else None
     return job, [*commands, Declare(tuple(sorted(needed)), absent)]
 
@@ -262,7 +261,7 @@ def _part(job: Job) -> Done:
     if node.id in job.stays:
         return job, []
     job = replace(job, stays=job.stays | {node.id})
-    return job, [Say(f"node {node.name} stays: {why}: {answer.why}")]
+    return job, [Say(f"node {node.name} stays: {why}: {answer.why}", is_warning=True)]
 
 
 # Slots that get a node again
@@ -315,7 +314,7 @@ def _fill(job: Job) -> Done:
             if job.waits_in == job.reports.newest:
                 return job, commands
             line = f"no spare is left: training waits for a node ({FLAG} wait)"
-            said = [Say(line)] if job.waits_in < 0 else []
+            said = [Say(line, is_warning=True)] if job.waits_in < 0 else []
             job = replace(job, waits_in=job.reports.newest)
             return job, [*commands, *said, Wait(job.waits_in)]
         rest = {each: its for each, its in job.opened.items() if each != slot}

@@ -22,7 +22,7 @@ from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.launches import Launch, launch_of
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 # For the slowest rank to leave its fence and iteration, and for the replacement to be built.
 _MEETING_S = 180.0
@@ -294,7 +294,7 @@ class Member:
         Nothing of it may act any more, not even what runs at the end of a process. Any thread.
         """
         self.link.retire()
-        say(f"rank {self.rank} ends: another node has its place since round {number} of repairs")
+        warn(f"rank {self.rank} ends: another node has its place since round {number} of repairs")
         os.kill(os.getpid(), signal.SIGKILL)
         raise ReplacedError(f"another node has rank {self.rank}")
 

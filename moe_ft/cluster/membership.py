@@ -233,6 +233,7 @@ class Say(NamedTuple):
     """Print a line."""
 
     line: str
+    is_warning: bool = False
 
 
 class Over(NamedTuple):

@@ -9,7 +9,6 @@ import socket
 
 import msgspec
 
-from moe_ft import saying
 from moe_ft.cluster.assignment import Assignment
 
 # Signals that ranks get too, if the agent gets them.
@@ -18,11 +17,6 @@ FORWARDED = (
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
 _MOST_BYTES = 1 << 16
-
-
-def say(line: str) -> None:
-    """Print a line of the agent or its fork server for the people who watch the job."""
-    saying.say(f"keep: {line}")
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe_ft.errors import RepairError
 from moe_ft.files.progress import awaiting_others, call_within
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 MAX_VALUE_BYTES = 4 << 20  # torch's server takes 8 MiB
 _MAX_LIST_BYTES = 64 << 20
@@ -131,7 +131,7 @@ class SignedStore:
 
 
 def _tell(key: str, reason: str) -> None:
-    say(f"a value of {key} in the job's store is ignored: {reason}")
+    warn(f"a value of {key} in the job's store is ignored: {reason}")
 
 
 def _counter(key: str) -> str:

@@ -5,6 +5,7 @@ from typing import ClassVar, override
 
 from moe_ft.config.fields import Bounds, Part, flag_of, setting
 from moe_ft.errors import ConfigError
+from moe_ft.saying import FORMATS
 
 _FIRST_PORT = 1024  # that needs no privilege
 
@@ -15,6 +16,12 @@ class ObservabilityConfig(Part):
 
     NEEDS: ClassVar[tuple[str, ...]] = ("event_log",)
 
+    log_format: str = setting(
+        "text",
+        "format of moe_ft's lines on standard error; json = an object on each line",
+        choices=FORMATS,
+        needs=(),
+    )
     event_log: str | None = setting(
         None, "directory for one JSON-lines file of events per rank", metavar="DIR", needs=()
     )

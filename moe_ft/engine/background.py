@@ -18,7 +18,7 @@ from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.profile import SnapshotProfile
 from moe_ft.errors import DegradedError
 from moe_ft.faults import Phase
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 # Called in the middle of a background part with its phase and iteration: the place where tests
 # inflict faults. Raises what a fault of kind exception raises.
@@ -177,7 +177,7 @@ class Messages:
 
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads standard error any more
-            say(f"rank {self._rank}{text}")
+            warn(f"rank {self._rank}{text}")
 
 
 def device_of_this_thread() -> Callable[[], None]:

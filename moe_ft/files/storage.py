@@ -37,7 +37,7 @@ from moe_ft.files.progress import call_within, note_progress
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _CHUNK_BYTES = 16 << 20
@@ -401,7 +401,7 @@ def links_in(root: str, names: list[str]) -> list[str]:
 @cache
 def _tell_of_link(path: str) -> None:
     """Say once that state is not used, which this process may not notice otherwise."""
-    say(f"warning: {path} is a symbolic link, and not used: replace it by what it leads to")
+    warn(f"{path} is a symbolic link, and not used: replace it by what it leads to")
 
 
 def _check_length(path: str, num_bytes: int) -> None:

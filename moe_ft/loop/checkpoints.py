@@ -40,7 +40,7 @@ from moe_ft.recovery.failures import is_rejected
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.site import Site
 from moe_ft.recovery.start import start
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 from moe_ft.state.record import CapturedNumbers, IterationFacts, capture_numbers
 
 
@@ -436,4 +436,4 @@ def _node_of(site: Site) -> Node:
 def _warn_of_load(training: TrainingLoop, rank: int, resumption: Resumption | None) -> None:
     """Print what differs where the loop continues from its own checkpoint."""
     for line in training.lines_on_load() if rank == 0 and resumption is None else ():
-        say(f"warning: {line}")
+        warn(line)

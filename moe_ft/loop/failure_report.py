@@ -29,7 +29,7 @@ from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks
 from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
@@ -107,7 +107,7 @@ class FailureReport(LoopListener):
         """Name what Megatron's checks have rejected, and report the end of training if that follows."""
         loop, code = self._loop, rejected.exit_code
         if rejected.check:
-            say(f"rank {self._log.rank}, iteration {loop.iteration}: {rejected}")
+            warn(f"rank {self._log.rank}, iteration {loop.iteration}: {rejected}")
             self._log.write(
                 "rejected",
                 loop.iteration,
@@ -143,7 +143,7 @@ class FailureReport(LoopListener):
 
     def _write_report(self, reason: str, timed_out: bool) -> None:
         loop, rank, directory = self._loop, self._log.rank, self._log.directory
-        say(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
+        warn(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
         if self._has_log:
             say(f"rank {rank}: the events are in {directory}")
         own = find_job_rank() or self._job_rank
@@ -152,10 +152,10 @@ class FailureReport(LoopListener):
         if notes is not None:
             silent = list(notes.silent)
             if notes.is_first:
-                say(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
+                warn(f"rank {rank} {_describe(silent, notes.timed_out, directory)}")
         elif own is not None:
             seen = _last_seen(0, directory)
-            say(
+            warn(
                 f"rank {rank} could not ask the others: the job's store does not answer (rank 0{seen} keeps "
                 "it, unless the launcher does)"
             )

@@ -20,6 +20,7 @@ from moe_ft.events import EventLog
 from moe_ft.faults import FaultKind, FaultSpec, Phase
 from moe_ft.loop.leaving import meet_processes
 from moe_ft.loop.listeners import Built, LoopListener
+from moe_ft.saying import say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,7 @@ class Faults(LoopListener):
         return True
 
     def _inflict(self, fault: FaultSpec) -> None:
-        print(f"moe_ft: rank {fault.rank} inflicts {fault} on itself", flush=True)
+        say(f"rank {fault.rank} inflicts {fault} on itself")
         if fault.kind is FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind is FaultKind.HANG:

@@ -29,7 +29,7 @@ from moe_ft.faults import Section
 from moe_ft.files.progress import awaits_others, excused_until_s, progress_s
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
 from moe_ft.processes import exit_within
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 LOOK_S = 1.0
 LAST_WORDS_S = 10.0  # of a process that ends: what it writes to may be what its thread waits for
@@ -128,7 +128,7 @@ class Silence:
             return self._waits() or self._writes(silent_s)
         except Exception as error:  # no descriptor is left, or the device has failed
             if not self._has_failed:
-                say(f"whether this rank hangs cannot be seen now: {type(error).__name__}: {error}")
+                warn(f"whether this rank hangs cannot be seen now: {type(error).__name__}: {error}")
             self._has_failed = True
             return True
 
@@ -226,7 +226,7 @@ class Hangs(LoopListener):
             exit_within(LAST_WORDS_S)
             if (member := own_member()) is not None:
                 member.link.note_hang(silent_s)
-            say(
+            warn(
                 f"rank {rank} hangs in iteration {loop.iteration}, phase {loop.phase}, and ends: in its "
                 f"{section} it has made no progress for {silent_s:.1f} s, and waits for no other rank. The "
                 f"limit is {limit_s:.0f} s ({flag_of('hang_limit')}={self._limits}). It is in:\n"

@@ -36,7 +36,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
 from moe_ft.recovery.failures import is_rejected
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 # Torchrun and SLURM kill a process 30 s after SIGTERM; its report needs some of that.
 _LEAVING_S = 25.0
@@ -266,16 +266,15 @@ class BreakpointWriter:
             "recovery may be global"
         )
         part = BackgroundPart.BOUNDARY_LOG
-        say(f"rank {self._log.rank}, {part}: {reason}")
+        warn(f"rank {self._log.rank}, {part}: {reason}")
         self._log.write("degraded", self._loop.iteration, part=part.value, reason=reason)
 
     def _tell(self, reason: str, written: Written, seconds: float) -> None:
         rank, iteration = self._log.rank, written.iteration
         if iteration is None:
-            what = f"left no breakpoint: {written.problem}"
+            warn(f"rank {rank} left no breakpoint: {written.problem}")
         else:
-            what = f"left a breakpoint of iteration {iteration}"
-        say(f"rank {rank} {what}")
+            say(f"rank {rank} left a breakpoint of iteration {iteration}")
         self._log.write(
             "breakpoint",
             self._loop.iteration if iteration is None else iteration,

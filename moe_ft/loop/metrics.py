@@ -24,7 +24,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.events import last_incarnation
 from moe_ft.loop.course import FollowedRun, RankCourse
 from moe_ft.loop.listeners import LoopListener
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 _LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 4 << 20  # of a rank's file in a scrape, so that one after a long time stays short
@@ -184,17 +184,15 @@ class Metrics(LoopListener):
                 address = address_of(flag_of("metrics_interface"), interface)
             self._serve(course, address)
         except OSError as error:
-            say(
-                f"warning: no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} "
+            warn(
+                f"no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} "
                 f"cannot be opened on {address} ({error.strerror}): local rank 0 of each node serves metrics "
                 "there. Name a port that is free on all nodes, or leave the flag out."
             )
         except ConfigError as error:
             if last_incarnation(directory, self._rank) < 0:
                 raise
-            say(
-                f"warning: no metrics are served: {error}"
-            )  # on a spare node, of a run that has begun
+            warn(f"no metrics are served: {error}")  # on a spare node, of a run that has begun
 
     def _serve(self, course: FollowedRun, address: str) -> None:
         """Listen; retry for a while where the port is taken."""

@@ -24,7 +24,7 @@ from moe_ft.loop.listeners import (
 )
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.planning.time_shares import Spent, TimeShares, TimeSpent
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.state.digest import digest_state
 
 
@@ -89,7 +89,7 @@ class Progress(LoopListener):
         if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
             self._log.write("left_out", iteration, what="log line")
             line = f"the log line of iteration {iteration} may be missing: this rank ended where it was due"
-            say(line)
+            warn(line)
         self._unlogged = None  # a repair recovers what this process has trained
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:

@@ -19,7 +19,7 @@ from moe_ft.planning.placement import find_survival
 from moe_ft.planning.protection import Launcher, Protection, Starter, block_of
 from moe_ft.recovery.job_memory import reserved_bytes
 from moe_ft.recovery.meet import Met
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 from moe_ft.strategies.registry import chosen
 
 
@@ -55,12 +55,12 @@ class Protects(LoopListener):
             return
         self._has_said = True  # a repair comes here again
         for line in self._lines:
-            say(line)
+            warn(line)
         if (met := met_of(self._checkpoints)) is None:
             return
         found = self._protection(met, starter_of(self._config, self._loop, assignment, os.environ))
         for each in block_of(found):
-            say(f"warning: {each.text}" if each.is_warning else each.text)
+            (warn if each.is_warning else say)(each.text)
         self._log.write("protects", self._loop.iteration, **found.fields())
 
     def _protection(self, met: Met, starter: Starter) -> Protection:

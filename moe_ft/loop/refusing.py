@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moe_ft.errors import BusyError, ConfigError, UnrecoverableError
-from moe_ft.saying import escape
+from moe_ft.saying import fail
 
 EXIT_REFUSED = 2  # the command line, or the state that is there, cannot work
 EXIT_NOT_SAVED = 3  # the last state should be on storage and is not: start the job again
@@ -37,7 +37,7 @@ def refuse(reason: str, program: str | None = None, code: int = EXIT_REFUSED) ->
     """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         name = program or Path(sys.argv[0]).name
-        print(escape(f"{name}: error: {reason}"), file=sys.stderr, flush=True)
+        fail(f"{name}: error: {reason}")
     else:
         time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
     raise SystemExit(code) from None

@@ -24,7 +24,7 @@ from moe_ft.recovery.failures import (
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import release_lock
 from moe_ft.recovery.restore import Conversion, Restored
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.state.record import CapturedRecord, IterationFacts, step_ahead
 from moe_ft.strategies.interface import JobLoss
 
@@ -171,11 +171,11 @@ class Checkpointing:
         site = self.met.site
         if not ending.is_saved and site.is_lowest_on_node:
             persist_dir = site.config.storage.persist_dir or ""
-            say(ending.advice(persist_dir, str(site.node_dir), site.job_id))
+            warn(ending.advice(persist_dir, str(site.node_dir), site.job_id))
         elif not is_complete and site.rank == 0 and (loss := ending.loss_without_storage()):
-            say(f"warning: {loss}")
+            warn(loss)
         if site.is_lowest_on_node and (lack := ending.lack_of_protection(site.node_dir)):
-            say(f"warning: {lack}")
+            warn(lack)
         return ending
 
     def have_all_ended(self) -> bool:
@@ -184,7 +184,7 @@ class Checkpointing:
             self.met.ranks.everyone.barrier()
         except RuntimeError as error:
             rank = self.met.site.rank
-            say(f"rank {rank} keeps its memory: another rank did not end cleanly: {error}")
+            warn(f"rank {rank} keeps its memory: another rank did not end cleanly: {error}")
             return False
         return True
 

@@ -30,7 +30,7 @@ from moe_ft.recovery.persist_directory import (
     trouble_of,
 )
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
 
@@ -134,7 +134,7 @@ def take_over_lock(
                     raise trouble.refusal from error
         if lock is None:
             lock = LateLock(storage, met.site.job_id, origin_of(met.site))
-            lock.start(say)
+            lock.start(warn)
             opened.push(_unlocking(lock))
         return lock, "" if trouble is None else trouble.text
 
@@ -162,16 +162,16 @@ def warn_of_inexactness(site: Site, *, is_deterministic: bool) -> None:
         return
     kind = chosen(site.config)
     if kind.replays and not is_deterministic:
-        say(
-            f"warning: without --deterministic-mode a recovery of --moe-ft-strategy {kind.name} is "
+        warn(
+            f"without --deterministic-mode a recovery of --moe-ft-strategy {kind.name} is "
             "consistent, but not bit for bit the run without the failure"
         )
     precision = site.config.precision
     if precision.lossy_parts:
         kept = ", ".join(f"{part} as {each}" for part, each in precision.lossy_parts.items())
-        say(f"warning: snapshots keep {kept}: recoveries are not exact")
+        warn(f"snapshots keep {kept}: recoveries are not exact")
         if precision.is_ruinous:
-            say(
-                "warning: without scales second moments in so few bits are mostly 0, and training "
+            warn(
+                "without scales second moments in so few bits are mostly 0, and training "
                 "diverges after a recovery: use bf16 or a block format for exp_avg_sq"
             )

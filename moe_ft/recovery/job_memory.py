@@ -32,7 +32,7 @@ from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
 from moe_ft.planning.placement import plan_node_memory
 from moe_ft.processes import holder_of_lock, is_ending
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 from moe_ft.strategies.registry import chosen
 
 _LOCK_SUFFIXES = (ALIVE_SUFFIX, ".lock")
@@ -146,7 +146,7 @@ def claim_memory(site: Site) -> filelock.BaseFileLock:
     if not site.is_lowest_on_node:
         return lock
     if reason := why_slow(site):
-        say(f"warning: {reason}")
+        warn(reason)
     memory_dir = site.config.memory.memory_dir
     for other in other_jobs(memory_dir, site.job_id):
         say(f"{memory_dir} on node {site.node} also holds memory of {other}; not touched")

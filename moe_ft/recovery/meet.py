@@ -45,7 +45,7 @@ from moe_ft.recovery.assembly import (
 from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.global_places import find_places, model_places, with_places
 from moe_ft.state.gradients import check_repeatable, is_lossy
@@ -252,7 +252,7 @@ def _read_live_state(
     if config.memory.sends_gradients:
         check_repeatable(parameters, facts.places, allows_lossy=config.precision.allow_lossy)
         if facts.rank == 0 and any(map(is_lossy, parameters)):
-            say("warning: peers round optimizer steps otherwise: a recovery from them is not exact")
+            warn("peers round optimizer steps otherwise: a recovery from them is not exact")
     catalog = UnitCatalog(
         parameters,
         leaves_out_frozen=chosen(config).leaves_out_frozen,
@@ -366,10 +366,10 @@ def _place_replicas(
     if factor is None:
         factor = default_replication_factor(len(topology.nodes))
         for line in without_replicas(config) if factor == 0 and facts.rank == 0 else ():
-            say(f"warning: {flag_of('replication_factor')}=auto is 0 on one node: {line}")
+            warn(f"{flag_of('replication_factor')}=auto is 0 on one node: {line}")
     elif (config.elastic.elastic or facts.voice is not None) and factor > num_others:
         if facts.rank == 0:
-            say(
+            warn(
                 f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"
             )
         factor = num_others

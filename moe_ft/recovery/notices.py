@@ -1,6 +1,6 @@
 """Messages of a start on state that it does not use, and its refusals to begin without it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.comparison import newer_than
@@ -8,7 +8,7 @@ from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _MOST_REASONS = 12  # printed at a time
 _IGNORING = (
@@ -40,13 +40,13 @@ class Notices:
             if each.is_state and (each.iteration is None or each.iteration > plan.iteration)
         ]
         if reasons and self._site.rank == 0:
-            say(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
-            _say_all(reasons)
+            warn(f"continuing from iteration {plan.iteration}; what may be newer is not used:")
+            _tell_all(warn, reasons)
 
     def say_unreadable(self, rejected: Sequence[Rejection]) -> None:
         """Print that everything is planned again, and the first thing that could not be read."""
         if rejected and self._site.rank == 0:
-            say(f"planning again without what cannot be read: {rejected[0].reason}")
+            warn(f"planning again without what cannot be read: {rejected[0].reason}")
 
     def say_blocked_by(self, plan: Plan, blocked_by: str) -> None:
         """Print why no newer state is reached, or why no stage recovers alone; nothing if that is empty."""
@@ -78,7 +78,7 @@ class Notices:
             say(
                 f"continuing from --load at iteration {loaded}, as a new run: newer than moe_ft's {than}"
             )
-            _say_all(problems)
+            _tell_all(say, problems)
 
     def say_others(self, inventory: Inventory, lineage: str) -> None:
         """Print the checkpoints of other runs on storage, which nobody deletes."""
@@ -101,8 +101,8 @@ class Notices:
     def say_incomparable(self, where: str, names: Sequence[str]) -> None:
         """Print, once for each place, the settings that could not be compared with those of its state."""
         if names and self._site.rank == 0 and where not in self._incomparable:
-            say(
-                f"warning: {where} was written by another version, which noted other settings. These are not "
+            warn(
+                f"{where} was written by another version, which noted other settings. These are not "
                 f"compared, but must be the same for an exact recovery: {_shorten(names, ', ')}"
             )
         self._incomparable.add(where)
@@ -110,8 +110,8 @@ class Notices:
     def say_changed(self, changes: Sequence[str]) -> None:
         """Print, once, the flags of the training script that have changed since a state was written."""
         if changes and self._site.rank == 0 and not self._has_said_changes:
-            say(
-                "warning: flags of the training script have changed. If they decide data or loss, the run is "
+            warn(
+                "flags of the training script have changed. If they decide data or loss, the run is "
                 f"no longer equal to an undisturbed one: {_shorten(changes, ', ')}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
@@ -119,7 +119,7 @@ class Notices:
     def say_other_data(self, differences: Sequence[str]) -> None:
         """Print, once, what is read now and was not when a state was written."""
         if differences and self._site.rank == 0 and not self._has_said_data:
-            say(f"continuing with other data: {_shorten(differences, '; ')}")
+            warn(f"continuing with other data: {_shorten(differences, '; ')}")
         self._has_said_data = self._has_said_data or bool(differences)
 
     def check_is_empty(
@@ -150,7 +150,7 @@ class Notices:
             )
         if problems and self._site.rank == 0:
             say(f"nothing to recover from was found in {self._looked_at}:")
-            _say_all(problems)
+            _tell_all(say, problems)
         if self._site.config.recovery.on_missing == "fail":
             raise UnrecoverableError(
                 f"--moe-ft-on-missing=fail: nothing to recover from in {self._looked_at}: {reasons}. Use "
@@ -175,8 +175,8 @@ def _shorten(texts: Sequence[str], separator: str) -> str:
     return separator.join(texts[:_MOST_REASONS]) + more
 
 
-def _say_all(reasons: Sequence[str]) -> None:
+def _tell_all(tell: Callable[[str], None], reasons: Sequence[str]) -> None:
     for reason in reasons[:_MOST_REASONS]:
-        say(f"  {reason}")
+        tell(f"  {reason}")
     if len(reasons) > _MOST_REASONS:
-        say(f"  and {len(reasons) - _MOST_REASONS} more: the event log has all of them")
+        tell(f"  and {len(reasons) - _MOST_REASONS} more: the event log has all of them")

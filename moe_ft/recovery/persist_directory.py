@@ -26,7 +26,7 @@ from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.launches import launch_of
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _LOCK_POLL_S = 0.5
 _LOCK_ATTEMPTS = 5
@@ -181,7 +181,7 @@ def release_lock(lock: StorageLock) -> None:
     try:
         lock.release()
     except Exception as error:  # fsspec raises whatever its back ends raise
-        say(
+        warn(
             f"{LOCK_NAME} stays in the persist directory, where another job waits {LOCK_STALE_S:.0f} s for "
             f"it: {type(error).__name__}: {error}"
         )
@@ -207,7 +207,7 @@ def take_lock(job_id: str, storage: Storage, origin: Origin | None = None) -> St
     """
     lock = StorageLock(storage)
     acquire(job_id, storage, lock, origin or own_origin(launch_of(os.environ)))
-    lock.start(say)
+    lock.start(warn)
     return lock
 
 

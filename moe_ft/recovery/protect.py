@@ -170,6 +170,7 @@ def _writer_settings(site: Site, lock: StorageLock | None) -> WriterSettings | N
         keep=site.config.storage.keep,
         keeps_whole=site.config.storage.keeps_whole,
         parent=os.getpid(),
+        log_format=site.config.observability.log_format,
         lock_owner=lock.owner if lock is not None else "",
     )
 

@@ -45,7 +45,7 @@ from moe_ft.recovery.planner import Offer, Planner
 from moe_ft.recovery.protect import protect
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.state import schedule
 from moe_ft.strategies.registry import chosen
 
@@ -141,7 +141,7 @@ def _find(
             return planner, offer
         planner.check_all_is_read(deadline_s)
         if met.site.rank == 0 and offer.unread != said:
-            say(f"waiting for storage, at most {_WAIT_S:.0f} s: {offer.unread}")
+            warn(f"waiting for storage, at most {_WAIT_S:.0f} s: {offer.unread}")
             said = offer.unread
         time.sleep(_PAUSE_S)
 
@@ -228,13 +228,13 @@ def _check_schedule(met: Met, agreed: Agreed) -> None:
     records = agreed.fetched.index.records[-len(agreed.slices) :]
     line = met.ranks.check_together(lambda: schedule.check_changes(records, optimizer, scheduler))
     if line and met.site.rank == 0:
-        say(line)
+        warn(line)
 
 
 def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:
     """Give the launcher time to start all ranks again, with a node that has what is missing."""
     if met.site.rank == 0:
-        say(f"waiting for nodes, at most {_WAIT_S:.0f} s: {error}")
+        warn(f"waiting for nodes, at most {_WAIT_S:.0f} s: {error}")
     with waiting(_WAIT_S):
         time.sleep(_WAIT_S)
 
@@ -242,7 +242,7 @@ def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:
 def _warn_of_lossy(met: Met, restored: Restored) -> None:
     """Print on every node that state is not exact, if that is so. Called by all ranks."""
     kept = ", ".join(f"{key} as {each}" for key, each in restored.fetched.lossy.items())
-    line = f"warning: recovered state was stored as {kept}: it is not exact" if kept else ""
+    line = f"recovered state was stored as {kept}: it is not exact" if kept else ""
     say_for_node(met.site, met.ranks.everyone.gather(line, exchange.TEXT))
 
 

@@ -182,7 +182,7 @@ _TEXTS: dict[type[Command], Callable[..., str]] = {
         f"wake {what} in {after_s:g} s" * (what not in ("gathered", "missing"))
     ),
     HearAll: lambda: "hear all",
-    Say: lambda line: f"say {line}",
+    Say: lambda line, is_warning: f"{'warn' if is_warning else 'say'} {line}",
     Over: lambda code, why: f"over {code}" + f": {why}" * bool(why),
 }
 

@@ -26,7 +26,7 @@ def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
     job: CheckpointJob, expected: Digests
 ) -> None:
     first, *_ = job.run_with_faults(KILL, flags=[*LOSSY, ALLOWED], storage=True)
-    assert "warning: snapshots keep master as fp16, exp_avg as bf16" in first.output(0)
+    assert "WARNING moe_ft: snapshots keep master as fp16, exp_avg as bf16" in first.output(0)
     start = job.events("start")[0]
     assert start["lossy"] == {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8-e4m3-block"}
     (recovery,) = job.events("recovery")

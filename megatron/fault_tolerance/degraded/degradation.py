@@ -29,7 +29,7 @@ from moe_ft.loop.checkpoints import Checkpoints, checkpoints_of_dead_rank
 from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
 from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.planning.schedules import Pipelines, choose_deputies
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 
 class Degradation:
@@ -129,7 +129,7 @@ class Degradation:
             )
         if place.rank == min(groups.ranks):
             played = ", ".join(f"{rank} by {deputy}" for rank, deputy in sorted(chosen.items()))
-            say(f"training continues without the dead ranks, whose roles are played ({played})")
+            warn(f"training continues without the dead ranks, whose roles are played ({played})")
 
     def end(self, listeners: Listeners) -> None:
         """Run the loop's own iterations again: all ranks live. Called by all of them, as `begin`.

@@ -26,7 +26,7 @@ from megatron.fault_tolerance.seams.settings import (
     own_parser,
 )
 from moe_ft.loop.refusing import refuse, refusing
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.spelling import explained
 
 PREFIX = "--moe-ft-"
@@ -119,7 +119,7 @@ def _megatron_parser() -> argparse.ArgumentParser:
 @functools.cache  # Megatron parses several times
 def _warn_once(*lines: str) -> None:
     for line in lines if os.environ.get("RANK", "0") == "0" else ():
-        say(f"warning: {line}")
+        warn(line)
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import override
@@ -14,9 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
+from moe_ft.cluster.link import flag_value
 from moe_ft.errors import ConfigError
 from moe_ft.launches import launch_of, shares_store
-from moe_ft.saying import say
+from moe_ft.saying import FORMAT_FLAG, choose_format, say, warn
 
 
 def prepare_environment() -> None:
@@ -24,13 +26,14 @@ def prepare_environment() -> None:
 
     Call it before parsing; a second call does nothing. Where there is a GPU it changes no result.
     """
+    choose_format(flag_value(sys.argv, FORMAT_FLAG))
     _complete_variables()
     if not cpu_device.is_active() and not torch.cuda.is_available():
         cpu_device.install()
         # Megatron asserts it for some layouts. It orders work on a GPU, and there is none.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if os.environ["LOCAL_RANK"] == "0":
-            print("moe_ft: no GPU found, training on the CPU with gloo", flush=True)
+            say("no GPU found, training on the CPU with gloo")
     _use_prebuilt_dataset_helper()
     adam.install()
     end_children_with(os.getpid(), on_cpu=cpu_device.is_active())
@@ -110,6 +113,6 @@ class WholeErrorFile(ErrorHandler):
             temporary.replace(path)
         except OSError as error:  # the exception goes on; its traceback is on standard error
             temporary.unlink(missing_ok=True)
-            say(f"torchrun's error file is not written: {error}")
+            warn(f"torchrun's error file is not written: {error}")
         finally:
             self._suffix = ""

@@ -39,12 +39,13 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
     warn,
 )
+from moe_ft import saying
 from moe_ft.cluster.forked_rank import run_script
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refuse, refusing
-from moe_ft.saying import say
+from moe_ft.saying import choose_format, say
 
 END_GRACE_S = 2.0
 _NEW_CALL = (
@@ -103,6 +104,7 @@ def _command_line() -> list[str]:
 
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result."""
+    choose_format(config.observability.log_format)
     lines = lines_on_gpus(config, args, args.world_size)
     if not config.strategy.is_on:
         lines.append("off: --moe-ft-strategy is none: nothing is checkpointed")
@@ -205,4 +207,4 @@ def check_has_trained(words: list[str]) -> None:
             f"{name} ended without calling megatron.training.pretrain, so {', '.join(unused)} had no "
             "effect. Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
         )
-    say(f"{name} ended without calling megatron.training.pretrain: moe_ft did nothing")
+    saying.warn(f"{name} ended without calling megatron.training.pretrain: moe_ft did nothing")

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _world
 from megatron.fault_tolerance.repair.links import Maker, Place, Transport
 from moe_ft.engine.background import device_of_this_thread
 from moe_ft.errors import ConfigError
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 _ABORT_S = 15.0
 _DRAIN_S = 20.0
@@ -245,7 +245,7 @@ def why_lost(error: BaseException) -> str:
 
 def end_process(reason: str) -> NoReturn:
     """End this process at once: its fork server replaces it if it is armed, or all ranks start again."""
-    say(f"process {os.getpid()} ends, because it cannot use its device any more: {reason}")
+    warn(f"process {os.getpid()} ends, because it cannot use its device any more: {reason}")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")

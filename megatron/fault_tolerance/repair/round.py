@@ -35,7 +35,7 @@ from moe_ft.cluster.member import Member, Round, Standing
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _REPAIR_S = 600.0  # without progress, until training runs again
 _LOOP_TIMER = "interval-time"
@@ -202,4 +202,4 @@ def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: 
         say(f"{names} replaced in {seconds}, {end}")
     if played:
         roles = ", ".join(f"{dead} by {deputy}" for dead, deputy in sorted(played.items()))
-        say(f"roles of dead ranks are played ({roles}) after {seconds}, {end}")
+        warn(f"roles of dead ranks are played ({roles}) after {seconds}, {end}")

@@ -49,7 +49,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.listeners import Built, Listeners
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 
 class EndBarrier:
@@ -342,7 +342,7 @@ def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:
     added = set_variables(os.environ)
     if args.rank == 0:
         sets = "".join(f" {name}={value}" for name, value in added.items())
-        say(
+        warn(
             "--moe-ft-repair=auto has never run on a GPU (docs/gpu_day.md); it sets"
             f"{sets or ' no variables'}"
         )

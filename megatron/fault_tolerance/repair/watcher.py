@@ -23,7 +23,7 @@ from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
 from moe_ft.loop.hangs import LAST_WORDS_S, stack_of
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 # From the end of its connections, of what else it waits for, and of what it reads (moe_ft/files/progress.py),
 # until a thread that is still in its iteration or recovery counts as one that hangs.
@@ -95,7 +95,7 @@ class Watcher:
                     self._links.end(number)
                     self._freed_s = time.monotonic()
         except RuntimeError as error:  # the store is gone, and with it the job
-            say(f"no rank can be replaced any more: {error}")
+            warn(f"no rank can be replaced any more: {error}")
 
     def _is_broken(self, number: int) -> bool:
         """Return whether a rank has died, or one has timed out waiting for another."""
@@ -105,7 +105,7 @@ class Watcher:
             return False
         self._next_look_s = time.monotonic() + _TIMEOUT_POLL_S
         if failure := self._links.failure():
-            say(f"{failure}: all ranks leave what they are doing")
+            warn(f"{failure}: all ranks leave what they are doing")
             self._rounds.time_out(number)
         return self._rounds.has_timed_out(number)
 
@@ -122,7 +122,7 @@ class Watcher:
             return
         exit_within(LAST_WORDS_S)
         self._member.link.note_hang(now_s - since_s)
-        say(
+        warn(
             f"process {os.getpid()} ends: its training thread has been in one iteration or recovery for "
             f"{now_s - since_s:.1f} s, and stays there although all its connections are closed. "
             "It is in:\n" + stack_of(thread)
@@ -162,7 +162,7 @@ class Deaths:
         self._links.end(number - 1)
         is_over = self._member.rounds.is_finished(number - 1)
         where = "its iteration" if is_over else "a repair"
-        say(f"rank {self._member.rank} has left {where}: a rank has died ({_first_line(error)})")
+        warn(f"rank {self._member.rank} has left {where}: a rank has died ({_first_line(error)})")
         return min(raised_s, self._watcher.noticed_s(number))
 
     @awaiting_others()
@@ -203,7 +203,7 @@ def ending_after(seconds: float, link: Link) -> Iterator[None]:
             if wait_s <= 0:
                 exit_within(LAST_WORDS_S)
                 link.retire()
-                say(f"a repair has made no progress for {seconds:.0f} s: this rank ends")
+                warn(f"a repair has made no progress for {seconds:.0f} s: this rank ends")
                 sys.stdout.flush()
                 os._exit(1)
 

@@ -26,7 +26,7 @@ from moe_ft.config.flag_table import PATHS, Kind, flag_classes
 from moe_ft.errors import ConfigError
 from moe_ft.format.identity import CONTENTS
 from moe_ft.planning.planned_job import flag_of
-from moe_ft.saying import say
+from moe_ft.saying import warn
 
 # With weights between the paths. Those of evaluations decide nothing of the state: a change is only said.
 PATH_LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -82,7 +82,7 @@ def add_files(
         contents = dict(zip(paths, readers.map(content_of, paths), strict=True))
     if unread := [path for path, content in contents.items() if not content]:
         named = ", ".join([*unread[:_MOST_NAMED], *["..."] * (len(unread) > _MOST_NAMED)])
-        say(f"data and tokenizers are compared by name alone where they cannot be read: {named}")
+        warn(f"data and tokenizers are compared by name alone where they cannot be read: {named}")
     of_state, of_replays = of_state | {CONTENTS: {}}, of_replays | {CONTENTS: {}}
     for name, found in words.items():
         is_of_replays = flag_classes()[name].kind is Kind.REPLAY

@@ -30,7 +30,7 @@ from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError, RepairError
 from moe_ft.launches import shares_store
 from moe_ft.planning.cells import Fit, fit_ranks, ranks_of_model
-from moe_ft.saying import say
+from moe_ft.saying import say, warn
 
 _POLL_S = 1.0
 # The launcher notices a dead rank, and starts the others again, long before.
@@ -153,7 +153,7 @@ def release(rank: int) -> None:
         while store.add(_HEARD, 0) < num_waiting and time.monotonic() < deadline_s:
             time.sleep(_POLL_S / 10)
     except (RuntimeError, RepairError) as error:
-        say(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
+        warn(f"the ranks that wait do not hear of the end, and fail in a minute: {error}")
 
 
 def _has_sizes(args: argparse.Namespace) -> bool:
@@ -329,7 +329,7 @@ def _wait_for_nodes(args: argparse.Namespace, why: str) -> NoReturn:
     """Give the launcher time to start all ranks again, with more nodes; then fail."""
     limit_s = args.distributed_timeout_minutes * 60.0
     if args.rank == 0:
-        say(f"training waits for nodes, at most {limit_s:.0f} s: {why}")
+        warn(f"training waits for nodes, at most {limit_s:.0f} s: {why}")
     time.sleep(limit_s)
     say(
         f"rank {args.rank} fails: no node has come within {limit_s:.0f} s "
@@ -351,7 +351,7 @@ def _wait_for_end(args: argparse.Namespace) -> NoReturn:
         store.add(_HEARD, 1)
         raise SystemExit(0)
     time.sleep(_LEFT_ALONE_S)
-    say(f"rank {args.rank} has waited for ranks that have ended without a word")
+    warn(f"rank {args.rank} has waited for ranks that have ended without a word")
     raise SystemExit(1)
 
 

@@ -47,7 +47,7 @@ from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import report_couplings, shared_weights_of
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.saying import say
+from moe_ft.saying import warn
 from moe_ft.state.record import LoopCounters
 
 Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch size from there on)
@@ -266,7 +266,7 @@ class MegatronLoop(CoreLoop):
             if wandb:
                 wandb.log(scalars, iteration)
         except Exception as error:  # of another library: what is told of a run must not end it
-            say(f"numbers of iteration {iteration} are not written: {error}")
+            warn(f"numbers of iteration {iteration} are not written: {error}")
 
 
 def _slot_settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megatron.fault_tolerance.seams.refusals import (
     check_refusals,
 )
 from megatron.fault_tolerance.seams.stack import SEAMS
+from moe_ft import saying
 from moe_ft.cluster.member import own_member
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
@@ -28,7 +29,6 @@ from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.config.untested import MEGATRON, UNTESTED, Feature, lines_of_features, refusals_on_gpus
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
-from moe_ft.saying import say
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
@@ -183,7 +183,7 @@ def lines_on_gpus(config: MoeFtConfig, megatron: argparse.Namespace, world_size:
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:
     """Print lines on rank 0."""
     for line in lines if args.rank == 0 else ():
-        say(f"warning: {line}")
+        saying.warn(line)
 
 
 def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_REFUSALS) -> None:

@@ -35,6 +35,7 @@ from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index, check_units
 from moe_ft.processes import die_with_parent
+from moe_ft.saying import choose_format, warn
 
 HEARTBEAT_NAME = "heartbeat"
 _POLL_S = 0.02
@@ -88,6 +89,7 @@ class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: int
     lock_owner: str
     keeps_whole: bool = False
+    log_format: str = "text"
 
 
 class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -372,15 +374,12 @@ def _beat(directory: Path) -> None:
         time.sleep(_HEARTBEAT_S)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(directory: str) -> None:
     """Serve a node's ranks until the parent ends."""
     for number in _SIGNALS_FOR_RANKS:  # launchers and SLURM signal everyone; the parent decides
         signal.signal(number, signal.SIG_IGN)
     settings = _read_settings()
+    choose_format(settings.log_format)
     _lower_priority()
     place = Path(directory)
     # One writer per node: an older start's may have a moment left.
@@ -389,7 +388,7 @@ def main(directory: str) -> None:
         storage = Storage(settings.url)
         lock = StorageLock(storage, settings.lock_owner) if settings.lock_owner else None
         if lock is not None:
-            lock.start(_say)
+            lock.start(warn)
         worker = PersistWorker(
             place, storage, settings.keep, lock, keeps_whole=settings.keeps_whole
         )

@@ -128,7 +128,7 @@ def test_untested_flags_and_values_are_named_once_and_those_of_the_script_are_it
     for _ in range(2):
         parse(monkeypatch, "--corpus", "a", *LARGE.split(), *ON)
     assert capsys.readouterr().err == (
-        "moe_ft: warning: no test of moe_ft runs with (docs/flags.md)\n"
+        "WARNING moe_ft: no test of moe_ft runs with (docs/flags.md)\n"
         "  model: --attention-backend auto, --qk-l2-norm, --transformer-impl transformer_engine\n"
         "  experts: --moe-flex-dispatcher-backend hybridep, --moe-token-dispatcher-type flex\n"
         "  precision: --exp-avg-dtype bf16, --fp8-format e4m3, --fp8-recipe blockwise\n"

@@ -258,11 +258,11 @@ def test_flag_with_a_consequence_is_warned_about_by_rank_0_only(
     tmp_path: Path,
 ) -> None:
     parse(flags)
-    line = f"moe_ft: warning: {WARNED[flags]}"
+    line = f"WARNING moe_ft: {WARNED[flags]}"
     assert line in capsys.readouterr().err.replace(str(tmp_path), "DIR")
     monkeypatch.setenv("RANK", "1")
     parse(flags)
-    assert "warning: --" not in capsys.readouterr().err
+    assert "WARNING" not in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[4]

@@ -228,7 +228,7 @@ def test_death_that_is_known_begins_a_repair_and_ends_the_connections(
     assert before_s <= (rank.deaths.notice(CLOSED) or 0) <= time.time()
     assert not rank.links.is_open and rank.link.is_armed
     assert capfd.readouterr().err == (
-        "moe_ft: rank 0 has left its iteration: a rank has died (Connection closed by peer)\n"
+        "WARNING moe_ft: rank 0 has left its iteration: a rank has died (Connection closed by peer)\n"
     )
 
 

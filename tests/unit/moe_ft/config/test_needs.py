@@ -21,6 +21,7 @@ WITHOUT_NEEDS = {
         "allow_untested",
         "event_log",
         "hang_limit",
+        "log_format",
         "fault_report_grace_s",
         "expert_slots",
     ),

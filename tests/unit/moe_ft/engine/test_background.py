@@ -131,8 +131,8 @@ def test_failure_is_logged_each_time_and_printed_once_in_a_while(
     told.reports.degraded(BackgroundPart.PERSIST, 3, "no room")
     drained(told)
     assert capsys.readouterr().err.splitlines() == [
-        "moe_ft: rank 3, iteration 1: persist: no room",
-        "moe_ft: rank 3, iteration 3: persist: no room",
+        "WARNING moe_ft: rank 3, iteration 1: persist: no room",
+        "WARNING moe_ft: rank 3, iteration 3: persist: no room",
     ]
 
 

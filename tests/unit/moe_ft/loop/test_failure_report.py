@@ -88,7 +88,7 @@ def test_exception_is_reported_with_its_place_and_the_state_it_left(
         "timed_out": False,
     }
     said = (tmp_path / "output").read_text().splitlines()
-    assert said[0] == f"moe_ft: rank 3 stopped in iteration 5, phase in-step: {reason}"
+    assert said[0] == f"WARNING moe_ft: rank 3 stopped in iteration 5, phase in-step: {reason}"
     assert str(event_log.directory) in said[1]
 
 

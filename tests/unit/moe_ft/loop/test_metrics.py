@@ -192,7 +192,7 @@ def test_port_that_is_taken_is_a_warning_and_ends_no_run(
     listener.close()
     said = capsys.readouterr().err
     flag = f"--moe-ft-metrics-port={config.metrics_port}"
-    assert f"warning: no metrics are served: {flag} cannot be opened on 127.0.0.1" in said
+    assert f"WARNING moe_ft: no metrics are served: {flag} cannot be opened on 127.0.0.1" in said
     assert "(Address already in use)" in said
     assert "Name a port that is free on all nodes" in said
 

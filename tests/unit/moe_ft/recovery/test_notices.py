@@ -128,8 +128,8 @@ def test_state_that_may_be_newer_is_said_with_the_reason(
 ) -> None:
     lines = said(capsys, [rejection(10, of=1), rejection(3)])
     assert lines == [
-        "moe_ft: continuing from iteration 9; what may be newer is not used:",
-        "moe_ft:   iteration 10: rank 1 lacks it",
+        "WARNING moe_ft: continuing from iteration 9; what may be newer is not used:",
+        "WARNING moe_ft:   iteration 10: rank 1 lacks it",
     ]
 
 
@@ -171,7 +171,7 @@ def test_changed_flags_of_the_script_are_said_once_by_name(
     for _ in range(2):
         speaker.say_changed(["--corpus", "--log"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("moe_ft: warning: flags of the training script have changed. If they")
+    assert line.startswith("WARNING moe_ft: flags of the training script have changed. If they")
     assert line.endswith("undisturbed one: --corpus, --log")
 
 

@@ -67,7 +67,7 @@ def test_window_of_a_version_that_noted_fewer_settings_is_recovered_and_the_gap_
         check_replay(plan(3, MADE_WITH), settings, speaker)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "moe_ft: warning: the window of iteration 7 was written by another version"
+        "WARNING moe_ft: the window of iteration 7 was written by another version"
     )
     assert line.endswith("must be the same for an exact recovery: --moe-z-loss-coeff")
 
