@@ -260,10 +260,11 @@ def read_run(directory: Path) -> MeasuredRun:
 
 def _values_of(events: list[Event]) -> dict[str, float]:
     """Return what a rank's events say; the first iteration of a start pays for warming up."""
+    known = [event for event in events if event["event"] in ("start", "iteration")]
     iterations = [
         event
-        for before, event in pairwise(events)
-        if event["event"] == "iteration" and before["event"] != "start"
+        for before, event in pairwise(known)
+        if event["event"] == before["event"] == "iteration"
     ]
     repairs = [event["phases_s"] for event in events if event["event"] == "repair"]
     repaired = {event["incarnation"] for event in events if event["event"] == "repair"}

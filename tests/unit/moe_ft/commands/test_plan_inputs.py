@@ -164,7 +164,7 @@ def write_log(directory: Path, rank: int, slower: float) -> None:
         return json.dumps({**head, "iteration": 1, **values})
 
     def iterations(time: float, incarnation: int) -> list[str]:
-        times = [9.0, 2.0 * slower, 2.0 * slower, 2.0 * slower]
+        times = [9.0, 2.0 * slower]  # the first one after a start warms up
         found = [
             line(time + place, incarnation, "iteration", iteration_s=each, stall_s=0.5)
             for place, each in enumerate(times)
@@ -176,8 +176,10 @@ def write_log(directory: Path, rank: int, slower: float) -> None:
     phases = {"notice": 0.5, "build": 1.0, "swap": 0.5, "recover": 7.0, "catch_up": 9.0}
     lines = [
         line(0, 0, "start"),
+        line(1, 0, "protects"),
         *iterations(10, 0),
         line(46, 1, "start"),
+        line(47, 1, "recovery"),
         *iterations(60, 1),
         line(80, 2, "repair", phases_s=phases),
         line(81, 2, "start"),
