@@ -17,8 +17,11 @@ def main() -> int:
         return _show_versions()
     try:
         # First, since every start waits for it: the other commands import half a second.
-        from moe_ft.commands.run import is_given, keep
+        from moe_ft.commands.launch import keep, launch
+        from moe_ft.commands.run import is_given
 
+        if is_given("launch", sys.argv[1:]):
+            launch(sys.argv[2:])
         if is_given("keep", sys.argv[1:]):
             keep(sys.argv[2:])
         from moe_ft import cli

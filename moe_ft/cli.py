@@ -1,7 +1,8 @@
 """Command line of moe_ft: ``moe_ft COMMAND``, or ``python -m moe_ft COMMAND``.
 
-The commands are in moe_ft/commands/. None of them imports torch but those that start or build a model (`run`,
-`keep`, `plan`, `simulate`) or read its tensors (`convert`, `diff`), and `doctor` of several processes.
+The commands are in moe_ft/commands/. None of them imports torch but those that start or build a model
+(`launch`, `run`, `keep`, `plan`, `simulate`) or read its tensors (`convert`, `diff`), and `doctor` of several
+processes.
 """
 
 import argparse
@@ -16,11 +17,12 @@ from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
 from moe_ft.commands.examples import add_examples_command
+from moe_ft.commands.launch import keep, launch
 from moe_ft.commands.parsers import CommandParser, Commands, program
 from moe_ft.commands.plan import add_plan_command, split_command_line
 from moe_ft.commands.removal import add_removing_commands
 from moe_ft.commands.report import add_report_command
-from moe_ft.commands.run import add_run_commands, is_given, keep, run_script
+from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
 from moe_ft.errors import MoeFtError
@@ -30,7 +32,7 @@ from moe_ft.spelling import COMMAND
 
 # In the order of their help.
 GROUPS: Mapping[str, Sequence[str]] = {
-    "train": ("run", "keep"),
+    "train": ("launch", "run", "keep"),
     "look at a run or at nodes": ("watch", "report", "inspect", "doctor"),
     "checkpoints": ("verify", "diff", "convert", "prune", "clean", "rescue"),
     "plan": ("plan", "simulate"),
@@ -58,6 +60,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     still there; 2 for bad input.
     """
     words = sys.argv[1:] if command_line is None else list(command_line)
+    if is_given("launch", words):
+        launch(words[1:])
     if is_given("keep", words):
         keep(words[1:])
     if is_given("run", words):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from moe_ft.commands.run import keep
+from moe_ft.commands.launch import keep
 from tests.harness import DEADLINE_S, _context, be_process, prepare_to_fork
 from tests.processes import kill_all
 

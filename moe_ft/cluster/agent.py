@@ -1,4 +1,4 @@
-"""Agent of a node: the process of `moe_ft keep`, which has the ranks of its node run as it is told.
+"""Agent of a node: the process of `moe_ft launch`, which has the ranks of its node run as it is told.
 
 It needs neither torch nor Megatron, so it registers while its fork server (fork_server.py, forks.py) still
 imports. The law (law.py) gives it orders, from a process on node 0 or on a node without ranks. If
@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.coordinator import Coordinator, policy_of
 from moe_ft.cluster.fork_server import serve_forks
 from moe_ft.cluster.forks import Forks, Role
-from moe_ft.cluster.options import KeepOptions, read_options
+from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.own_node import NodeMemory, OwnNode
 from moe_ft.cluster.planned_end import PlannedEnd
 from moe_ft.cluster.protocol import FORWARDED
@@ -32,7 +32,7 @@ from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError
 from moe_ft.files.progress import call_within
 from moe_ft.processes import follow_parent, set_process_name
-from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for, warn
+from moe_ft.saying import say, warn
 
 _MEET_S = 900.0  # for the node that keeps the store to listen
 _GRACE_S = 20.0  # between SIGTERM and SIGKILL
@@ -304,16 +304,13 @@ def _be_store(options: KeepOptions, listener: socket.socket) -> NoReturn:
     job_store.serve(listener, options.run, options.token, num_ranks, partial(coordinate, options))
 
 
-def main(words: Sequence[str], memory_of: Callable[[KeepOptions], NodeMemory | None]) -> NoReturn:
-    """Be the agent of a node, from the words of the command line after `keep`.
+def main(options: KeepOptions, memory_of: Callable[[KeepOptions], NodeMemory | None]) -> NoReturn:
+    """Be the agent of a node, and end with the exit code of the job.
 
     Args:
         memory_of: returns the memory that ranks use on this node.
     """
     set_process_name("moe_ft_joins")
-    options = read_options(words, os.environ)
-    speak_for(options.name)
-    choose_format(options.flag(FORMAT_FLAG))
     if options.ranks_per_node > 1:  # as torchrun does: each rank would use all cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     forks = Forks(partial(serve_forks, options.target))

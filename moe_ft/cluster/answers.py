@@ -66,8 +66,9 @@ def why_not_in_place(job: Job, lost: Iterable[Node], slots: Iterable[int]) -> st
         return "some of its ranks took no part"
     if reports.ended:
         return "training has ended"
-    if not job.policy.repair:
-        return "without --moe-ft-repair auto no node is replaced"
+    if not (job.policy.repair and reports.in_place):
+        where = "in this job" if job.policy.repair else "without --moe-ft-repair auto"
+        return f"{where} no node is replaced"
     if not reports.trained:
         return "no iteration was finished before"
     if reports.newest - reports.finished >= MOST_UNFINISHED:

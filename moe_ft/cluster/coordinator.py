@@ -147,6 +147,7 @@ class Coordinator:
             ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
             stages=rounds.stages() if trained and not known.trained else known.stages,
             full=rounds.is_full() if trained and not known.trained else known.full,
+            in_place=rounds.are_in_place() if trained and not known.trained else known.in_place,
         )
 
     def _feed(self, event: Event) -> None:

@@ -156,7 +156,7 @@ class Pulse:
 
 def wants_repair(words: Sequence[str]) -> bool:
     """Return whether a command line turns repairs in place on."""
-    return flag_value(words, _FLAG) == "auto"
+    return flag_value(words, _FLAG) in ("auto", "try")
 
 
 def flag_value(words: Sequence[str], flag: str) -> str:

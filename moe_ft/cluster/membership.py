@@ -95,6 +95,7 @@ class Reports:
         ready: ranks that were built in an unfinished round.
         stages: of the job, if peers may play roles.
         full: whether no node can run the ranks of a lost one, too.
+        in_place: whether ranks take part in rounds; False: --moe-ft-repair try, and the job cannot.
     """
 
     newest: int = 0
@@ -107,6 +108,7 @@ class Reports:
     ready: frozenset[int] = frozenset()
     stages: Stages = ()
     full: bool = False
+    in_place: bool = True
 
 
 class Registered(NamedTuple):

@@ -1,4 +1,4 @@
-"""Options of `keep`: from its command line, or from the variables of torchrun or SLURM that have started it.
+"""Options of `launch` and `keep`: from the command line, or from variables of torchrun or SLURM.
 
 One frozen object has all of them. It is handed on as it is, to the processes that are forked too.
 """
@@ -14,10 +14,11 @@ from typing import NoReturn
 
 from moe_ft.cluster.link import flag_value, wants_repair
 from moe_ft.cluster.target import PRELOADED, Target, is_found
+from moe_ft.errors import ConfigError
 from moe_ft.spelling import hint
 
 USAGE = (
-    "moe_ft keep [--ranks-per-node K] [--nodes N|MIN:N] [--meet HOST:PORT] [--number I] [--store I] "
+    "[--ranks-per-node K] [--nodes N|MIN:N] [--meet HOST:PORT] [--number I] [--store I] "
     "[--lost-after SECONDS] [--grace SECONDS] [--max-restarts N] [--status FILE] [--preload MODULE]... [--] "
     "SCRIPT ARGS... | -m MODULE ARGS..."
 )
@@ -103,9 +104,14 @@ class KeepOptions:
 
 
 def read_options(words: Sequence[str], environment: Mapping[str, str]) -> KeepOptions:
-    """Read the command line after `keep`; end the process with exit code 2 if it cannot be meant."""
-    given, preload, rest = _split(words)
-    is_torchruns = "TORCHELASTIC_RUN_ID" in environment and "GROUP_RANK" in environment
+    """Read the command line after `keep`.
+
+    Raises:
+        ConfigError: if it cannot be meant.
+        SystemExit: with code 2 on all but one process of a node on which torchrun has started several.
+    """
+    given, preload, rest = split_options(words)
+    is_torchruns = is_of_torchrun(environment)
     if is_torchruns and (local := environment.get("LOCAL_WORLD_SIZE", "1")) != "1":
         _refuse_ranks_of_torchrun(local, rest, is_first=environment.get("LOCAL_RANK") == "0")
     target = _checked_target(rest, preload)
@@ -149,7 +155,12 @@ def read_options(words: Sequence[str], environment: Mapping[str, str]) -> KeepOp
     )
 
 
-def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+def is_of_torchrun(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment and "GROUP_RANK" in environment
+
+
+def split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """Return the options by name, the modules to import beforehand, and the command line of the ranks."""
     rest, preload, given = list(words), list[str](), dict[str, str]()
     while len(rest) > 1 and rest[0].startswith("--"):
@@ -168,13 +179,18 @@ def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
     return given, preload, rest
 
 
-def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
+def check_target(rest: Sequence[str]) -> None:
+    """Raise ConfigError if the words after the options name neither a file nor a module."""
     if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
         given = f"{rest[0]} is no script" if rest else "there is no script"
         meant = hint(rest[0], [f"--{name}" for name in HELP]) if rest else ""
         _refuse(f"{given}.{meant} Write {USAGE}")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
+
+
+def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
+    check_target(rest)
     target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))
     for name in preload:
         _check_is_there(name, target.first_path_of_imports)
@@ -187,8 +203,8 @@ def _refuse_ranks_of_torchrun(local: str, rest: Sequence[str], *, is_first: bool
         raise SystemExit(2)
     _refuse(
         f"torchrun has started {local} processes on this node (--nproc-per-node), and one forks all ranks of "
-        "its node. Write: torchrun --nproc-per-node 1 ... -m moe_ft keep --ranks-per-node "
-        f"{local} -- {' '.join(rest[:2])} ..."
+        "its node. Write: torchrun --nproc-per-node 1 ... -m moe_ft launch --ranks-per-node "
+        f"{local} {' '.join(rest[:2])} ..."
     )
 
 
@@ -288,5 +304,4 @@ def _check_is_there(name: str, folder: str) -> None:
 
 
 def _refuse(problem: str) -> NoReturn:
-    print(f"error: moe_ft keep: {problem}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise ConfigError(problem)

@@ -97,6 +97,14 @@ class Rounds:
         """Return whether it has said so."""
         return self._store.get("full") is not None
 
+    def note_none(self) -> None:
+        """Say that no rank is repaired in place. Rank 0 alone, before `begin_training`."""
+        self._store.set("in_place", False)
+
+    def are_in_place(self) -> bool:
+        """Return whether ranks take part in rounds of repairs."""
+        return self._store.get("in_place") is None
+
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
         found: Stages = self._store.get(_key(0, "stages")) or ()

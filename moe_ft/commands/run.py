@@ -1,6 +1,4 @@
-"""`moe_ft run` and `keep`: train with a pretraining script of one's own, which stays as it is.
-
-`keep` runs all ranks of a node, and a restart of a rank imports nothing again: cluster/agent.py.
+"""`moe_ft run`: train with a pretraining script of one's own, which stays as it is.
 
 Nothing here imports torch or Megatron: the folder of the script may hold a Megatron, which then comes first.
 megatron/fault_tolerance/launch/pretraining.py runs the script. It touches Megatron's training loop, which
@@ -13,19 +11,13 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from moe_ft.cluster import agent
-from moe_ft.cluster.options import HELP, KeepOptions
-from moe_ft.cluster.options import USAGE as USAGE_OF_KEEP
-from moe_ft.cluster.own_node import NodeMemory
+from moe_ft.cluster.options import HELP
+from moe_ft.cluster.options import USAGE as USAGE_OF_AGENT
 from moe_ft.cluster.target import is_found
 from moe_ft.commands.parsers import Commands, add_command
-from moe_ft.config.fields import flag_of
-from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
@@ -38,12 +30,24 @@ _CODES = (
     "that of the script; or 2: flags or state cannot be used, 3: the last state is not on storage, start it "
     "again, 4: storage or memory is away, start it again later or elsewhere."
 )
-_OF_MEMORY = ("memory_dir", "job_id", "node_id")
+_OF_AGENT = {
+    "launch": (
+        "train with a Megatron pretraining script, protected",
+        "It is started once on each node, in the place of torchrun, forks the ranks and replaces those that "
+        "die. It adds a strategy, repairs, restarts and a name where they are not given: docs/own_script.md.",
+        "--ranks-per-node 8 pretrain_gpt.py ...",
+    ),
+    "keep": (
+        "run the ranks of a node, and replace those that die",
+        "The same as `launch`, but nothing is added to the command line of the ranks: docs/agent.md.",
+        "--ranks-per-node 8 -- -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy dense",
+    ),
+}
 LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 
 
 def add_run_commands(commands: Commands) -> None:
-    """Add both to the help; `run_script` and `keep` run them: the arguments are the script's."""
+    """Add what runs scripts to the help: their arguments are the script's."""
     add_command(
         commands,
         "run",
@@ -54,45 +58,17 @@ def add_run_commands(commands: Commands) -> None:
         codes=_CODES,
         usage=f"%(prog)s {USAGE.removeprefix('moe_ft run ')}",
     )
-    parser = add_command(
-        commands,
-        "keep",
-        "run the ranks of a node, and replace those that die",
-        "It is started once on each node, and forks ranks from a process that has imported Megatron. Nothing "
-        "is added to their command line: docs/agent.md.",
-        "--ranks-per-node 8 -- -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy dense",
-        codes=_CODES,
-        usage="%(prog)s [OPTIONS] [--] SCRIPT ARGS... | -m MODULE ARGS...",
-    )
-    metavars = dict(re.findall(r"\[--([\w-]+) ([^]]+)\]", USAGE_OF_KEEP))
-    for name, text in HELP.items():
-        parser.add_argument(f"--{name}", metavar=metavars[name], help=text)
+    metavars = dict(re.findall(r"\[--([\w-]+) ([^]]+)\]", USAGE_OF_AGENT))
+    usage = "%(prog)s [OPTIONS] [--] SCRIPT ARGS... | -m MODULE ARGS..."
+    for name, (summary, text, example) in _OF_AGENT.items():
+        parser = add_command(commands, name, summary, text, example, codes=_CODES, usage=usage)
+        for option, meaning in HELP.items():
+            parser.add_argument(f"--{option}", metavar=metavars[option], help=meaning)
 
 
 def is_given(command: str, words: Sequence[str]) -> bool:
     """Return whether a command line starts with a command, and does not only ask for its help."""
     return words[:1] == [command] and words[1:2] not in (["-h"], ["--help"])
-
-
-def keep(words: Sequence[str]) -> NoReturn:
-    """Run the ranks of this node, from the words of the command line after `keep`."""
-    agent.main(words, _memory_of)
-
-
-def _memory_of(options: KeepOptions) -> NodeMemory | None:
-    """Return the memory of this node for the ranks; None if nothing names their job."""
-    # Only here: by then the process from which ranks are forked imports already.
-    from moe_ft.config.config import MemoryConfig
-    from moe_ft.engine.memory.job_directory import node_directory
-    from moe_ft.recovery.job_memory import MemoryOfNode
-
-    flags: dict[str, Any] = {name: options.flag(flag_of(name)) for name in _OF_MEMORY}
-    memory = replace(MemoryConfig(), **{name: each for name, each in flags.items() if each})
-    with suppress(ConfigError):
-        job = memory.resolve_job_id(os.environ)
-        node = memory.resolve_node_id(os.environ, options.name)
-        return MemoryOfNode(node_directory(memory.memory_dir, job, node))
-    return None
 
 
 def run_script(words: Sequence[str]) -> None:
@@ -101,10 +77,8 @@ def run_script(words: Sequence[str]) -> None:
     Args:
         words: the script, or -m and a module, and its arguments.
     """
-    is_module = words[:1] == ["-m"]
-    name, *arguments = _checked(words[is_module:])
-    if not is_module:
-        _check_script(name)
+    is_module = check_script(words, PROGRAM, f"{USAGE}, such as: {EXAMPLE}")
+    name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
     _set_path(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
     if is_module and not is_found(name):
@@ -112,27 +86,33 @@ def run_script(words: Sequence[str]) -> None:
     importlib.import_module(LAUNCHER).run(name, is_module=is_module)
 
 
-def _checked(words: Sequence[str]) -> Sequence[str]:
-    if not words or words[0].startswith("-"):
-        given = f"{words[0]} is no script" if words else "there is no script"
-        refuse(f"{given}. Write {USAGE}, such as: {EXAMPLE}", PROGRAM)
-    return words
+def check_script(words: Sequence[str], program: str, usage: str) -> bool:
+    """Refuse a script that cannot run, before Megatron is imported; return whether it is a module.
 
-
-def _check_script(name: str) -> None:
-    """Refuse a script that cannot run, before Megatron is imported."""
+    Args:
+        words: the script, or -m and a module, and its arguments.
+        program, usage: for the message.
+    """
+    is_module = list(words[:1]) == ["-m"]
+    if not words[is_module:] or words[is_module].startswith("-"):
+        given = f"{words[is_module]} is no script" if words[is_module:] else "there is no script"
+        refuse(f"{given}. Write {usage}", program)
+    name = words[is_module]
     path = Path(name)
+    if is_module:
+        return True
     if not name or (path.exists() and not path.is_file()):  # a pipe would be waited for
-        refuse(f"'{name}' is no file. Give the path of the pretraining script: {USAGE}", PROGRAM)
+        refuse(f"'{name}' is no file. Give the path of the pretraining script: {usage}", program)
     try:
         compile(path.read_bytes(), name, "exec")
     except OSError as error:
         refuse(
             f"{name} cannot be read: {error.strerror}. Give the path of the pretraining script.",
-            PROGRAM,
+            program,
         )
     except SyntaxError as error:
         _end_as_python(error)
+    return False
 
 
 def _end_as_python(error: SyntaxError) -> NoReturn:

@@ -244,9 +244,9 @@ class RecoveryConfig(Part):
     )
     repair: str = setting(
         "off",
-        "auto = under `python -m moe_ft keep`, replace a rank that dies and continue in the processes of the "
-        "others; off = the launcher restarts all ranks",
-        choices=("auto", "off"),
+        "auto = replace a rank that dies and continue in the processes of the others; needs "
+        "`python -m moe_ft launch`; try = the same, or a line on why not; off = all ranks restart",
+        choices=("auto", "try", "off"),
     )
     repair_heartbeat_s: float = setting(
         30.0,

@@ -12,7 +12,7 @@ from moe_ft.errors import ConfigError
 
 FLAG_PREFIX = "--moe-ft-"
 # Needs of several settings, as `setting` takes them.
-STRATEGY, PEERS, REPAIR = "strategy", "replication_factor!=0", "repair=auto"
+STRATEGY, PEERS, REPAIR = "strategy", "replication_factor!=0", "repair=auto|repair=try"
 # Run ids of torchrun that name no job: its default, and what it draws for each start with --standalone, or on
 # one node without --rdzv-backend. It then ignores --rdzv-id.
 NO_NAME = re.compile("none|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")

@@ -57,7 +57,7 @@ FEATURES = (
     Feature("local recovery", "moe_ft_upstream_log"),
     Feature("another layout", "moe_ft_layout", "any"),
     Feature("expert slots", "moe_ft_expert_slots"),
-    Feature("keep", "is_kept"),
+    Feature("launch", "is_kept"),
     Feature("NCCL", "distributed_backend", "nccl"),
     Feature("Transformer Engine", "transformer_impl", "transformer_engine"),
     Feature("FP8", "fp8"),

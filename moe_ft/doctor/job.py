@@ -94,7 +94,7 @@ class Job:
             num_nodes: that have answered.
         """
         spares, trains = max(0, num_nodes - self.num_nodes), f"{self.num_nodes} nodes train"
-        if self.config.recovery.repair != "auto":
+        if self.config.recovery.repair == "off":
             return passed(
                 _SPARES,
                 _ALL,

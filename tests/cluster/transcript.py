@@ -108,8 +108,8 @@ def _ranks(text: str) -> frozenset[int]:
 def _report(driver: Driver, words: list[str]) -> list[Command]:
     values: dict[str, object] = {}
     for word in words:
-        key, _, value = word.partition("=")
-        values[key] = True
+        key, is_given, value = word.partition("=")
+        values[key] = not is_given
         if value:
             values[key] = int(value) if key == "newest" else _ranks(value)
     return driver.report(**values)

@@ -40,6 +40,8 @@ _WORDS = {
     "NUM_GPUS": "2",
     "NUM_NODES": "1",
     "HOST:PORT": "localhost:29500",
+    "SECRET": "of_sixteen_letters_or_more",
+    "N": "0",
     "NAME": "documented",
     "pretrain_gpt.py": "examples/pretrain_own.py",
     "YOUR_FLAGS": f"--base 16 {_MODEL} 500 $MEMORY",
@@ -53,6 +55,8 @@ _WORDS = {
 _WORD = re.compile("|".join(rf"(?<![\w/]){re.escape(word)}(?![\w/])" for word in _WORDS))
 _UNKNOWN = re.compile(r"(?<!\S)/\S+|(?<![\w$-])[A-Z]{2}[A-Z_:]*(?![\w=])|\.\.\.")
 _BLOCK = re.compile(r"(?:^    .*\S\n)+", re.MULTILINE)
+_LAUNCH = "python -m moe_ft launch --ranks-per-node NUM_GPUS"
+_NODES = "export MOE_FT_KEEP_TOKEN="
 _OWN = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _BY_HAND = "MAX_RESTARTS=3 examples/quickstart.sh"
 _NOT_RUN = {
@@ -80,6 +84,8 @@ _RUN = {
     ("docs/quickstart.md", "source .venv/bin/activate"): "iteration +2/ +2 ",
     ("docs/quickstart.md", "torchrun --nproc-per-node 4"): "iteration +2/ +2 ",
     ("docs/quickstart.md", "examples/quickstart.sh --moe-ft-inject"): "heard nothing from rank 3",
+    ("docs/own_script.md", _LAUNCH): "iteration +3/",
+    ("docs/own_script.md", _NODES): "iteration +3/",
     ("docs/own_script.md", _OWN): "iteration +3/",
     ("docs/plan.md", "python -m moe_ft plan --model"): "(recommended(.|\n)*){3}",
     ("docs/plan.md", "python -m moe_ft plan --iteration-s"): "ETTR",
@@ -213,7 +219,7 @@ class Machine:
 
 
 def test_each_block_of_the_first_pages_is_run_or_has_a_reason() -> None:
-    known = {*_RUN, *_NOT_RUN, (README, _OWN), (SITE, _OWN), (README, _BY_HAND)}
+    known = {*_RUN, *_NOT_RUN, (README, _LAUNCH), (SITE, _LAUNCH), (README, _BY_HAND)}
     found = [(page, each) for page in _PAGES for each in blocks(page)]
     unknown = [
         (p, b) for p, b in found if not any(p == page and b.startswith(w) for page, w in known)
@@ -222,18 +228,19 @@ def test_each_block_of_the_first_pages_is_run_or_has_a_reason() -> None:
         (page, w) for page, w in known if not any(p == page and b.startswith(w) for p, b in found)
     ]
     assert (unknown, gone) == ([], [])
-    assert block(README, _OWN) == block(SITE, _OWN)
+    assert block(README, _LAUNCH) == block(SITE, _LAUNCH)
 
 
-def test_first_command_continues_after_a_kill_and_when_it_is_typed_again(
+def test_first_command_replaces_a_dead_rank_and_continues_when_it_is_typed_again(
     tmp_path: Path, memory_dir: Path
 ) -> None:
-    command, continues = block(README, _OWN), r"training continues after iteration (\d+), .* memory"
+    command = block(README, _LAUNCH)
+    continues = r"training continues after iteration (\d+), .* memory"
     with Machine(tmp_path, memory=f"--moe-ft-memory-dir {memory_dir}") as machine:
         first = machine.type(command)
         first.wait_for(f"iteration +{2 * _WINDOW}/")
         first.rank(1).kill()
-        first.wait_for("rank 0 heard nothing from rank 1")
+        first.wait_for("rank 1 replaced in .* no other rank was restarted")
         restored = int(first.wait_for(continues)[1])
         assert restored >= _WINDOW
         first.wait_for(f"iteration +{restored + 2 * _WINDOW}/")
@@ -249,7 +256,7 @@ def test_commands_run_as_written(key: tuple[str, str], tmp_path: Path) -> None:
     with Machine(tmp_path, is_apart=" plan " not in key[1]) as machine:
         terminal = machine.type(block(*key))
         terminal.wait_for(_RUN[key])
-        if key[1] != _OWN:
+        if key[1] not in (_LAUNCH, _NODES, _OWN):
             has_failed = terminal.process.wait(_DEADLINE_S) != 0
             assert has_failed == ("kill:3" in block(*key)), terminal.output[-6000:]
 

@@ -106,6 +106,7 @@ IMPORTS_LATE = (
     "moe_ft/commands/directory.py",
     "moe_ft/commands/plan_inputs.py",
     "moe_ft/doctor/meeting.py",
+    "moe_ft/commands/launch.py",
     "moe_ft/commands/run.py",
     "moe_ft/loop/metrics.py",
 )

@@ -47,6 +47,7 @@ LONELY = {
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "kernels/pack_table.py": "imports Triton late, which imports packing",
+    "moe_ft/commands/run_names.py": "takes longer to import than a start of its user may",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "moe_ft/cluster/planned_end.py": "a clock and signals: its user talks to the store",
     "megatron/fault_tolerance/repair/store.py": "a class of torch: its user knows Megatron",

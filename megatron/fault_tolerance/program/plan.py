@@ -36,8 +36,7 @@ from megatron.fault_tolerance.program.stages import build_stages
 from megatron.fault_tolerance.program.text_dataset import BYTE_VOCABULARY
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
-    checked_heartbeat_s,
-    checked_member,
+    why_not_in_place,
 )
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
@@ -212,9 +211,9 @@ class PlannedStart:
                 rank=0, local_rank=0, world_size=args.world_size, node="", is_watched=is_watched
             )
             member = Member(assignment) if is_kept else None
-            member = checked_member(args, member, on_gpus=self._on_gpus)
-            answer_to_lost_nodes(config, args, member)
-            checked_heartbeat_s(config, args)
+            if not why_not_in_place(config, args, member, on_gpus=self._on_gpus):
+                assert member is not None
+                answer_to_lost_nodes(config, args, member)
 
 
 def is_reduced_in_16_bits(args: argparse.Namespace) -> bool:

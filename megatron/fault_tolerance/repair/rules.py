@@ -9,6 +9,7 @@ from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.config.lost_nodes import FLAG
+from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
 
 _SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
@@ -34,17 +35,46 @@ _RULES_ON_GPUS: Mapping[str, str] = {
 }
 
 
-def checked_member(args: argparse.Namespace, member: Member | None, *, on_gpus: bool) -> Member:
-    """Return the member that this process is.
+def why_not_in_place(
+    config: MoeFtConfig, args: argparse.Namespace, member: Member | None, *, on_gpus: bool
+) -> str:
+    """Return why dead ranks are not replaced in place; empty if they are.
+
+    Args:
+        member: that this process is; None if nothing forks a replacement.
 
     Raises:
-        ConfigError: if it is none, or the job cannot be repaired.
+        ConfigError: for that reason, if --moe-ft-repair auto wants them to be.
+    """
+    asked = f"{flag_of('repair')}={config.recovery.repair}"
+    if config.recovery.repair == "off":
+        return f"{asked}"
+    try:
+        check_job_is_repairable(args, member, asked, on_gpus=on_gpus)
+        checked_heartbeat_s(config, args)
+        permission = UNTESTED["repair"]
+        if on_gpus and not permission.is_allowed(config.strategy.allow_untested):
+            raise ConfigError(f"{asked} is off on GPUs: {permission.reason}. Or {permission.risk}.")
+    except ConfigError as error:
+        if config.recovery.repair == "auto":
+            raise
+        return str(error)
+    return ""
+
+
+def check_job_is_repairable(
+    args: argparse.Namespace, member: Member | None, asked: str, *, on_gpus: bool
+) -> None:
+    """Raise ConfigError if nothing forks a replacement, or the flags of the job do not allow one.
+
+    Args:
+        asked: the flag that asks for it, with its value.
     """
     if member is None:
         raise ConfigError(
-            "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft keep`, and this one is "
-            "not. Put it before the script (python -m moe_ft keep --ranks-per-node N -- SCRIPT), or leave "
-            "the flag out."
+            f"{asked} needs ranks that are forked by `python -m moe_ft launch`, and this one is not. Start "
+            "the job with it (python -m moe_ft launch --ranks-per-node N SCRIPT FLAGS), or leave the flag "
+            "out."
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
@@ -52,10 +82,7 @@ def checked_member(args: argparse.Namespace, member: Member | None, *, on_gpus: 
     if on_gpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
     for what, reason in refused.items():
-        raise ConfigError(
-            f"--moe-ft-repair=auto does not work with {what}: {reason}. Leave one of them out."
-        )
-    return member
+        raise ConfigError(f"{asked} does not work with {what}: {reason}. Leave one of them out.")
 
 
 def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: Member) -> str:

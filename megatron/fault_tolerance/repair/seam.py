@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch.distributed as dist
 from megatron.training import get_args
@@ -32,7 +32,7 @@ from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
-    checked_member,
+    why_not_in_place,
 )
 from megatron.fault_tolerance.repair.store import TorchStore
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
@@ -48,7 +48,7 @@ from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
-from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.loop.listeners import Built, EndedIteration, Listeners, LoopListener
 from moe_ft.saying import warn
 
 
@@ -154,12 +154,8 @@ class RepairSeam:
             self._install(layers)
             self._rank.watcher.start()
             try:
-                yield
-                self._rank.member.end()
-            except SystemExit as exit_:
-                if not exit_.code:
-                    self._rank.member.end()
-                raise
+                with _noting_end(self._rank.member):
+                    yield
             finally:
                 self._rank.member.link.disarm()
                 self._heart.close()
@@ -305,16 +301,19 @@ def installed(
         ConfigError: if repairs are asked for, and this job or process cannot be repaired.
         RepairError: if the job's store cannot be reached.
     """
-    if config.recovery.repair == "off":
-        with listeners, hooks.installed(listeners):
-            yield {}
+    member, on_gpus = own_member(), not cpu_device.is_active()
+    why = why_not_in_place(config, args, member, on_gpus=on_gpus)
+    if member is None or why:
+        if args.rank == 0 and config.recovery.repair != "off":
+            warn(f"dead ranks are not replaced in place, all start again: {why}")
+        with _without_repairs(args, member, listeners) as arguments:
+            yield arguments
         return
-    member = checked_member(args, own_member(), on_gpus=not cpu_device.is_active())
     check_torch()
     listeners.loop.without_spare = answer = answer_to_lost_nodes(config, args, member)
     if answer == "crowd":
         where = partial(site_of, listeners.find(Checkpoints))
-        listeners.add(Crowding(config, member, where, uses_nccl=not cpu_device.is_active()))
+        listeners.add(Crowding(config, member, where, uses_nccl=on_gpus))
     links = Links(member, _transports(args))
     heart = Heart(member.link, checked_heartbeat_s(config, args))
     if (limit_s := config.recovery.hang_limit_s) is not None:
@@ -329,6 +328,54 @@ def installed(
     seam = RepairSeam(member, listeners, store, of_watcher, links, heart, plays_roles=plays)
     with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
         yield {"store": store}
+
+
+class _Progress(LoopListener):
+    """Reports to the job's store, on rank 0, that iterations are finished, and that no rank is repaired."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._has_reported = False
+
+    @override
+    def after_iteration(self, ended: EndedIteration) -> None:
+        if not self._has_reported:
+            self._rounds.note_none()
+            self._rounds.begin_training()
+        self._has_reported = True
+
+
+@contextmanager
+def _without_repairs(
+    args: argparse.Namespace, member: Member | None, listeners: Listeners
+) -> Iterator[Mapping[str, Any]]:
+    """Install the hooks alone; ranks of an agent that would repair them meet in the job's store all the same.
+
+    Yields, raises: as `installed`.
+    """
+    if member is None:
+        with listeners, hooks.installed(listeners):
+            yield {}
+        return
+    deadline_s = 60.0 * args.distributed_timeout_minutes
+    store = job_store.connect(os.environ, member.token, deadline_s)
+    rounds = member.connect(store, args.world_size)
+    if args.rank == 0:
+        listeners.add(_Progress(rounds))
+    with listeners, hooks.installed(listeners), _noting_end(member):
+        yield {"store": TorchStore(store)}
+
+
+@contextmanager
+def _noting_end(member: Member) -> Iterator[None]:
+    """Note that training has ended as planned, if it does so in this context."""
+    try:
+        yield
+    except SystemExit as exit_:
+        if not exit_.code:
+            member.end()
+        raise
+    member.end()
 
 
 def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import versions
@@ -149,7 +150,7 @@ def void_settings(
 
 def _void_permissions(args: argparse.Namespace, config: MoeFtConfig) -> list[str]:
     """Return one line for each value of --moe-ft-allow-untested that changes nothing."""
-    run = {} if cpu_device.is_active() else flags.as_arguments(config)
+    run = {} if cpu_device.is_active() else _as_used(config)
     run["has_misfits"] = any(seam.misfit() for seam in SEAMS.values())
     run["cuda_graph_impl"] = config.strategy.is_on and args.cuda_graph_impl
     return [
@@ -177,7 +178,16 @@ def lines_on_gpus(config: MoeFtConfig, megatron: argparse.Namespace, world_size:
     }
     kind = registry.kind_of(config.strategy.strategy)
     own = [] if kind is None else [Feature(f"strategy {kind.name}", "", seen=kind.seen_on_gpu)]
-    return lines_of_features({**vars(megatron), **flags.as_arguments(config), **facts}, own)
+    return lines_of_features({**vars(megatron), **_as_used(config), **facts}, own)
+
+
+def _as_used(config: MoeFtConfig) -> dict[str, Any]:
+    """Return all settings as arguments; on GPUs `try` repairs where that is allowed."""
+    found = flags.as_arguments(config)
+    if config.recovery.repair == "try":
+        is_allowed = UNTESTED["repair"].is_allowed(config.strategy.allow_untested)
+        found["moe_ft_repair"] = "auto" if is_allowed else "off"
+    return found
 
 
 def warn(args: argparse.Namespace, lines: Sequence[str]) -> None:

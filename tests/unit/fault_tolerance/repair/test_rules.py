@@ -8,10 +8,10 @@ import pytest
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
-    checked_member,
+    why_not_in_place,
 )
-from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from tests.unit.signed import member_of
 
@@ -25,6 +25,8 @@ def args(**changes: Any) -> Namespace:
         "skip_train": False,
         "hybrid_context_parallel": False,
         "world_size": 4,
+        "distributed_timeout_minutes": 10,
+        "distributed_timeout_seconds_after_init": None,
         "moe_ft_elastic": False,
         "cuda_graph_impl": "none",
         "nccl_ub": False,
@@ -36,19 +38,42 @@ def args(**changes: Any) -> Namespace:
     return Namespace(**{**defaults, **changes})
 
 
-def check(member: Member | None = None, *, on_gpus: bool = False, **changes: Any) -> Member:
-    return checked_member(args(**changes), member or member_of(), on_gpus=on_gpus)
+def check(
+    repair: str = "auto",
+    *,
+    on_gpus: bool = False,
+    is_forked: bool = True,
+    allowed: str | None = "repair",
+    **changes: Any,
+) -> str:
+    member = member_of() if is_forked else None
+    config = MoeFtConfig(
+        recovery=RecoveryConfig(repair=repair), strategy=StrategyConfig(allow_untested=allowed)
+    )
+    return why_not_in_place(config, args(**changes), member, on_gpus=on_gpus)
 
 
 def test_supported_job_is_repaired() -> None:
-    member = member_of()
-    assert check(member, on_gpus=True) is member, "a job on GPUs may be tried"
-    assert check(member, cuda_graph_impl="local") is member, "no GPU is used"
+    assert not check(on_gpus=True), "a job on GPUs may be tried"
+    assert not check(cuda_graph_impl="local"), "no GPU is used"
+    assert not check("try") and not check("try", on_gpus=True)
+    assert check("off") == "--moe-ft-repair=off"
 
 
 def test_rank_that_nothing_would_replace_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs ranks that are forked by `python -m moe_ft keep`"):
-        checked_member(args(), None, on_gpus=False)
+    message = "--moe-ft-repair=auto needs ranks that are forked by `python -m moe_ft launch`"
+    with pytest.raises(ConfigError, match=message):
+        check(is_forked=False)
+
+
+def test_job_that_repairs_are_tried_in_runs_without_them_and_knows_why() -> None:
+    assert "=try needs ranks that are forked" in check("try", is_forked=False)
+    assert "=try does not work with --async-save: all ranks" in check("try", async_save=True)
+    on_gpus = check("try", on_gpus=True, allowed=None)
+    assert "it has never run on one" in on_gpus and "--moe-ft-allow-untested repair" in on_gpus
+    silent_s = RecoveryConfig(repair="try", repair_heartbeat_s=700)
+    found = why_not_in_place(MoeFtConfig(recovery=silent_s), args(), member_of(), on_gpus=False)
+    assert "--moe-ft-repair-heartbeat-s=700 must be less than 600" in found
 
 
 ON_GPUS_ONLY = [

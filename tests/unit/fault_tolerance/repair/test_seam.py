@@ -7,7 +7,7 @@ import os
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
+from tests.unit.fault_tolerance.repair.test_crowding import ENDED
 from tests.unit.signed import signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
@@ -171,9 +172,30 @@ def test_process_without_a_fork_server_is_refused() -> None:
     config = MoeFtConfig(recovery=RecoveryConfig(repair="auto"))
     with (
         pytest.raises(ConfigError, match="--moe-ft-repair=auto needs ranks that are forked"),
-        installed(config, Namespace(), Listeners(LoopState(), [])),
+        installed(config, Namespace(rank=0), Listeners(LoopState(), [])),
     ):
         pass
+
+
+def test_job_that_cannot_be_repaired_meets_in_the_store_and_reports_that_it_trains(
+    member: Member, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam, "own_member", lambda: member)
+    monkeypatch.setattr(seam.job_store, "connect", lambda *args: store)
+    monkeypatch.setattr(seam.hooks, "installed", nullcontext)
+    config = MoeFtConfig(recovery=RecoveryConfig(repair="try"))
+    args = Namespace(rank=0, world_size=1, moe_ft_elastic=False, distributed_timeout_minutes=1)
+    listeners = Listeners(LoopState(), [])
+    monkeypatch.setattr(seam, "why_not_in_place", lambda *args, **facts: "one rank")
+    monkeypatch.setattr(seam, "TorchStore", lambda store: store)
+    with installed(config, args, listeners) as arguments:
+        assert arguments == {"store": store}
+        rounds = Rounds(signed(store), 0, 1)
+        assert not rounds.has_trained()
+        for _ in range(2):
+            listeners._call(lambda each: each.after_iteration(ENDED))
+        assert rounds.has_trained() and not rounds.are_in_place() and not rounds.have_ended()
+    assert rounds.have_ended()
 
 
 def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(

@@ -13,7 +13,7 @@ from tests.waiting import wait_for
 _KEEP = (
     "import sys; from moe_ft.cluster import forks, options; options.PRELOADED = ({preload!r},); "
     "[setattr(forks, name, value) for name, value in {settings!r}.items()]; "
-    "from moe_ft.commands.run import keep; keep(sys.argv[1:])"
+    "from moe_ft.commands.launch import keep; keep(sys.argv[1:])"
 )
 # Writes facts into a file of the rank, or of another name.
 _TELL = """

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ft.cli import main
-from moe_ft.cluster.options import HELP
+from moe_ft.cluster.options import HELP, KeepOptions
 from moe_ft.commands import run
 from moe_ft.commands.run import is_given
 from moe_ft.loop.refusing import EXIT_REFUSED
@@ -138,17 +138,17 @@ def test_checkout_that_is_not_installed_stays_in_the_path(
 
 
 def test_all_words_of_keep_go_to_the_agent_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+    seen: list[KeepOptions] = []
 
-    def keep(words: list[str], memory_of: object) -> None:
-        seen.append(words)
+    def be_agent(options: KeepOptions, memory_of: object) -> None:
+        seen.append(options)
         raise SystemExit(0)
 
-    monkeypatch.setattr("moe_ft.cluster.agent.main", keep)
-    words = ["--", "train.py", "--help", "-m", "plan", "--lr=1"]
+    monkeypatch.setattr("moe_ft.cluster.agent.main", be_agent)
+    words = ["-m", "moe_ft", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
-        main(["keep", *words])
-    assert seen == [words]
+        main(["keep", "--", *words])
+    assert [each.words for each in seen] == [tuple(words)]
 
 
 def test_help_of_keep_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,100 @@
+"""Names that `moe_ft launch` makes for runs: of the script, and of all flags but those of moe_ft.
+
+The same command, typed again, has the same name and continues its run. State that another command of the same
+script has left is neither passed over in silence nor taken for this run's: the start is refused, and the user
+names the run.
+"""
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from moe_ft.config.config import DEFAULT_MEMORY_DIR
+from moe_ft.config.fields import FLAG_PREFIX, flag_of
+from moe_ft.config.flags import part_types
+from moe_ft.engine.memory.job_directory import find_indexes_below, job_directory
+from moe_ft.errors import ConfigError
+from moe_ft.format.index import IndexHead
+from moe_ft.recovery.job_memory import describe, find_directories, is_alive
+from moe_ft.strategies import registry
+
+_STEM_LENGTH, _DIGEST_LENGTH = 60, 6
+
+
+def name_run(target: Sequence[str], memory_dir: str) -> str:
+    """Return the name of a run.
+
+    Args:
+        target: the script, or -m and a module, and its arguments.
+        memory_dir: of its flags; empty for the default.
+
+    Raises:
+        ConfigError: if it has no state in memory, and another run of the script that is dead has.
+    """
+    prefix, name = made_name(target)
+    _check_other_runs(memory_dir or DEFAULT_MEMORY_DIR, prefix, name)
+    return name
+
+
+def made_name(target: Sequence[str]) -> tuple[str, str]:
+    """Return what the names of all runs of a script begin with, and the name of this one."""
+    is_module = target[0] == "-m"
+    script = target[1] if is_module else os.path.realpath(target[0])
+    stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(script).stem if not is_module else script)
+    prefix = f"{stem[:_STEM_LENGTH]}-{_digest([script])}-"
+    # Files that flags name by a relative path are others in another folder.
+    return prefix, prefix + _digest([os.getcwd(), *without_own_flags(target[1 + is_module :])])
+
+
+def without_own_flags(words: Sequence[str]) -> Iterator[str]:
+    """Yield words but for the flags of moe_ft and their values."""
+    parts = part_types(registry.option_types()).values()
+    settings = (each for part in parts for each in fields(part))
+    switches = {flag_of(each.name) for each in settings if each.default is False}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith(FLAG_PREFIX):
+            yield word
+        elif "=" not in word and word not in switches:
+            next(rest, None)
+
+
+def _digest(words: Sequence[str]) -> str:
+    text = "\0".join(words).encode(errors="surrogateescape")
+    return hashlib.sha256(text).hexdigest()[:_DIGEST_LENGTH]
+
+
+def _check_other_runs(memory_dir: str, prefix: str, name: str) -> None:
+    """Raise ConfigError if this run has no state in memory, and another dead one of the script has.
+
+    Args:
+        prefix, name: as `made_name` returns them.
+    """
+    root = Path(memory_dir)
+    if not root.is_dir() or _has_state(job_directory(memory_dir, name)):
+        return
+    with suppress(OSError):  # the ranks say that it cannot be read
+        others = [
+            each
+            for each, refusal in find_directories(root)
+            if each.name.startswith(prefix) and not refusal and _has_state(each)
+            if not is_alive(each)
+        ]
+        for other in others:
+            raise ConfigError(
+                f"{flag_of('memory_dir')}={memory_dir} has state of a run of this script with other flags "
+                f"({describe(other)[0]}), and --moe-ft-job-id is missing. To continue that run add "
+                f"--moe-ft-job-id {other.name}; to begin another one add --moe-ft-job-id and a new name; "
+                "to delete it run: "
+                f"{Path(sys.executable).name} -m moe_ft clean --job-id {other.name} --remove"
+            )
+
+
+def _has_state(directory: Path) -> bool:
+    """Return whether there is a state, or one that cannot be read, in the memory of a job."""
+    return next(iter(find_indexes_below(directory, IndexHead)), None) is not None
