@@ -90,7 +90,7 @@ def wrong_commands(path: str) -> Iterator[str]:
             if name not in commands():
                 yield f"{path}: moe_ft {name}"
             elif name != "run":  # whose flags are the script's
-                flags = FLAG.findall(re.split(r" -- |#", rest)[0])
+                flags = FLAG.findall(re.split(r" -- |#|\S+\.py\b", rest)[0])
                 known = commands()[name]._option_string_actions
                 yield from (f"{path}: moe_ft {name} {flag}" for flag in flags if flag not in known)
 

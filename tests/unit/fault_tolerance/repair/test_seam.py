@@ -181,8 +181,8 @@ def test_job_that_cannot_be_repaired_meets_in_the_store_and_reports_that_it_trai
     member: Member, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam, "own_member", lambda: member)
-    monkeypatch.setattr(seam.job_store, "connect", lambda *args: store)
-    monkeypatch.setattr(seam.hooks, "installed", nullcontext)
+    monkeypatch.setattr("moe_ft.cluster.job_store.connect", lambda *args: store)
+    monkeypatch.setattr("megatron.fault_tolerance.seams.hooks.installed", nullcontext)
     config = MoeFtConfig(recovery=RecoveryConfig(repair="try"))
     args = Namespace(rank=0, world_size=1, moe_ft_elastic=False, distributed_timeout_minutes=1)
     listeners = Listeners(LoopState(), [])
