@@ -304,8 +304,7 @@ def installed(
     member, on_gpus = own_member(), not cpu_device.is_active()
     why = why_not_in_place(config, args, member, on_gpus=on_gpus)
     if member is None or why:
-        if args.rank == 0 and config.recovery.repair != "off":
-            warn(f"dead ranks are not replaced in place, all start again: {why}")
+        listeners.loop.no_repair = "" if config.recovery.repair == "off" else why
         with _without_repairs(args, member, listeners) as arguments:
             yield arguments
         return
