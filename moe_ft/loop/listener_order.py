@@ -25,7 +25,7 @@ def listeners_of(
     rank: int,
     *,
     on_sigterm: bool,
-    lines: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> Listeners:
     """Return everything that acts at the seams of a loop on one rank.
 
@@ -34,7 +34,7 @@ def listeners_of(
     said before what it continues from; the events of an iteration
     come before the reports of the engine; what it has sent is committed before a window that it completes
     makes older logs superfluous; after a failure a breakpoint comes before its report. Without `on_sigterm`,
-    SIGTERM is left alone. Rank 0 prints the lines where it says what protects the run.
+    SIGTERM is left alone. Rank 0 prints the warnings where it says what protects the run.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
@@ -48,7 +48,7 @@ def listeners_of(
             Hangs(config.recovery, loop, log, training.timeout_s()),
             Metrics(config.observability, config.memory, rank),
             Progress(config, training, loop, log),
-            Protects(config, training, loop, log, checkpoints, lines, on_sigterm=on_sigterm),
+            Protects(config, training, loop, log, checkpoints, warnings, on_sigterm=on_sigterm),
             faults,
             routers,
             SlotTables(log),

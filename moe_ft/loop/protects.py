@@ -11,6 +11,7 @@ from typing import override
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import own_assignment
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.events import EventLog
 from moe_ft.loop.checkpoints import Checkpoints, met_of
 from moe_ft.loop.listeners import LoopListener, LoopState
@@ -33,18 +34,18 @@ class Protects(LoopListener):
         loop: LoopState,
         event_log: EventLog,
         checkpoints: Checkpoints,
-        lines: Sequence[str] = (),
+        warnings: Sequence[str] = (),
         *,
         on_sigterm: bool,
     ) -> None:
         """Say nothing yet.
 
         Args:
-            lines: printed above the block.
+            warnings: printed above the block.
             on_sigterm: whether moe_ft answers SIGTERM.
         """
         self._config, self._training, self._loop = config, training, loop
-        self._log, self._checkpoints, self._lines = event_log, checkpoints, lines
+        self._log, self._checkpoints, self._warnings = event_log, checkpoints, warnings
         self._on_sigterm = on_sigterm
         self._has_said = event_log.rank != 0
 
@@ -54,8 +55,10 @@ class Protects(LoopListener):
         if self._has_said or (assignment is not None and assignment.is_replacement):
             return
         self._has_said = True  # a repair comes here again
-        for line in self._lines:
+        for line in self._warnings:
             warn(line)
+        if not self._config.strategy.is_on:
+            say(f"off: {flag_of('strategy')} is none: nothing is checkpointed")
         if (met := met_of(self._checkpoints)) is None:
             return
         found = self._protection(met, starter_of(self._config, self._loop, assignment, os.environ))

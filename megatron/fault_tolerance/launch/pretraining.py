@@ -105,11 +105,11 @@ def _command_line() -> list[str]:
 def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
     """Call Megatron's `pretrain` with the seams installed, and return its result."""
     choose_format(config.observability.log_format)
-    lines = lines_on_gpus(config, args, args.world_size)
-    if not config.strategy.is_on:
-        lines.append("off: --moe-ft-strategy is none: nothing is checkpointed")
+    warnings = lines_on_gpus(config, args, args.world_size)
     on_sigterm = not _waits_for_sigterm(args)
-    listeners = listeners_of(config, MegatronLoop(), args.rank, on_sigterm=on_sigterm, lines=lines)
+    listeners = listeners_of(
+        config, MegatronLoop(), args.rank, on_sigterm=on_sigterm, warnings=warnings
+    )
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:

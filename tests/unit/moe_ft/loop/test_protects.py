@@ -40,7 +40,10 @@ def saying(
     vars(loop_args).update(exit_signal_handler=False, save=None, save_interval=None)
 
     def start(
-        rank: int = 0, assignment: Assignment | None = None, lines: Sequence[str] = (), **given: Any
+        rank: int = 0,
+        assignment: Assignment | None = None,
+        warnings: Sequence[str] = (),
+        **given: Any,
     ) -> list[str]:
         become_member(None, assignment)
         ranks = [
@@ -56,7 +59,8 @@ def saying(
         log = EventLog(tmp_path, rank)
         log.start()
         loop = LoopState(without_spare="crowd")
-        parts = (CONFIG, MegatronLoop(), loop, log, checkpoints, lines)
+        config = given.get("config", CONFIG)
+        parts = (config, MegatronLoop(), loop, log, checkpoints, warnings)
         protects = Protects(*parts, on_sigterm=True)
         for _ in range(2):  # a repair comes there again
             protects.after_recovery()
@@ -69,7 +73,7 @@ def saying(
 def test_rank_0_says_once_what_protects_the_run_and_writes_it_to_the_event_log(
     saying: Saying, tmp_path: Path
 ) -> None:
-    lines = saying(assignment=ASSIGNED, lines=["on GPUs: so"])
+    lines = saying(assignment=ASSIGNED, warnings=["on GPUs: so"])
     assert lines[0].endswith("moe_ft: on GPUs: so")
     assert lines[1].endswith(
         "on: --moe-ft-strategy is dense: every 5 iterations a snapshot of the whole state"
@@ -85,10 +89,15 @@ def test_rank_0_says_once_what_protects_the_run_and_writes_it_to_the_event_log(
 @pytest.mark.parametrize(
     "given",
     [{"rank": 1}, {"assignment": replace(ASSIGNED, died_s=1.0)}, {"is_on": False}],
-    ids=["another rank", "a replacement", "no strategy"],
+    ids=["another rank", "a replacement", "--skip-train"],
 )
 def test_nothing_else_says_it(saying: Saying, given: dict[str, Any]) -> None:
     assert saying(**given) == []
+
+
+def test_run_without_a_strategy_is_said_to_be_off(saying: Saying) -> None:
+    (line,) = saying(config=MoeFtConfig(), is_on=False)
+    assert line.endswith("off: --moe-ft-strategy is none: nothing is checkpointed")
 
 
 def test_missing_copies_are_a_warning(saying: Saying, tmp_path: Path) -> None:
