@@ -92,3 +92,7 @@ def _folder_of(module: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
+
+
+if __name__ == "__main__":  # what pip has to install next to PyTorch and a Megatron-LM
+    print(*(name for name in missing_packages() if name not in ("torch", _MEGATRON)), sep="\n")

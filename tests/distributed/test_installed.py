@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import megatron.core
@@ -81,50 +82,81 @@ def test_job_on_another_version_of_megatron_recovers(tmp_path: Path) -> None:
     check_recovered(output, tmp_path, OTHER_VERSION.name)
 
 
-@pytest.mark.rest
-def test_wheel_next_to_a_checkout_of_megatron_trains_and_recovers_outside_the_source_tree(
-    tmp_path: Path,
-) -> None:
-    source, installed = tmp_path / "source", tmp_path / "installed"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """An environment with the wheel, next to a folder of Megatron-LM."""
+
+    python: Path
+    packages: Path
+    megatron: Path
+
+    def run(self, *words: str, folder: Path) -> str:
+        """Run moe_ft; return what it printed."""
+        return subprocess.run(
+            [str(self.python), "-W", "ignore", "-m", "moe_ft", *words],
+            env={**os.environ, "PYTHONPATH": str(self.megatron)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Install a wheel as docs/install.md says: without what it requires, which is there already."""
+    folder = tmp_path_factory.mktemp("installed")
+    source, environment, megatron_lm = folder / "source", folder / "venv", folder / "Megatron-LM"
     source.mkdir()
     for name in _IN_THE_WHEEL:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in _FILES:
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheels = tmp_path / "wheels"
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)]
-    subprocess.run([*pip, *build], check=True, timeout=300)
+    # It takes a checkout on PYTHONPATH for an installation.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*pip, *build], env=env, check=True, timeout=300)
     shutil.rmtree(source)
-    venv.create(installed, symlinks=True)
-    # Its dependencies, without moe_ft, which is there as an editable installation.
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(installed)}))
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = installed / "bin" / "python"
-    (wheel,) = wheels.iterdir()
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
     install = ["--python", str(python), "install", "--no-deps", str(wheel)]
-    subprocess.run([*pip, *install], check=True, timeout=300)
-    torchrun = installed / "bin" / "torchrun"
+    subprocess.run([*pip, *install], env=env, check=True, timeout=300)
+    # The dependencies, but not moe_ft, which is there as an editable installation.
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    torchrun = environment / "bin" / "torchrun"
     torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
     torchrun.chmod(0o755)
-
-    copy = tmp_path / "copy"
-    command = [str(python), "-m", "moe_ft", "examples", "--copy", str(copy)]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=60)
     (core,) = megatron.core.__path__
-    shutil.copytree(Path(core).parent, copy / "examples" / "megatron", symlinks=True)
-    where = "import moe_ft, megatron.core as m; print(moe_ft.__file__, m.__file__)"
-    found = subprocess.run(
-        [str(python), "-W", "ignore", "-c", where],
-        cwd=copy / "examples",
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    ).stdout.split()
-    assert [
-        Path(each).is_relative_to(root) for each, root in zip(found, (packages, copy), strict=True)
-    ] == [True, True]
-    path = f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    megatron_lm.mkdir()
+    (megatron_lm / "megatron").symlink_to(Path(core).parent)
+    return Installed(python=python, packages=packages, megatron=megatron_lm)
+
+
+def test_wheel_next_to_a_checkout_of_megatron_finds_both_and_starts_a_script(
+    installed: Installed, tmp_path: Path
+) -> None:
+    versions = installed.run("--version", folder=tmp_path)
+    assert f"({installed.packages / 'moe_ft'})" in versions
+    assert f"megatron-core {RECOMMENDED} ({installed.megatron / 'megatron' / 'core'})" in versions
+    where = "import moe_ft, megatron.core as m; print(moe_ft.__file__, m.__file__, sep='\\n')"
+    (tmp_path / "train.py").write_text(where)
+    *_, ours, core = installed.run("run", "train.py", folder=tmp_path).splitlines()
+    assert Path(ours).is_relative_to(installed.packages)
+    assert Path(core).is_relative_to(installed.megatron)
+
+
+@pytest.mark.rest
+def test_wheel_next_to_a_checkout_of_megatron_trains_and_recovers_outside_the_source_tree(
+    installed: Installed, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    installed.run("examples", "--copy", str(copy), folder=tmp_path)
+    # A Megatron in the folder of the script comes first, for all ranks and commands.
+    shutil.copytree(installed.megatron / "megatron", copy / "examples" / "megatron", symlinks=True)
+    path = f"{installed.python.parent}{os.pathsep}{os.environ['PATH']}"
     output = run_example(copy / "examples" / "own_script.sh", tmp_path, {"PATH": path})
     check_recovered(output, tmp_path, RECOMMENDED)

@@ -32,7 +32,10 @@ NUMBER = r"\d+(?:[.,]\d+)*"
 FIGURE = re.compile(
     rf"{NUMBER}(?:(?: to |-){NUMBER})* ?(?:s|ms|minutes|%|x|[KMGT]i?B(?:/s)?|bytes)(?![\w/])"
 )
-INSTALL = re.compile(r"pip install (?:-\S+ )*['\"]?([\w.-]+)(?:\[(\w+)\])?")
+_OPTIONS = r"(?:-\S+ (?:(?:constraints\.txt|URL|wheelhouse|auto|~/\w+) )?)*"
+INSTALL = re.compile(
+    rf"pip install (?!--no-index)(?:{_OPTIONS})['\"]?(\w[\w-]*|\.)(?:\[(\w+)\])?(?![\w.])"
+)
 IN_A_BLOCK = re.compile(r" {2,}\S|- |\d+\. ")  # of a list, or of code
 COMMIT = re.compile(r"`(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)([0-9a-f]{7,40})`")
 _OF_DEATHS = ("moe_ft/cluster", "moe_ft/loop", "moe_ft/recovery", "megatron/fault_tolerance/repair")
@@ -49,7 +52,20 @@ _ROOMY = {"moe_ft", "megatron/fault_tolerance"}  # what is in them has lines of 
 _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
 _LISTS = {"docs/events.md", "docs/flags.md"}  # nobody reads these from top to bottom
 # Programs of others that documents show.
-_OF_OTHERS = {"--native", "--from-literal"}  # of py-spy, kubectl
+_OF_OTHERS = {
+    *("--native", "--from-literal"),  # of py-spy, kubectl
+    *(
+        "--build-arg",
+        "--env",
+        "--gpus",
+        "--ipc",
+        "--rm",
+        "--shm-size",
+        "--tag",
+        "--volume",
+    ),  # docker
+    *("--find-links", "--no-index", "--torch-backend"),  # pip, uv
+}
 
 
 def code_of(path: str) -> Iterator[str]:
