@@ -17,6 +17,7 @@ from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
 from moe_ft.commands.examples import add_examples_command
+from moe_ft.commands.flags import add_flags_command
 from moe_ft.commands.launch import keep, launch
 from moe_ft.commands.parsers import CommandParser, Commands, program
 from moe_ft.commands.plan import add_plan_command, split_command_line
@@ -25,6 +26,7 @@ from moe_ft.commands.report import add_report_command
 from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
+from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.errors import MoeFtError
 from moe_ft.installation import describe
 from moe_ft.saying import Escaping
@@ -36,7 +38,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "look at a run or at nodes": ("watch", "report", "inspect", "doctor"),
     "checkpoints": ("verify", "diff", "convert", "prune", "clean", "rescue"),
     "plan": ("plan", "simulate"),
-    "more": ("examples",),
+    "more": ("flags", "examples"),
 }
 _ADDING = (
     add_run_commands,
@@ -48,6 +50,7 @@ _ADDING = (
     add_plan_command,
     add_simulate_command,
     add_doctor_command,
+    add_flags_command,
     add_examples_command,
 )
 _WIDTH, _INDENT = 80, 12
@@ -67,6 +70,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if is_given("run", words):
         run_script(words[1:])
         return 0
+    if words[:1] == ["flags"]:  # which takes one as it is written on a command line
+        words = [each.removeprefix(FLAG_PREFIX) for each in words]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # paths may be no text
     streams = Escaping(sys.stdout), Escaping(sys.stderr)

@@ -54,7 +54,7 @@ def explained(message: str, parser: argparse.ArgumentParser) -> str:
         value = match["value"].strip("'\"")
         choices = [each.strip("'\"") for each in match["choices"].split(", ")]
         if match["name"] == COMMAND:
-            remedy = hint(value, choices) or f" They are {', '.join(choices)}."
+            remedy = hint(value, choices) or f" {parser.prog} --help lists them."
             return f"there is no command {value}.{remedy}"
         remedy = hint(value, choices) or " Name one of them."
         return f"{match['name']}={value} must be one of {', '.join(choices)}.{remedy}"

@@ -23,7 +23,7 @@ from moe_ft.config.fields import (
     setting,
 )
 from moe_ft.config.lost_nodes import ANSWERS, answer
-from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.config.observability import FaultConfig, ObservabilityConfig
 from moe_ft.config.rules import (
     OF_SETTINGS,
     check_directories,
@@ -33,7 +33,7 @@ from moe_ft.config.rules import (
 )
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
-from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind, FaultSpec, parse_fault
+from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind
 
 # Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
 DEFAULT_MEMORY_DIR = default_memory_dir()
@@ -43,37 +43,44 @@ DEFAULT_MEMORY_DIR = default_memory_dir()
 class MemoryConfig(Part):
     """Host memory: a job's own regions, and replicas at peers."""
 
+    TITLE: ClassVar[str] = "memory and peers"
+    PAGE: ClassVar[str] = "host_memory.md"
     NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 
     # Where a job is, and its names: scripts of a site give them to every job, with a strategy or without.
     memory_dir: str = setting(
         DEFAULT_MEMORY_DIR,
-        "directory on tmpfs for snapshots in host memory; default: /dev/shm/moe_ft_UID",
+        "directory on tmpfs for snapshots in host memory",
         metavar="DIR",
         needs=(),
+        unset="/dev/shm/moe_ft_UID",
     )
     host_memory_limit: str | None = setting(
         None,
         "most host memory a node may give to snapshots and replicas, such as 512GiB",
         metavar="SIZE",
+        unset="no limit",
     )
     pin: str = setting(
         "require",
         "where CUDA cannot pin the memory of snapshots: require = the start fails; try = copies are slower",
         choices=("require", "try"),
+        page="host_memory.md#pinned-memory",
     )
     replication_factor: str = setting(
         "auto",
         "copies of a rank's state at other nodes; auto = 2 where these allow it, else 1, and 0 on one node; "
         "0 = none",
-        metavar="N|auto",
+        metavar="{N,auto}",
         bounds=Bounds(at_least=0),
+        page="checkpoints.md",
     )
     failure_domain: str | None = setting(
         None,
         "where nodes fail together: a file with lines 'NODE DOMAIN', or slurm for its switches",
-        metavar="FILE|slurm",
+        metavar="{FILE,slurm}",
         needs=(STRATEGY, PEERS),
+        page="failure_domains.md",
     )
     replicate: str = setting(
         "state",
@@ -82,21 +89,26 @@ class MemoryConfig(Part):
         "bit, and its state where they cannot",
         choices=("state", "gradients"),
         needs=(STRATEGY, PEERS),
+        page="gradient_replicas.md",
     )
     breakpoints: bool = setting(
         False,
         "reserve memory for one more copy of the state, which a rank writes when the job is ended or another "
         "rank has failed: if all ranks can, nothing is run again or lost",
+        page="breakpoints.md#breakpoints",
     )
     upstream_log: bool = setting(
         False,
         "keep what every rank sends to other pipeline stages since the newest complete window",
+        page="local_recovery.md",
     )
     network_interface: str | None = setting(
         None,
         "network interface for replicas and state of other nodes, or one for each local rank, separated by "
-        "commas; default: the one towards MASTER_ADDR",
+        "commas",
         metavar="NAME,...",
+        unset="the one towards MASTER_ADDR",
+        page="networks.md",
     )
     streams: int = setting(
         1,
@@ -104,18 +116,24 @@ class MemoryConfig(Part):
         bounds=Bounds(at_least=1, at_most=8),
         remedy="Give a number of connections, or leave the flag out",
         needs=(STRATEGY, f"{PEERS}|layout=any|upstream_log"),  # or for what a recovery fetches
+        metavar="N",
+        page="networks.md#connections",
     )
     job_id: str | None = setting(
         None,
-        "name of the job, the same after a restart; default: SLURM_JOB_ID, or torchrun's --rdzv-id",
+        "name of the job, the same after a restart, which finds its state by it",
         metavar="NAME",
         needs=(),
+        unset="SLURM_JOB_ID, or torchrun's --rdzv-id",
+        page="networks.md#names",
     )
     node_id: str | None = setting(
         None,
-        "name of this node; default: MOE_FT_NODE_ID or SLURMD_NODENAME of the environment, or the host name",
+        "name of this node",
         metavar="NAME",
         needs=(),
+        unset="MOE_FT_NODE_ID or SLURMD_NODENAME of the environment, or the host name",
+        page="networks.md#names",
     )
 
     @property
@@ -176,14 +194,16 @@ class MemoryConfig(Part):
 class StorageConfig(Part):
     """Storage: checkpoints that outlive all nodes."""
 
+    TITLE: ClassVar[str] = "storage"
+    PAGE: ClassVar[str] = "storage.md"
     NEEDS: ClassVar[tuple[str, ...]] = ("persist_dir",)
 
     persist_dir: str | None = setting(
-        None, "folder or fsspec URL for checkpoints", metavar="URL", needs=(STRATEGY,)
+        None, "directory or fsspec URL for checkpoints on storage", metavar="URL", needs=(STRATEGY,)
     )
     persist_interval: int = setting(
         10,
-        "every how many complete snapshots one is written to storage; 0 = only the last state",
+        "write every N-th complete snapshot (of sparse: window) to storage; 0 = only the last state",
         metavar="N",
         bounds=Bounds(at_least=0),
         remedy="Give a number of snapshots, or 0 to write none before the end",
@@ -195,6 +215,7 @@ class StorageConfig(Part):
         metavar="N",
         bounds=Bounds(at_least=0),
         remedy="Give a number of iterations, or leave the flag out",
+        page="breakpoints.md#whole-states",
     )
     keep: int = setting(
         2,
@@ -225,6 +246,8 @@ class StorageConfig(Part):
 class RecoveryConfig(Part):
     """Recovery: the state that a start begins with."""
 
+    TITLE: ClassVar[str] = "recovery and repair"
+    PAGE: ClassVar[str] = "recovery.md"
     NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 
     recover_from: str = setting(
@@ -232,7 +255,7 @@ class RecoveryConfig(Part):
         "auto = the newest usable state of this job, or --load where that is newer; load = ignore it and use "
         "--load or start afresh; iter_N = that iteration. Restarts by the same launcher continue what this "
         "began",
-        metavar="auto|load|iter_N",
+        metavar="{auto,load,iter_N}",
     )
     recovery: str = setting(
         "auto",
@@ -241,12 +264,14 @@ class RecoveryConfig(Part):
         "same, but a start where that can never happen is refused; global = all",
         choices=("auto", "local", "global"),
         needs=("upstream_log", "breakpoints"),
+        page="local_recovery.md",
     )
     repair: str = setting(
         "off",
         "auto = replace a rank that dies and continue in the processes of the others; needs "
         "`python -m moe_ft launch`; try = the same, or a line on why not; off = all ranks restart",
         choices=("auto", "try", "off"),
+        page="repair.md",
     )
     repair_heartbeat_s: float = setting(
         30.0,
@@ -264,9 +289,10 @@ class RecoveryConfig(Part):
         "rank ends if it waits for no other one; auto = ten times the longest so far in the same section of "
         "the loop (an iteration, an evaluation, a checkpoint, what is between them), at least a minute or, "
         "outside of iterations and evaluations, five",
-        metavar="auto|SECONDS",
+        metavar="{auto,SECONDS}",
         bounds=Bounds(at_least=1),
         needs=(),
+        page="hangs.md",
     )
     without_spare: str = setting(
         "auto",
@@ -275,18 +301,21 @@ class RecoveryConfig(Part):
         "wait = until a node comes; auto = shrink with --moe-ft-elastic, else crowd if memory allows or end",
         choices=ANSWERS,
         needs=(REPAIR,),
+        page="agent.md#a-lost-node",
     )
     layout: str = setting(
         "same",
         "same = state of another number of ranks, or of other parallel sizes, is refused; any = it is "
         "divided again among the ranks of this start",
         choices=("same", "any"),
+        page="layouts.md",
     )
     data: str = setting(
         "same",
         "same = state that has seen data or a tokenizer of other content is refused; any = training goes on "
         "with those of this start",
         choices=("same", "any"),
+        page="flags.md#data-and-tokenizers",
     )
     capacity_boost: float = setting(
         0.0,
@@ -296,6 +325,7 @@ class RecoveryConfig(Part):
         bounds=Bounds(at_least=0, at_most=1),
         reason="it is a fraction of the capacity",
         remedy="Write 0.1 for ten percent",
+        page="lost_tokens.md#more-than-the-capacity",
     )
     on_missing: str = setting(
         "start",
@@ -325,42 +355,6 @@ class RecoveryConfig(Part):
     @override
     def check(self, world_size: int) -> None:
         _ = self.only_iteration
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FaultConfig(Part):
-    """Faults that the run inflicts on itself, for testing."""
-
-    inject_fault: tuple[str, ...] = setting(
-        (),
-        "inflict a fault: KIND:RANK@ITERATION[:PHASE], repeatable, each fires once per event log; "
-        "KIND kill, exception, hang, stop, lose-node or terminate; PHASE forward (default), backward, "
-        "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
-        metavar="KIND:RANK@ITERATION[:PHASE]",
-        needs=("event_log",),
-    )
-    fault_report_grace_s: float = setting(
-        5.0,
-        "seconds a failing rank waits for others' reports before it names those without; 0 = do not wait",
-        metavar="SECONDS",
-        bounds=Bounds(at_least=0, at_most=600),
-        reason="a launcher kills a slow rank after 30 seconds or so",
-        remedy="Give a number of seconds",
-    )
-
-    @property
-    def faults(self) -> tuple[FaultSpec, ...]:
-        """The parsed faults; raises ConfigError on the first that cannot be parsed."""
-        return tuple(parse_fault(text) for text in self.inject_fault)
-
-    @override
-    def check(self, world_size: int) -> None:
-        for fault in self.faults:
-            if not fault.rank < world_size:
-                raise ConfigError(
-                    f"--moe-ft-inject-fault {fault}: rank {fault.rank} must be less than the world "
-                    f"size {world_size}. Name one of the ranks 0 to {world_size - 1}."
-                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

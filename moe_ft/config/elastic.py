@@ -1,6 +1,7 @@
 """Settings of experts whose replicas follow their load, and of jobs whose number of ranks changes."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moe_ft.config.fields import STRATEGY, Bounds, Part, setting
 
@@ -9,6 +10,8 @@ from moe_ft.config.fields import STRATEGY, Bounds, Part, setting
 class ElasticConfig(Part):
     """Slots of experts, whose state lies on all ranks; any number of ranks."""
 
+    TITLE: ClassVar[str] = "any number of nodes, replicas of experts"
+    PAGE: ClassVar[str] = "elastic.md"
     elastic: bool = setting(
         False,
         "train with the ranks that a start has, fewer or more than before: data parallelism changes, samples "
@@ -22,6 +25,7 @@ class ElasticConfig(Part):
         metavar="C",
         bounds=Bounds(at_least=0),
         remedy="Give the slots of a rank, or leave the flag out",
+        page="expert_slots.md",
     )
     rebalance_interval: int = setting(
         0,
@@ -30,6 +34,7 @@ class ElasticConfig(Part):
         bounds=Bounds(at_least=0),
         remedy="Give a number of iterations, or leave the flag out",
         needs=("expert_slots",),
+        page="expert_slots.md",
     )
     min_replicas: int = setting(
         1,
@@ -38,4 +43,5 @@ class ElasticConfig(Part):
         bounds=Bounds(at_least=1),
         remedy="Give a number of slots, or leave the flag out",
         needs=("expert_slots",),
+        page="expert_slots.md",
     )

@@ -82,33 +82,39 @@ def setting(
     default: Any,
     help_text: str,
     *,
-    metavar: str | None = None,
+    metavar: str = "",
+    unset: str = "",
     choices: Sequence[str] = (),
     bounds: Bounds | None = None,
     reason: str = "",
     remedy: str = "",
     needs: tuple[str, ...] | None = None,
+    page: str = "",
 ) -> Any:
     """Return a dataclass field that becomes a flag.
 
     Args:
         default: a text, a number, False for a switch, a tuple for a flag that may be repeated.
+        unset: what holds by default, where the default does not say it.
         bounds: of the number; a text with bounds is a number or `auto`.
         reason: why these are the bounds, for the error message.
         remedy: what to do about a value outside them, as a sentence without its period.
         needs: settings without which this one changes nothing, as `unmet_needs` reads them; None for those
             of its part.
+        page: in docs/, with more on it; empty for that of its part.
     """
     return field(
         default=default,
         metadata={
             "help": help_text,
             "metavar": metavar,
+            "unset": unset,
             "choices": choices,
             "bounds": bounds,
             "reason": reason,
             "remedy": remedy,
             "needs": needs,
+            "page": page,
         },
     )
 
@@ -118,9 +124,12 @@ class Part:
     """Base of the parts of the settings, whose fields become flags.
 
     Attributes:
-        NEEDS: of its fields that state none themselves, see `setting`.
+        TITLE: of the group of its flags.
+        PAGE, NEEDS: of its fields that state none themselves, see `setting`.
     """
 
+    TITLE: ClassVar[str] = ""
+    PAGE: ClassVar[str] = ""
     NEEDS: ClassVar[tuple[str, ...]] = ()
 
     def validate(self, world_size: int) -> None:

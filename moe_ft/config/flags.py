@@ -1,13 +1,14 @@
-"""Turns settings into argparse flags, and what argparse has read back into settings."""
+"""Turns settings into argparse flags and their help, and what argparse has read back into settings."""
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, override
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Part, flag_of
+from moe_ft.config.fields import STRATEGY, Part, flag_of
 from moe_ft.config.lost_nodes import (
     OLD_ANSWER,
     OLD_ANSWERS,
@@ -20,6 +21,19 @@ from moe_ft.spelling import explained, hint
 
 _OLD = "moe_ft_spare"
 _NO_CHOICES: Mapping[str, Sequence[str]] = MappingProxyType({})
+# Settings that most jobs give, in the order of their help, and the title of their group.
+BASIC = (
+    "strategy",
+    "interval",
+    "repair",
+    "job_id",
+    "memory_dir",
+    "persist_dir",
+    "persist_interval",
+    "event_log",
+)
+_BASIC_TITLE = "basic"
+HELP_ALL = "--moe-ft-help-all"
 
 
 def part_types(option_types: Mapping[str, type[Part]]) -> dict[str, type[Part]]:
@@ -34,37 +48,169 @@ def part_types(option_types: Mapping[str, type[Part]]) -> dict[str, type[Part]]:
     return found
 
 
-def add_flags(
-    parser: argparse.ArgumentParser,
-    parts: Iterable[type[Part]],
-    choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
-) -> None:
-    """Add a group of flags for each part.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """A setting as people read it: on the command line, in a help, on a page.
+
+    Attributes:
+        setting: the field.
+        part: that has the field.
+        choices: values that it may have; none if there are others.
+    """
+
+    setting: Any
+    part: type[Part]
+    choices: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """The flag."""
+        return flag_of(self.setting.name)
+
+    @property
+    def metavar(self) -> str:
+        """Name of its value, or all values that it may have; empty for a switch."""
+        if self.setting.default is False:
+            return ""
+        return self.setting.metadata["metavar"] or f"{{{','.join(self.choices)}}}"
+
+    @property
+    def default(self) -> str:
+        """Value that holds where it is not given, in words."""
+        value = self.setting.default
+        if self.setting.metadata["unset"]:
+            return str(self.setting.metadata["unset"])
+        if value is False:
+            return "off"
+        if value is None or value == ():
+            return "none"
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    @property
+    def needs(self) -> str:
+        """Settings besides a strategy without which it changes nothing, in words."""
+        stated = self.setting.metadata["needs"]
+        found = self.part.NEEDS if stated is None else stated
+        return " and ".join(_words_of(need) for need in found if need != STRATEGY)
+
+    @property
+    def meaning(self) -> str:
+        """Meaning of its values."""
+        return str(self.setting.metadata["help"])
+
+    @property
+    def page(self) -> str:
+        """Page of docs/ that says more."""
+        return self.setting.metadata["page"] or self.part.PAGE
+
+    def add_to(self, group: Any) -> None:
+        """Add it to argparse's flags."""
+        default = self.setting.default
+        needs = f"; needs {self.needs}" if self.needs else ""
+        text = f"{self.meaning} (default: {self.default}{needs})".replace("%", "%%")
+        given: dict[str, Any] = {"dest": f"moe_ft_{self.setting.name}", "help": text}
+        if default is False:
+            group.add_argument(self.name, action="store_true", **given)
+            return
+        given["metavar"] = self.metavar
+        if isinstance(default, tuple):
+            group.add_argument(self.name, action="append", default=[], **given)
+            return
+        choices = self.choices
+        if self.setting.name == "without_spare":
+            choices = (*choices, OLD_ANSWER)
+        kind = str if default is None else type(default)
+        group.add_argument(self.name, type=kind, default=default, choices=choices or None, **given)
+
+
+def _words_of(need: str) -> str:
+    """Return a need, as `setting` takes it, in words."""
+    words = []
+    for choice in need.split("|"):
+        name, is_stated, value = choice.partition("=")
+        link = " other than" if name.endswith("!") else ""
+        words.append(f"{flag_of(name.removesuffix('!'))}{link}{' ' if is_stated else ''}{value}")
+    return " or ".join(words)
+
+
+def groups_of(
+    parts: Iterable[type[Part]], choices: Mapping[str, Sequence[str]] = _NO_CHOICES
+) -> dict[str, list[Flag]]:
+    """Return the flags of parts by the title of their group; those that most jobs give come first.
 
     Args:
         choices: by field name, where a field does not know its own.
     """
+    groups: dict[str, list[Flag]] = {_BASIC_TITLE: []}
     for part in parts:
-        group = parser.add_argument_group(f"moe_ft: {(part.__doc__ or '').strip()}")
-        for each in fields(part):
-            _add_flag(group, each, choices.get(each.name, each.metadata["choices"]))
+        title = part.TITLE or (part.__doc__ or "").strip().rstrip(".")
+        found = [
+            Flag(setting=each, part=part, choices=choices.get(each.name, each.metadata["choices"]))
+            for each in fields(part)
+        ]
+        groups[_BASIC_TITLE] += [each for each in found if each.setting.name in BASIC]
+        groups[title] = [each for each in found if each.setting.name not in BASIC]
+    groups[_BASIC_TITLE].sort(key=lambda each: BASIC.index(each.setting.name))
+    return {title: found for title, found in groups.items() if found}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    parts: Iterable[type[Part]],
+    choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
+    *,
+    is_brief: bool = False,
+) -> None:
+    """Add a group of flags for each part, after one with the basic flags of all.
+
+    Args:
+        choices: as for `groups_of`.
+        is_brief: whether the parser's help shows the basic ones alone, and names the flag that shows all.
+    """
+    groups = groups_of(parts, choices)
+    for title, found in groups.items():
+        group = parser.add_argument_group(f"moe_ft: {title}")
+        for each in found:
+            each.add_to(group)
+        if is_brief and title == _BASIC_TITLE:
+            group.add_argument(HELP_ALL, action=_HelpAll, const=lambda: help_of(groups))
+        elif is_brief:
+            parser._action_groups.remove(group)
     hidden: Any = {"dest": _OLD, "choices": OLD_ANSWERS, "help": argparse.SUPPRESS}
     parser.add_argument(OLD_FLAG, **hidden)
 
 
-def _add_flag(group: Any, each: Any, choices: Sequence[str]) -> None:
-    shared = {"dest": f"moe_ft_{each.name}", "help": each.metadata["help"].replace("%", "%%")}
-    valued = {**shared, "metavar": each.metadata["metavar"]}
-    if isinstance(each.default, bool):
-        group.add_argument(flag_of(each.name), action="store_true", **shared)
-    elif isinstance(each.default, tuple):
-        group.add_argument(flag_of(each.name), action="append", default=[], **valued)
-    else:
-        kind = str if each.default is None else type(each.default)
-        if each.name == "without_spare":
-            valued["metavar"], choices = f"{{{','.join(choices)}}}", (*choices, OLD_ANSWER)
-        valued |= {"type": kind, "default": each.default, "choices": choices or None}
-        group.add_argument(flag_of(each.name), **valued)
+def help_of(groups: Mapping[str, Sequence[Flag]]) -> str:
+    """Return the help of flags, as argparse writes it."""
+    parser = argparse.ArgumentParser(
+        add_help=False, usage=argparse.SUPPRESS, formatter_class=_WholeFlags
+    )
+    for title, found in groups.items():
+        group = parser.add_argument_group(f"moe_ft: {title}")
+        for each in found:
+            each.add_to(group)
+    return parser.format_help()
+
+
+class _WholeFlags(argparse.HelpFormatter):
+    """Format of a help that breaks no flag, so that it can be looked for."""
+
+    @override
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class _HelpAll(argparse.Action):
+    """Flag that prints what a function returns, its `const`, and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: Callable[[], str]) -> None:
+        text = "show all flags of moe_ft, and end"
+        super().__init__(option_strings, "help", 0, const, argparse.SUPPRESS, help=text)
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(self.const(), end="")
+        parser.exit()
 
 
 def config_from(args: argparse.Namespace, option_types: Mapping[str, type[Part]]) -> MoeFtConfig:

@@ -22,20 +22,22 @@ _DEFAULT_STAGING = "64MiB"
 class StrategyConfig(Part):
     """Strategy: the state that is checkpointed, and when."""
 
+    TITLE: ClassVar[str] = "strategy"
+    PAGE: ClassVar[str] = "strategies.md"
     NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 
-    strategy: str = setting(NO_STRATEGY, "which state is checkpointed when", needs=())
+    strategy: str = setting(NO_STRATEGY, "what is checkpointed, and when: none = nothing", needs=())
     interval: str = setting(
         "1",
         "iterations between snapshots; auto = the smallest that keeps the overhead under "
         "--moe-ft-overhead-limit",
-        metavar="N|auto",
+        metavar="{N,auto}",
         bounds=Bounds(at_least=1),
     )
     sharding: str = setting(
         "equal",
-        "who saves state that data-parallel ranks hold alike: their first rank, all in equal parts, or "
-        "(adaptive) the less the more selected experts a rank has; what the distributed optimizer has "
+        "which data-parallel rank saves replicated state: none = the first; equal = all, equal parts; "
+        "adaptive = all, the less the more selected experts a rank has; what the distributed optimizer has "
         "divided stays divided",
         choices=("none", "equal", "adaptive"),
     )
@@ -45,17 +47,21 @@ class StrategyConfig(Part):
         bounds=Bounds(above=0, below=1),
         remedy="Write 0.03 for three percent",
         needs=("interval=auto",),
+        metavar="FRACTION",
     )
     on_error: str = setting(
         "degrade",
         "when a background part fails: train on with the last good checkpoint, or raise",
         choices=("degrade", "raise"),
+        page="when_something_dies.md",
     )
     allow_untested: str | None = setting(
         None,
         f"what a start refuses as it has not run, and you want to try: some of {', '.join(UNTESTED)}",
         metavar="WHAT,...",
         needs=(),
+        unset="nothing",
+        page="gpus.md#what-a-start-refuses",
     )
 
     @property
@@ -81,6 +87,8 @@ class StrategyConfig(Part):
 class PrecisionConfig(Part):
     """Precision in which state is kept, and its packing."""
 
+    TITLE: ClassVar[str] = "precision"
+    PAGE: ClassVar[str] = "precision.md"
     NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 
     state_dtype: str | None = setting(
@@ -89,19 +97,21 @@ class PrecisionConfig(Part):
         f"it is not named; FORMAT is one of {', '.join(Packing)}; split (of masters only) keeps them as BF16 "
         "weights and what these leave out, and loses nothing",
         metavar="PART=FORMAT,...",
+        unset="exact",
     )
     allow_lossy: bool = setting(
         False,
         "let a strategy that recovers exactly keep state in a format that does not, or have peers repeat the "
         "steps of fused Adam, which rounds otherwise; it is exact no more",
         needs=("state_dtype|replicate=gradients",),
+        page="gradient_replicas.md#fused-adam",
     )
     staging_bytes: str | None = setting(
         None,
-        "device memory in which snapshots are packed, half of it at a time; default: "
-        f"{_DEFAULT_STAGING} if --moe-ft-state-dtype names a format, else none. Given, exact state is "
+        "device memory in which snapshots are packed, half of it at a time; if it is given, exact state is "
         "packed too, and copied in few large pieces",
         metavar="SIZE",
+        unset=f"{_DEFAULT_STAGING} if --moe-ft-state-dtype names a format, else none",
     )
 
     @property

@@ -42,6 +42,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft import saying
 from moe_ft.cluster.forked_rank import run_script
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.flags import HELP_ALL
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refuse, refusing
@@ -183,7 +184,7 @@ def run(name: str, *, is_module: bool = False) -> None:
         else:
             run_script(name)
     except SystemExit as end:
-        if end.code or {"-h", "--help"} & {*words}:
+        if end.code or {"-h", "--help", HELP_ALL} & {*words}:
             raise
         check_has_trained(words)
         raise

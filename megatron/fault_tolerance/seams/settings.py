@@ -38,9 +38,12 @@ _PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("m
 
 
 def add_moe_ft_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the --moe-ft-* flags to a parser, and make its --help work."""
+    """Add the --moe-ft-* flags to a parser, and make its --help work, and short."""
     parts = flags.part_types(registry.option_types()).values()
-    flags.add_flags(parser, parts, {"strategy": registry.names()})
+    choices = {"strategy": registry.names()}
+    flags.add_flags(parser, parts, choices, is_brief=parser.add_help)
+    if parser.usage is None:  # that of all of Megatron's flags has 640 lines
+        parser.usage = "%(prog)s [FLAG [VALUE ...]] ..."
     _mend_help(parser)
 
 

@@ -1,7 +1,7 @@
 """Options of the strategy `partial`: which experts a snapshot holds."""
 
 from dataclasses import dataclass
-from typing import override
+from typing import ClassVar, override
 
 from moe_ft.config.fields import Bounds, Part, setting
 from moe_ft.errors import ConfigError
@@ -11,11 +11,13 @@ from moe_ft.errors import ConfigError
 class PartialConfig(Part):
     """Partial experts checkpointing: which experts a snapshot holds."""
 
+    TITLE: ClassVar[str] = "strategy partial"
+    PAGE: ClassVar[str] = "partial.md"
     k_snapshot: str = setting(
         "auto",
         "experts per MoE layer in each snapshot; auto = as many as can be copied while forward and "
         "backward run",
-        metavar="N|auto",
+        metavar="{N,auto}",
         bounds=Bounds(at_least=1),
     )
     k_persist: int = setting(
@@ -46,6 +48,8 @@ class PartialConfig(Part):
         bounds=Bounds(above=0, below=1),
         remedy="Write 0.0375 for 3.75 percent",
         needs=("dynamic_k",),
+        metavar="FRACTION",
+        page="lost_tokens.md",
     )
 
     @property

@@ -1,7 +1,7 @@
 """Options of the strategy `selective`: budgets of bytes, and the rule that spends them."""
 
 from dataclasses import dataclass
-from typing import override
+from typing import ClassVar, override
 
 from moe_ft.config.fields import PEERS, Bounds, Part, flag_of, parse_size, setting
 from moe_ft.errors import ConfigError
@@ -14,16 +14,18 @@ AGE, PAPER = "age", "paper"
 class SelectiveConfig(Part):
     """Selective checkpoints: how much a snapshot may hold, and which experts those are."""
 
+    TITLE: ClassVar[str] = "strategy selective"
+    PAGE: ClassVar[str] = "selective.md"
     local_budget: str = setting(
         "auto",
         "bytes of a rank in a snapshot, like 2GiB; auto = as many as can be copied while forward and "
         "backward run, and committed until the next snapshot",
-        metavar="SIZE|auto",
+        metavar="{SIZE,auto}",
     )
     remote_budget: str = setting(
         "auto",
         "bytes of a snapshot that each peer of a rank gets; auto = as many as can be sent until the next one",
-        metavar="SIZE|auto",
+        metavar="{SIZE,auto}",
         needs=(PEERS,),
     )
     selective_rule: str = setting(

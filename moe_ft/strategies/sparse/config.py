@@ -1,6 +1,7 @@
 """Options of the strategy `sparse`: its windows, and the order of their units."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moe_ft.config.fields import Bounds, Part, setting
 from moe_ft.strategies.sparse.popularity import MEASURES
@@ -10,11 +11,13 @@ from moe_ft.strategies.sparse.popularity import MEASURES
 class SparseConfig(Part):
     """Sparse windows: how many snapshots hold everything once, and which units come first."""
 
+    TITLE: ClassVar[str] = "strategy sparse"
+    PAGE: ClassVar[str] = "sparse.md"
     window: str = setting(
         "auto",
         "snapshots of consecutive iterations that together hold every unit; auto = as few as cost no "
         "time, measured while training",
-        metavar="N|auto",
+        metavar="{N,auto}",
         bounds=Bounds(at_least=1),
     )
     max_window: int = setting(
@@ -37,18 +40,21 @@ class SparseConfig(Part):
         bounds=Bounds(at_least=0, below=1),
         remedy="Write 0.9 to remember about ten iterations",
         needs=("unit_order=decayed",),
+        metavar="FRACTION",
     )
     reorder_change: float = setting(
         0.10,
         "relative change of an expert's share of tokens that counts as one",
         bounds=Bounds(at_least=0),
         remedy="Write 0.1 for ten percent",
+        metavar="FRACTION",
     )
     reorder_fraction: float = setting(
         0.25,
         "fraction of the experts that must have changed before units are ordered again",
         bounds=Bounds(at_least=0, at_most=1),
         remedy="Write 0.25 for a quarter of the experts",
+        metavar="FRACTION",
     )
 
     @property

@@ -69,7 +69,7 @@ def test_no_command_but_plan_imports_torch(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("", "a command is missing. moe_ft --help lists them."),
-        ("zzzz", "there is no command zzzz. They are run, keep, "),
+        ("zzzz", "there is no command zzzz. moe_ft --help lists them."),
         ("reprot x", "there is no command reprot. Did you mean report?"),
         ("--verson", "unrecognized arguments: --verson. Did you mean --version?"),
         ("report x --jsn", "report: error: unrecognized arguments: --jsn. Did you mean --json?"),

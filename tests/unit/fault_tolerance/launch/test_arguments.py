@@ -87,6 +87,20 @@ def test_misspelled_flag_is_refused_also_where_the_script_ignores_unknown_ones(
     )
 
 
+def test_help_of_a_script_ends_with_the_flags_that_most_jobs_give(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        parse(monkeypatch, "--help")
+    text = capsys.readouterr().out
+    assert text.startswith("usage: train.py [FLAG [VALUE ...]] ...\n\n")
+    _, flags, own = text.partition("\nmoe_ft: basic:\n")
+    assert flags and "--num-layers " in text and "--moe-ft-window" not in text
+    assert own.startswith("  --moe-ft-strategy {none,") and own.endswith(
+        "show all flags of moe_ft, and end\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

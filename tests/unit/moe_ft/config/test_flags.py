@@ -8,7 +8,14 @@ import pytest
 
 from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.config.fields import Bounds, Part, flag_of, setting
-from moe_ft.config.flags import add_flags, config_from, config_from_settings, part_types
+from moe_ft.config.flags import (
+    BASIC,
+    HELP_ALL,
+    add_flags,
+    config_from,
+    config_from_settings,
+    part_types,
+)
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.registry import names, option_types
 
@@ -19,7 +26,9 @@ class Options(Part):
 
     depth: int = setting(2, "100% of it", bounds=Bounds(at_least=1), remedy="Give a depth")
     color: str = setting("red", "one of two", choices=("red", "blue"))
-    share: float = setting(0.5, "part", bounds=Bounds(above=0, below=1), remedy="Write 0.5")
+    share: float = setting(
+        0.5, "part", metavar="FRACTION", bounds=Bounds(above=0, below=1), remedy="Write 0.5"
+    )
     every: str = setting("auto", "how often", bounds=Bounds(at_least=1))
     is_deep: bool = setting(False, "a switch")
     tags: tuple[str, ...] = setting((), "may be repeated")
@@ -73,6 +82,32 @@ def test_every_setting_has_a_help_text_and_a_flag_of_its_own() -> None:
     assert all(each.metadata["help"] for each in settings)
     flags = [flag_of(each.name) for each in settings]
     assert len(flags) == len(set(flags))
+
+
+def test_every_flag_with_a_value_names_it() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, part_types(option_types()).values(), {"strategy": names()})
+    own = [each for each in parser._actions if each.help != argparse.SUPPRESS and each.nargs != 0]
+    assert all(each.metavar and each.metavar != "{}" for each in own)
+
+
+def test_brief_help_has_the_basic_flags_and_a_flag_that_shows_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, usage="")
+    parts = part_types({"test": Options}).values()
+    add_flags(parser, parts, {"strategy": (*names(), "test")}, is_brief=True)
+    flags = re.findall(r"^  (--moe-ft-[\w-]+)", parser.format_help(), re.MULTILINE)
+    assert flags == [*map(flag_of, BASIC), HELP_ALL]
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args([HELP_ALL])
+    text = capsys.readouterr().out
+    assert text.startswith("moe_ft: basic:\n  --moe-ft-strategy {none,")
+    assert "moe_ft: Options of a strategy: for this test:\n" in text
+    assert "100% of it (default: 2)\n" in text
+    assert config_from(parser.parse_args(["--moe-ft-depth=7"]), {"test": Options}).options == {
+        "test": Options(depth=7)
+    }
 
 
 def test_value_out_of_its_bounds_is_named_with_flag_rule_and_remedy() -> None:

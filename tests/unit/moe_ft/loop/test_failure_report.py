@@ -17,8 +17,8 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 
 from moe_ft.cluster import member
 from moe_ft.cluster.signed_store import SignedStore
-from moe_ft.config.config import FaultConfig, MoeFtConfig
-from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import FaultConfig, ObservabilityConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase

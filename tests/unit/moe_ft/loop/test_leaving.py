@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
 
 from moe_ft.cluster.signed_store import SignedStore
-from moe_ft.config.config import FaultConfig, MoeFtConfig
+from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.observability import FaultConfig
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.events import EventLog
