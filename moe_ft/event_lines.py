@@ -37,7 +37,21 @@ class Start(Line, frozen=True, kw_only=True, tag_field="event", tag="start"):
 
     pid: Count = 0
     host: str = ""
+    job: str = ""
+    strategy: str = ""
+    moe_ft: str = ""
+    torch: str = ""
+    megatron: str = ""
     world_size: Count = 0
+    tp: Count = 0
+    pp: Count = 0
+    ep: Count = 0
+    etp: Count = 0
+    dp: Count = 0
+    num_layers: Int | None = None
+    hidden_size: Int | None = None
+    num_experts: Int | None = None
+    seq_length: Int | None = None
     train_iterations: Int | None = None
 
 

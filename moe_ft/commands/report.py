@@ -1,70 +1,39 @@
 """`moe_ft report`: summarize a run from its event log: how far it came, how fast, and how each rank ended.
 
-As text, as JSON, or as a page with pictures, which report_page.py draws. report_run.py reads the log.
+The words are here, of the text and of the tables of the page. report_summary.py has the numbers,
+report_page.py draws, report_run.py reads the log.
 """
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_ft.commands.pages import check_page, shares_table, write_page
 from moe_ft.commands.parsers import Commands, add_command
-from moe_ft.commands.report_course import Row, show
-from moe_ft.commands.report_page import as_html
-from moe_ft.commands.report_run import RankSummary, Run, read_run
-from moe_ft.format.encoding import convert_leaves, finite_or_name
-from moe_ft.planning.time_shares import TimeShares
-from moe_ft.tables import table
+from moe_ft.commands.report_course import show
+from moe_ft.commands.report_page import Cells, as_html
+from moe_ft.commands.report_run import read_run
+from moe_ft.commands.report_summary import (
+    Job,
+    RecoveryFacts,
+    RepairFacts,
+    Report,
+    as_json,
+    summarize_run,
+)
+from moe_ft.config.fields import size_text
+from moe_ft.tables import table, terminal_width
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """Course of a run over all its incarnations; None where the log does not say.
-
-    Attributes:
-        recoveries: rows of a table for people.
-        repairs: rows of another one; each has a recovery of the same start.
-        hangs: by section of the loop; None if not all ranks were read.
-        shares: of the time from the first iteration to the last.
-        snapshots: rows on what one rank has sent, on tokens that are not everywhere, and on slots.
-        left_out: a line on each part of the log that could not be read.
-    """
-
-    num_iterations: int
-    num_incarnations: int
-    first_loss: float | None
-    last_loss: float | None
-    iteration_s: float | None
-    tokens_per_s: float | None
-    ranks: tuple[RankSummary, ...]
-    recoveries: tuple[Row, ...]
-    repairs: tuple[Row, ...]
-    hangs: Mapping[str, int] | None
-    shares: TimeShares
-    snapshots: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-
-
-def summarize_run(run: Run) -> RunSummary:
-    """Return what a run comes to in a few numbers."""
-    course = run.course
-    return RunSummary(
-        num_iterations=run.num_iterations,
-        num_incarnations=1 + max(each.incarnation for each in run.ranks),
-        first_loss=course.first_loss,
-        last_loss=course.last_loss,
-        iteration_s=course.iteration_s,
-        tokens_per_s=course.tokens_per_s,
-        ranks=run.ranks,
-        recoveries=tuple(course.recovery_rows()),
-        repairs=tuple(course.repair_rows()),
-        hangs=run.hangs,
-        shares=run.shares,
-        snapshots=(*course.snapshot_rows(), *run.total.slots.rows()),
-        left_out=run.left_out,
-    )
+_MOST_HOSTS = 8
+_RECOVERIES = (
+    *("start", "continued from", "replayed", "units from", "kept", "lost tokens", "PLT %", "MTL %"),
+    *("in all %", "loss before", "after", "highest"),
+)
+_REPAIRS = (
+    *("start", "replaced ranks", "that hung", "nodes", "played", "in iteration", "seconds"),
+)
+_RANKS = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
 
 
 def add_report_command(commands: Commands) -> None:
@@ -87,71 +56,142 @@ def _run(options: argparse.Namespace) -> int:
     directory = Path(options.run_dir)
     check_page(options.html)
     run = read_run(directory, all_ranks=options.json or options.html is not None)
-    summary = summarize_run(run)
+    report = summarize_run(run, directory)
     if options.html is not None:
-        write_page(options.html, as_html(run, _facts(summary, directory)))
-    print(_as_json(run, summary) if options.json else render(summary, directory))
+        write_page(options.html, as_html(run, tables_of(report)))
+    print(as_json(report) if options.json else render(report, terminal_width()))
     return 0
 
 
-def render(summary: RunSummary, directory: Path) -> str:
-    """Return the summary as text; ranks are listed if one did not finish."""
-    text = table(_facts(summary, directory))
-    text += "\n\n" + shares_table({"share": summary.shares})
-    if summary.recoveries:
-        text += "\n\n" + rows_table(summary.recoveries)
-    if summary.repairs:
-        text += "\n\n" + rows_table(summary.repairs)
-    if any(rank.ending != "finished" for rank in summary.ranks):
-        ranks = map(astuple, summary.ranks)
-        headers = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
-        text += "\n\n" + table(ranks, headers)
-    if summary.left_out:
-        text += "\n\n" + "\n".join(f"left out: {line}" for line in summary.left_out)
-    return text
+def render(report: Report, width: int | None = None) -> str:
+    """Return the report as text, in lines of a width; ranks are listed if one did not finish."""
+    tables = tables_of(report)
+    if all(rank.ending == "finished" for rank in report.ranks):
+        del tables["ranks"]
+    facts, *others = (table(rows, headers, width=width) for headers, rows in tables.values())
+    left_out = "\n".join(f"left out: {line}" for line in report.left_out)
+    shares = shares_table({"share": report.time_shares})
+    return "\n\n".join(filter(None, [facts, shares, *others, left_out]))
 
 
-def rows_table(rows: Sequence[Row]) -> str:
-    """Return rows as a table."""
-    return table([[*row.values()] for row in rows], [*rows[0]])
-
-
-def _idle(summary: RunSummary) -> str:
-    known = [each.idle_s for each in summary.ranks if each.idle_s is not None]
-    return f"{min(known):.3f} to {max(known):.3f}" if known else "-"
-
-
-def _hangs(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    if summary.hangs:
-        yield "hangs", ", ".join(f"{num} in {name}" for name, num in summary.hangs.items())
-
-
-def _starts(summary: RunSummary) -> str:
-    if not summary.repairs:
-        return str(summary.num_incarnations)
-    return f"{summary.num_incarnations}, {len(summary.repairs)} of them repairs in place"
-
-
-def _facts(summary: RunSummary, directory: Path) -> list[tuple[str, str]]:
-    return [
-        ("iterations", str(summary.num_iterations)),
-        ("starts", _starts(summary)),
-        ("loss at start", show(summary.first_loss)),
-        ("loss at end", show(summary.last_loss)),
-        ("seconds per iteration (median)", show(summary.iteration_s)),
-        ("tokens per second", show(summary.tokens_per_s, ",.0f")),
-        ("seconds idle, by rank (median)", _idle(summary)),
-        *_hangs(summary),
-        *summary.snapshots,
-        ("events", str(directory)),
+def tables_of(report: Report) -> dict[str, Cells]:
+    """Return headers and rows of each table that has rows: facts, recoveries, repairs, ranks."""
+    found: dict[str, Cells] = {"facts": ((), [*_facts(report)])}
+    if report.recoveries:
+        found["recoveries"] = _RECOVERIES, [*map(_recovery, report.recoveries)]
+    if report.repairs:
+        found["repairs"] = _REPAIRS, [*map(_repair, report.repairs)]
+    ranks = [
+        (each.rank, each.start, each.iteration, each.phase or "", each.ending, show(each.idle_s))
+        for each in report.ranks
     ]
+    return {**found, "ranks": (_RANKS, ranks)}
 
 
-def _as_json(run: Run, summary: RunSummary) -> str:
-    """Return the summary for programs, with bytes and seconds by tier."""
-    tiers = {
-        tier: {name: getattr(each, name) for name in ("num", "num_bytes", "seconds", "longest_s")}
-        for tier, each in run.total.traffic.items()
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield from _job(report.job)
+    yield "time", f"{_clock(report.first_event_unix_s)} to {_clock(report.last_event_unix_s)}"
+    planned = report.job.train_iterations
+    yield "iterations", f"{report.last_iteration}" + (f" of {planned}" if planned else "")
+    repairs = f", {len(report.repairs)} of them repairs in place" if report.repairs else ""
+    yield "starts", f"{report.num_starts}{repairs}"
+    yield "loss at start", show(report.first_loss)
+    yield "loss at end", show(report.last_loss)
+    yield "seconds per iteration (median)", show(report.iteration_s)
+    yield "tokens per second", show(report.tokens_per_s, ",.0f")
+    idle = [each.idle_s for each in report.ranks if each.idle_s is not None]
+    between = f"{min(idle):.3f} to {max(idle):.3f}" if idle else "-"
+    yield "seconds idle, by rank (median)", between
+    if report.hangs:
+        yield "hangs", ", ".join(f"{num} in {name}" for name, num in report.hangs.items())
+    yield from _checkpoints(report)
+    yield "events", report.event_log
+
+
+def _job(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield rows on what was run, as far as the log says so."""
+    if job.name or job.strategy:
+        yield "job", f"{job.name or 'without a name'}, strategy {job.strategy or '-'}"
+    sizes = {
+        "layers": job.num_layers,
+        "hidden size": job.hidden_size,
+        "experts": job.num_experts,
+        "tokens of a sequence": job.seq_length,
     }
-    value = asdict(summary) | {"badput": summary.shares.badput, "tiers": tiers}
-    return json.dumps(convert_leaves(value, finite_or_name), indent=1)
+    if model := ", ".join(f"{num:,} {what}" for what, num in sizes.items() if num):
+        yield "model", model
+    if job.num_ranks:
+        degrees = {name: getattr(job, name) for name in ("tp", "pp", "ep", "etp", "dp")}
+        layout = ", ".join(f"{name} {num}" for name, num in degrees.items() if num)
+        yield "layout", f"{job.num_ranks} ranks" + (f": {layout}" if layout else "")
+    if job.hosts:
+        more = len(job.hosts) - _MOST_HOSTS
+        named = ", ".join(job.hosts[:_MOST_HOSTS]) + (f" and {more} more" if more > 0 else "")
+        yield "hosts", f"{len(job.hosts)}: {named}"
+    versions = {
+        "moe_ft": job.moe_ft_version,
+        "Megatron": job.megatron_version,
+        "torch": job.torch_version,
+    }
+    if known := ", ".join(f"{name} {version}" for name, version in versions.items() if version):
+        yield "versions", known
+
+
+def _checkpoints(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the numbers of ranks, what one has sent to peers, what failures would have lost, and slots."""
+    if report.rank_changes:
+        parts = [str(report.rank_changes[0].from_ranks)]
+        for each in report.rank_changes:
+            waiting = f" ({len(each.waiting_ranks)} wait)" if each.waiting_ranks else ""
+            parts.append(f"{each.to_ranks} from iteration {each.iteration}{waiting}")
+        yield "ranks", ", ".join(parts)
+    if report.peer_state_bytes:
+        sent = f"{size_text(report.peer_state_bytes)}, {size_text(report.peer_gradient_bytes)}"
+        yield "state, gradients to peers", f"{sent} (last rank)"
+    for tier, tokens in report.mean_tokens_at_risk.items():
+        yield f"tokens not in {tier} (mean)", f"{tokens:,.0f}"
+    if (slots := report.expert_slots) is not None:
+        moved = f"{slots.num_moved_replicas} replicas moved"
+        yield (
+            "tables of slots",
+            f"{slots.num_tables} new ones in {slots.num_layers} layers, {moved}",
+        )
+        ratios = f"{slots.imbalance_before:.2f} and {slots.imbalance_after:.2f}"
+        yield "busiest rank over the mean", f"{ratios}, before new tables and with them (mean)"
+        sent = f"{size_text(slots.sent_bytes)} of gradients and weights"
+        yield "sent for slots, by a rank", f"{sent}, 0 B of the optimizer's state"
+
+
+def _recovery(recovery: RecoveryFacts) -> tuple[object, ...]:
+    return (
+        recovery.start,
+        recovery.target_iteration,
+        recovery.replayed_iterations,
+        _list(recovery.num_units_by_source, "{0} {1}"),
+        _list(recovery.lossy, "{0} {1}") or "exact",
+        recovery.lost_tokens,
+        *(f"{100 * each:.3f}" for each in (recovery.plt, recovery.mtl, recovery.total_plt)),
+        show(recovery.loss_before),
+        show(recovery.loss_after),
+        show(recovery.highest_loss_after),
+    )
+
+
+def _repair(repair: RepairFacts) -> tuple[object, ...]:
+    return (
+        repair.start,
+        ", ".join(map(str, repair.dead_ranks)),
+        ", ".join(repair.hung_s) or "-",
+        _list(repair.hosts_taken_over, "{1} for {0}") or "-",
+        _list(repair.played_by, "{0} by {1}") or "-",
+        repair.broken_iteration,
+        f"{repair.repair_s:.1f}",
+    )
+
+
+def _list(values: Mapping[str, object], form: str) -> str:
+    return ", ".join(form.format(*each) for each in values.items())
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_s))

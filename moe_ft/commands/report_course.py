@@ -4,15 +4,13 @@ It takes the events one by one and keeps little of them. report_rank.py reads th
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
 
-from moe_ft.config.fields import size_text
 from moe_ft.event_lines import AtRisk, Elastic, Iteration, Line, Recovery, Repair, Replicate, Start
 
-Row = dict[str, object]  # of a table for people
 _NUM_AROUND_RECOVERY = 5
 _NUM_KEPT = 50_000  # samples for a median, and losses for recoveries to go back to
 _NUM_POINTS = 528  # of the curve of losses
@@ -64,18 +62,18 @@ class Course:
 
     def __init__(self, last_iteration: int) -> None:
         """Begin; the curve of losses is as fine as the number of iterations allows."""
-        self.recoveries: list[Recovery] = []
+        self.last_start: Start | None = None
+        self.recoveries: list[Around] = []
         self.repairs: list[Repair] = []
         self.changes: list[Elastic] = []  # of the number of ranks
         self.points: dict[int, Point] = {}
         self._per_point = max(1, -(-last_iteration // _NUM_POINTS))
-        self._around: list[_Around] = []
-        self._open: list[_Around] = []  # those that want more losses
+        self._open: list[Around] = []  # those that want more losses
         self._losses: dict[int, float] = {}  # the newest, as the last attempt had them
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self._iteration_s, self._num_tokens = Median(), Median()
-        self._state_bytes = self._gradient_bytes = 0  # to peers
+        self.state_bytes = self.gradient_bytes = 0  # to peers
         self._at_risk: dict[str, tuple[int, int]] = {}  # by target: tokens in all, and events
         self._is_steady = False  # the first iteration of a start pays for warming up
         self._takes: dict[type[Line], Callable[..., None]] = {
@@ -114,39 +112,22 @@ class Course:
         seconds, tokens = self._iteration_s.value, self._num_tokens.value
         return tokens / seconds if seconds and tokens else None
 
-    def recovery_rows(self) -> Iterator[Row]:
-        """Yield a row for each recovery: what it cost, and the loss around it."""
-        return map(_summarize_recovery, self.recoveries, self._around)
-
-    def repair_rows(self) -> Iterator[Row]:
-        """Yield a row for each repair."""
-        return map(_summarize_repair, self.repairs)
-
-    def snapshot_rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the numbers of ranks, what this one has sent to peers, what failures would have lost."""
-        if self.changes:
-            parts = [str(self.changes[0].from_)]
-            for each in self.changes:
-                waiting = f" ({len(each.waiting)} wait)" if each.waiting else ""
-                parts.append(f"{each.to} from iteration {each.iteration}{waiting}")
-            yield "ranks", ", ".join(parts)
-        if self._state_bytes:
-            sent = f"{size_text(self._state_bytes)}, {size_text(self._gradient_bytes)}"
-            yield "state, gradients to peers", f"{sent} (last rank)"
-        for target, (tokens, num) in sorted(self._at_risk.items()):
-            yield f"tokens not in {target} (mean)", f"{tokens / num:,.0f}"
+    @property
+    def mean_tokens_at_risk(self) -> dict[str, float]:
+        """Tokens that a failure would have lost, on average, by where copies are."""
+        return {target: tokens / num for target, (tokens, num) in sorted(self._at_risk.items())}
 
     def _replicate(self, event: Replicate) -> None:
-        self._state_bytes += event.state_bytes or 0
-        self._gradient_bytes += event.gradient_bytes
+        self.state_bytes += event.state_bytes or 0
+        self.gradient_bytes += event.gradient_bytes
 
     def _risk(self, event: AtRisk) -> None:
         for target, tokens in event.tokens.items():
             before, num = self._at_risk.get(target, (0, 0))
             self._at_risk[target] = before + tokens, num + 1
 
-    def _start(self, _: Start) -> None:
-        self._is_steady = False
+    def _start(self, event: Start) -> None:
+        self.last_start, self._is_steady = event, False
 
     def _iterate(self, event: Iteration) -> None:
         if self._is_steady:
@@ -177,53 +158,21 @@ class Course:
         self._losses = {each: loss for each, loss in self._losses.items() if each <= target}
         self.points = {n: point for n, point in self.points.items() if point.iteration <= target}
         before = [self._losses[each] for each in sorted(self._losses)[-_NUM_AROUND_RECOVERY:]]
-        self.recoveries.append(event)
-        self._around.append(_Around(incarnation=event.incarnation, before=before))
-        self._open.append(self._around[-1])
+        self.recoveries.append(Around(event=event, before=before))
+        self._open.append(self.recoveries[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Around:
-    """Losses before a recovery and after it."""
+class Around:
+    """Recovery, and some losses before it and after it."""
 
-    incarnation: int
+    event: Recovery
     before: list[float]
     after: list[float] = field(default_factory=list)
 
     def takes(self, incarnation: int, loss: float) -> bool:
         """Take a loss if it is one of the next; return whether more are wanted."""
-        if incarnation != self.incarnation:
+        if incarnation != self.event.incarnation:
             return False
         self.after.append(loss)
         return len(self.after) < _NUM_AROUND_RECOVERY
-
-
-def _summarize_recovery(event: Recovery, around: _Around) -> Row:
-    before, after = around.before, around.after
-    return {
-        "start": event.incarnation,
-        "continued from": event.target_iteration,
-        "replayed": event.replayed_iterations,
-        "units from": ", ".join(f"{tier} {count}" for tier, count in event.sources.items()),
-        "kept": ", ".join(f"{key} {as_}" for key, as_ in event.lossy.items()) or "exact",
-        "lost tokens": event.lost_tokens,
-        "PLT %": f"{100 * event.plt:.3f}",
-        "MTL %": f"{100 * event.mtl:.3f}",
-        "in all %": f"{100 * event.total_plt:.3f}",
-        f"loss of {_NUM_AROUND_RECOVERY} before": show(median(before) if before else None),
-        "after": show(median(after) if after else None),
-        "highest": show(max(after, default=None)),
-    }
-
-
-def _summarize_repair(repair: Repair) -> Row:
-    """Return the row of a repair. Iterations are counted from 1, as log lines do."""
-    return {
-        "start": repair.incarnation,
-        "replaced ranks": ", ".join(map(str, repair.dead_ranks)),
-        "that hung": ", ".join(repair.hung_s) or "-",
-        "nodes": ", ".join(f"{by} for {lost}" for lost, by in repair.taken_over.items()) or "-",
-        "played": ", ".join(f"{dead} by {by}" for dead, by in repair.played.items()) or "-",
-        "in iteration": repair.broken_iteration + 1,
-        "seconds": f"{repair.seconds:.1f}",
-    }

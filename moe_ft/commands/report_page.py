@@ -17,13 +17,14 @@ from itertools import accumulate, groupby
 from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, ROW, fill_page, html_table, key_of_colours, label, svg
-from moe_ft.commands.report_course import Course, show
+from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_rank import MOST_ENDS, NUM_BUCKETS, Frame, Mark, RankSums
 from moe_ft.commands.report_run import Group, Run
 from moe_ft.config.fields import size_text
 from moe_ft.loop.course import Tier
 from moe_ft.planning.time_shares import Spent, TimeShares
 
+Cells = tuple[Sequence[str], Sequence[Sequence[object]]]  # headers, and rows
 _MOST_LAYERS = 8
 _MOST_EVENTS = 500  # recoveries and repairs, of which the last ones are shown
 _CHART_ROWS = 7
@@ -49,12 +50,12 @@ _SYMBOLS = {
 _LOW, _HIGH, _STEPS = (55, 126, 184), (217, 95, 2), 8
 
 
-def as_html(run: Run, facts: Sequence[tuple[str, str]]) -> str:
-    """Return the report as a page; its numbers are those of the text."""
+def as_html(run: Run, tables: Mapping[str, Cells]) -> str:
+    """Return the report as a page; it has the tables of the text, and those in it have the same numbers."""
     total = run.total
     return fill_page(
         "report.html",
-        facts=html_table(("", ""), facts),
+        facts=html_table(*tables["facts"]),
         shares=_draw_shares(run.shares),
         share_table=html_table(
             ("time", "share"),
@@ -78,34 +79,21 @@ def as_html(run: Run, facts: Sequence[tuple[str, str]]) -> str:
             run.frame,
         ),
         read=", ".join(f"{size_text(num)} from {tier}" for tier, num in total.read_bytes.items()),
-        recoveries=_rows_table([*run.course.recovery_rows()]),
-        repairs=_rows_table([*run.course.repair_rows()]),
+        recoveries=_event_table(tables, "recoveries"),
+        repairs=_event_table(tables, "repairs"),
         lost=_draw_lost(run.course),
         loads=[*_draw_loads(total)],
         num_layers=len({layer for layers in total.loads.values() for layer in layers}),
         memory=_draw_curves({"resident": total.resident, "device": total.device}, run.frame),
         peak=size_text(total.peak_bytes) if total.peak_bytes else "",
-        ranks=html_table(
-            ("rank", "start", "iterations done", "last phase", "how it ended", "idle s"),
-            [
-                (
-                    each.rank,
-                    each.incarnation,
-                    each.iteration,
-                    each.phase,
-                    each.ending,
-                    show(each.idle_s),
-                )
-                for each in run.ranks
-            ],
-        ),
+        ranks=html_table(*tables["ranks"]),
         left_out=run.left_out,
     )
 
 
-def _rows_table(rows: Sequence[Mapping[str, object]]) -> Markup:
-    shown = [[*row.values()] for row in rows[-_MOST_EVENTS:]]
-    return html_table([*rows[0]], shown) if rows else Markup()
+def _event_table(tables: Mapping[str, Cells], name: str) -> Markup:
+    headers, rows = tables.get(name, ((), ()))
+    return html_table(headers, rows[-_MOST_EVENTS:]) if rows else Markup()
 
 
 def _path(kind: str, moves: str, **attributes: object) -> str:
@@ -281,7 +269,7 @@ def _draw_loss(course: Course, frame: Frame) -> Markup:
         _curve("range", ((x(each.iteration), each.high) for each in points), low, high),
         _curve("loss", ((x(each.iteration), each.mean) for each in points), low, high),
     ]
-    for event in course.recoveries[-_MOST_EVENTS:]:
+    for event in (each.event for each in course.recoveries[-_MOST_EVENTS:]):
         at, lost = x(event.target_iteration), f"{event.lost_tokens:,} tokens lost"
         text = (
             f"start {event.incarnation} continues from iteration {event.target_iteration}; {lost}"
@@ -367,7 +355,8 @@ def _shade(ratio: float) -> int:
 
 def _draw_lost(course: Course) -> Markup:
     """Return a map of the tokens that the last lossy recovery cost, layer by layer."""
-    found = next((each for each in reversed(course.recoveries) if each.lost_tokens), None)
+    events = (each.event for each in reversed(course.recoveries))
+    found = next((each for each in events if each.lost_tokens), None)
     if found is None or not found.lost_per_expert:
         return Markup()
     layers = sorted(found.lost_per_expert, key=_in_order)

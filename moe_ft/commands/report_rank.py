@@ -17,7 +17,6 @@ from typing import Any
 
 from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import Sampling
-from moe_ft.config.fields import size_text
 from moe_ft.event_lines import (
     Degraded,
     End,
@@ -163,21 +162,6 @@ class SlotSums:
         self.mean += other.mean
         self.sent_bytes = max(self.sent_bytes, other.sent_bytes)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return rows on what they were good for, and on what they cost; none without slots."""
-        if not self.num:
-            return []
-        ratios = " and ".join(f"{each / max(1, self.mean):.2f}" for each in self.most)
-        moved = f"{self.num} new ones in {len(self.layers)} layers, {self.num_moved} replicas moved"
-        sent = (
-            f"{size_text(self.sent_bytes)} of gradients and weights, 0 B of the optimizer's state"
-        )
-        return [
-            ("tables of slots", moved),
-            ("busiest rank over the mean", f"{ratios}, before new tables and with them (mean)"),
-            ("sent for slots, by a rank", sent),
-        ]
-
 
 @dataclass(kw_only=True, slots=True)
 class RankSums:
@@ -195,6 +179,7 @@ class RankSums:
         peak_bytes: of device memory at the end.
         hangs: for which ranks have ended themselves, by section of the loop.
         slots: new tables, which one rank of each stage has written.
+        hosts: where it ran, in all starts.
     """
 
     num_ranks: int = 1
@@ -211,6 +196,7 @@ class RankSums:
     peak_bytes: int = 0
     hangs: Counter[str] = field(default_factory=Counter)
     slots: SlotSums = field(default_factory=SlotSums)
+    hosts: set[str] = field(default_factory=set)
 
     def add(self, other: "RankSums") -> None:
         """Add those of other ranks."""
@@ -232,6 +218,7 @@ class RankSums:
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
         self.hangs += other.hangs
         self.slots.add(other.slots)
+        self.hosts |= other.hosts
         for iteration, layers in other.loads.items():
             _add_loads(self.loads.setdefault(iteration, {}), layers)
         for iteration, layers in other.saved.items():
@@ -317,6 +304,8 @@ class RankReader:
         if event.pid != self._pid and not self._has_told:
             self._mark(self._last_s, Mark.FAULT, "fell silent")
         self._pid, self._has_told = event.pid, False
+        if event.host:
+            self.sums.hosts.add(event.host)
         self._time.start()
 
     def _iterate(self, event: Iteration) -> None:

@@ -89,6 +89,7 @@ class Run:
         course: of the job, as the last rank of each start tells it.
         first_sums: sums of the first rank, which every start has.
         groups: of ranks, with their sums; only the first and last rank's where the others were not read.
+        first_hosts: where all ranks were first.
         left_out: a line on each part of the log that could not be read.
     """
 
@@ -97,6 +98,7 @@ class Run:
     course: Course
     first_sums: RankSums
     groups: tuple[Group, ...]
+    first_hosts: frozenset[str]
     left_out: tuple[str, ...]
 
     @property
@@ -114,6 +116,11 @@ class Run:
         """Hangs by section of the loop; None if not all ranks were read."""
         total = self.total
         return dict(total.hangs) if total.num_ranks == len(self.ranks) else None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts on which ranks ran, in all starts of those that were read."""
+        return tuple(sorted(self.first_hosts | self.total.hosts))
 
     @property
     def total(self) -> RankSums:
@@ -174,6 +181,7 @@ def read_run(directory: Path, *, all_ranks: bool) -> Run:
         course=course,
         first_sums=first_sums,
         groups=groups,
+        first_hosts=frozenset(each.host for each in ends.values() if each.host),
         left_out=left_out.describe(),
     )
 

@@ -119,8 +119,8 @@ class _Collector:
         yield from families.values()
 
 
-def _job_name(memory: MemoryConfig) -> str:
-    """Return the job's name; without one, which a run without checkpoints may lack, torchrun's random id."""
+def job_name(memory: MemoryConfig) -> str:
+    """Return the job's name; torchrun's id without one, which a start without checkpoints may lack."""
     try:
         return memory.resolve_job_id(os.environ)
     except ConfigError:
@@ -205,7 +205,7 @@ class Metrics(LoopListener):
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         node = self._memory.resolve_node_id(os.environ, socket.gethostname())
-        registry.register(_Collector(course, _job_name(self._memory), node))
+        registry.register(_Collector(course, job_name(self._memory), node))
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:

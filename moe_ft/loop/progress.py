@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+import moe_ft
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog, last_incarnation, read_progress
@@ -22,6 +23,7 @@ from moe_ft.loop.listeners import (
     LoopState,
     Repair,
 )
+from moe_ft.loop.metrics import job_name
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.planning.time_shares import Spent, TimeShares, TimeSpent
 from moe_ft.saying import warn
@@ -80,6 +82,10 @@ class Progress(LoopListener):
             iteration,
             pid=os.getpid(),
             host=socket.gethostname(),
+            job=job_name(self._config.memory),
+            strategy=self._config.strategy.strategy,
+            moe_ft=moe_ft.__version__,
+            torch=str(torch.__version__),
             **fields,
             state_dtype=dict(self._config.precision.packings),
             lossy=dict(self._config.precision.lossy_parts),

@@ -176,7 +176,7 @@ def planned_node_bytes(job: CheckpointJob, capsys: pytest.CaptureFixture[str]) -
     """Return the memory of a node that `plan` prints for the job."""
     capsys.readouterr()
     assert main(["plan", "--world-size", str(NUM_RANKS), "--", *job.flags()]) == 0
-    (size,) = re.findall(r"a node of 2, at most, MB +\| +([\d.,]+)", capsys.readouterr().out)
+    (size,) = re.findall(r"a node of 2, at most, MB +([\d.,]+)", capsys.readouterr().out)
     return round(float(size.replace(",", "")) * 1e6)
 
 

@@ -34,7 +34,7 @@ def test_lossy_formats_are_stated_by_the_event_log_report_and_inspect(
     assert "LOSSY: it keeps exp_avg as bf16, exp_avg_sq as fp8-e4m3-block, param as fp16" in shown(
         job
     )
-    report = render(summarize(job.events_dir), job.events_dir)
+    report = render(summarize(job.events_dir))
     assert "exp_avg bf16, exp_avg_sq fp8-e4m3-block, param fp16" in report
     assert job.events("iteration")[-1]["iteration"] == NUM_ITERATIONS
     assert job.digests() != expected

@@ -152,6 +152,8 @@ class MegatronLoop(CoreLoop):
             "ep": args.expert_model_parallel_size,
             "etp": args.expert_tensor_parallel_size,
             "dp": args.data_parallel_size,
+            "num_layers": args.num_layers,
+            "hidden_size": args.hidden_size,
             "seq_length": args.seq_length,
             "num_experts": args.num_experts,
             "train_iterations": args.train_iters,

@@ -43,6 +43,8 @@ def loop_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         train_iters=10,
         world_size=1,
         seq_length=32,
+        num_layers=2,
+        hidden_size=16,
         num_experts=4,
         micro_batch_size=2,
         global_batch_size=8,

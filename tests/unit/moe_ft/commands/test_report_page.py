@@ -1,6 +1,5 @@
 """The page of `report --html`, and the sums of all ranks, on the log of a real run with a repair."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,16 +12,17 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands import report_run
-from moe_ft.commands.report import summarize_run
+from moe_ft.commands.report import tables_of
 from moe_ft.commands.report_events import Sampling
 from moe_ft.commands.report_page import as_html
 from moe_ft.commands.report_rank import Frame, Mark, RankReader, RankSums, new_cells
 from moe_ft.commands.report_run import Run, read_run
+from moe_ft.commands.report_summary import summarize_run
 from moe_ft.event_lines import Iteration, RouterLoad
 from moe_ft.events import Event, event_path, read_events, read_lines
 from moe_ft.loop.course import Tier
 from moe_ft.planning.time_shares import Spent
-from tests.unit.moe_ft.commands.runs import summarize, write_run
+from tests.unit.moe_ft.commands.runs import write_run
 
 # 4 ranks, each as a node of its own; sparse windows of 3, rank 3 killed in iteration 9 and repaired.
 REAL = Path(__file__).parent / "events"
@@ -105,20 +105,6 @@ def test_page_has_the_numbers_of_the_text(page: tuple[str, str]) -> None:
     assert [row[0] for row in ranks[1:]] == ["0", "1", "2", "3"]
 
 
-def test_json_has_the_same_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", f"{REAL}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    summary = summarize(REAL)
-    assert found["last_loss"] == summary.last_loss
-    assert found["recoveries"] == [*summary.recoveries]
-    assert sum(found["shares"].values()) == pytest.approx(1)
-    for tier, kind in (("memory", "snapshot"), ("storage", "persist")):
-        assert found["tiers"][tier]["num_bytes"] == sum(each["bytes"] for each in events(kind)) > 0
-        assert found["tiers"][tier]["num"] == len([*events(kind)])
-    sent = sum(each["state_bytes"] + each["gradient_bytes"] for each in events("replicate"))
-    assert found["tiers"]["peers"]["num_bytes"] == sent > 0
-
-
 def test_time_of_every_rank_is_divided_without_a_rest(run: Run) -> None:
     for group in run.groups:
         spent = group.sums.seconds
@@ -129,7 +115,7 @@ def test_time_of_every_rank_is_divided_without_a_rest(run: Run) -> None:
         assert spent[Spent.RECOVERING] > 0.1
         for use, cells in group.sums.spent.items():
             assert sum(cells) * run.frame.bucket_s == pytest.approx(spent[use])
-    assert sum(summarize_run(run).shares[use] for use in Spent) == pytest.approx(1)
+    assert sum(summarize_run(run, REAL).time_shares[use] for use in Spent) == pytest.approx(1)
 
 
 def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: Run) -> None:
@@ -176,8 +162,9 @@ def test_torn_line_is_left_out_on_every_rank(tmp_path: Path) -> None:
             file.write('{"time": 1.0, "rank": 0, "incarnation": 1, "event": "iter')
     torn = read_run(tmp_path, all_ranks=True)
     assert torn.left_out == ("2 lines that are no events, such as a killed rank leaves",)
-    assert summarize_run(torn).shares == summarize_run(whole).shares
-    assert "left out: 2 lines" in as_html(torn, [])
+    report = summarize_run(torn, tmp_path)
+    assert report.time_shares == summarize_run(whole, tmp_path).time_shares
+    assert "left out: 2 lines" in as_html(torn, tables_of(report))
 
 
 def test_processes_read_what_one_process_reads(
@@ -186,7 +173,7 @@ def test_processes_read_what_one_process_reads(
     monkeypatch.setattr(report_run, "_FEW_BYTES", 0)
     shared = read_run(REAL, all_ranks=True)
     assert shared.total == run.total
-    assert summarize_run(shared) == summarize_run(run)
+    assert summarize_run(shared, REAL) == summarize_run(run, REAL)
 
 
 def test_sampling_keeps_the_time_and_leaves_whole_lines_out(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from megatron.training import global_vars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+import moe_ft
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.versions import RECOMMENDED
-from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -28,7 +29,9 @@ from moe_ft.state.digest import digest_state
 from tests.harness import events, run_ranks
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
 
-CONFIG = MoeFtConfig(observability=ObservabilityConfig(event_log="somewhere"))
+CONFIG = MoeFtConfig(
+    memory=MemoryConfig(job_id="lm"), observability=ObservabilityConfig(event_log="somewhere")
+)
 
 
 @pytest.fixture
@@ -54,6 +57,12 @@ def test_start_names_the_layout_and_where_training_begins(
         "etp": 1,
         "dp": 2,
         "seq_length": 32,
+        "job": "lm",
+        "strategy": "none",
+        "moe_ft": moe_ft.__version__,
+        "torch": str(torch.__version__),
+        "num_layers": 2,
+        "hidden_size": 16,
         "num_experts": 4,
         "train_iterations": 10,
         "state_dtype": dict(CONFIG.precision.packings),
