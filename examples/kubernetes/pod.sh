@@ -6,7 +6,7 @@
 # torchrun restarts all ranks. Kubernetes sends SIGTERM before it removes a pod: a spare takes over, or the ranks of all
 # pods finish the iteration, bring the newest state to storage, and end.
 # Exit code 0 only if training has finished: after any other end Kubernetes starts the container again, each time after
-# a longer pause. Exit codes 2, 3 and 4 of a rank (docs/slurm.md) are those of the pod: it does not restart them then.
+# a longer pause. Exit codes 2, 3 and 4 of a rank (docs/slurm_restarts.md) are those of the pod: it does not restart them then.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "$0")/../.." && pwd)
@@ -24,6 +24,8 @@ MAX_RESTARTS=${MAX_RESTARTS:-100}                # of the ranks after failures, 
 JOIN_SECONDS=${JOIN_SECONDS:-3600}               # that pods under torchrun wait for a pod that is moved
 SAVE_SECONDS=${SAVE_SECONDS:-540}                # for the newest state to reach storage; the grace period less 60
 SCRIPT=${SCRIPT:-}                               # a Megatron script of your own, instead of pretrain_gpt_moe.py
+METRICS_PORT=${METRICS_PORT:-}                   # for Prometheus: docs/metrics.md; empty: none
+METRICS_INTERFACE=${METRICS_INTERFACE:-eth0}     # of the pod, on which that port is opened
 EXTRA_FLAGS=${EXTRA_FLAGS:-}                     # further or other flags; the last one wins
 
 # shellcheck source=/dev/null
@@ -52,6 +54,9 @@ if [ "$REPAIR" = auto ]; then
     FLAGS+=(--moe-ft-repair auto --moe-ft-breakpoints)
     stages=' --pipeline-model-parallel-size ([2-9]|[1-9][0-9]+) '
     [[ ! " ${LAYOUT_FLAGS[*]} " =~ $stages ]] || FLAGS+=(--moe-ft-upstream-log)
+fi
+if [ -n "$METRICS_PORT" ]; then
+    FLAGS+=(--moe-ft-metrics-port "$METRICS_PORT" --moe-ft-metrics-interface "$METRICS_INTERFACE")
 fi
 # shellcheck disable=SC2206  # EXTRA_FLAGS holds several words
 FLAGS+=("${FAULT_TOLERANCE_FLAGS[@]}" $EXTRA_FLAGS)

@@ -24,11 +24,12 @@ KUBERNETES = ROOT / "examples" / "kubernetes"
 GIB = 2**30
 
 
-def documents(*, with_repairs: bool = False) -> list[dict[str, Any]]:
-    """Return the manifest as it is, or as the command in it changes it."""
+def documents(*, with_repairs: bool = False, added: str = "") -> list[dict[str, Any]]:
+    """Return the manifest as it is, or as the command in it changes it, and what it says to add to that."""
     path = KUBERNETES / "jobset.yaml"
     (script,) = re.findall(r"sed '(.*?)'", path.read_text())
-    command = ["sed", script if with_repairs else "", path]
+    assert added in path.read_text()
+    command = ["sed", f"{script if with_repairs else ''};{added}", str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return list(yaml.safe_load_all(shown))
 
@@ -54,8 +55,33 @@ def check(document: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("with_repairs", [False, True])
-def test_manifest_is_a_jobset(with_repairs: bool) -> None:
-    check(manifest(with_repairs=with_repairs))
+@pytest.mark.parametrize("added", ["", "s/# kueue: //", "s/# metrics: //"])
+def test_manifest_is_a_jobset(with_repairs: bool, added: str) -> None:
+    check(documents(with_repairs=with_repairs, added=added)[0])
+
+
+def test_jobset_of_a_queue_waits_until_it_is_admitted() -> None:
+    queued = documents(added="s/# kueue: //")[0]
+    assert queued["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
+    assert queued["spec"]["suspend"]
+
+
+def test_prometheus_finds_and_reaches_the_port_that_pods_open_for_it_alone() -> None:
+    jobset, policy, _ = documents(added="s/# metrics: //")
+    (node,) = jobset["spec"]["replicatedJobs"]
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    monitor = yaml.safe_load((KUBERNETES / "podmonitor.yaml").read_text())
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == {
+        "jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"],
+        "jobset.sigs.k8s.io/replicatedjob-name": node["name"],
+    }
+    (port,), (endpoint,) = container["ports"], monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == port["name"]
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    assert given["METRICS_PORT"] == str(port["containerPort"])
+    _, opened = policy["spec"]["ingress"]
+    assert opened["ports"] == [{"port": port["name"]}]
 
 
 @pytest.mark.parametrize("change", [{"resource": {}}, {"env": 7}], ids=str)
@@ -140,7 +166,10 @@ def test_pods_are_reached_by_each_other_alone_and_are_not_root(with_repairs: boo
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["securityContext"]["runAsUser"] > 0
         assert pod["automountServiceAccountToken"] is False
-        assert not pod["containers"][0]["image"].endswith(":latest")
+        container = pod["containers"][0]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not container["image"].endswith(":latest")
 
 
 RANK = """
