@@ -241,6 +241,7 @@ class Agent:
             max_restarts=self._options.max_restarts,
             fewest_nodes=self._options.fewest,
             store=self._options.store,
+            meet=self._options.meet,
             token=self._options.token,
         )
 

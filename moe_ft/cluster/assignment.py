@@ -29,6 +29,7 @@ class Assignment:
         max_restarts: starts of all ranks that may follow, in a row without a finished iteration.
         fewest_nodes: with which the job can train; 0 if none may be missing.
         store: number of the node that keeps the job's store.
+        meet: host and port of that store.
         token: secret of the start, which signs what ranks write in the job's store.
     """
 
@@ -46,6 +47,7 @@ class Assignment:
     max_restarts: int = 0
     fewest_nodes: int = 0
     store: int = 0
+    meet: tuple[str, int] = ("", 0)
     token: str = ""
 
     @property

@@ -15,6 +15,7 @@ from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.metrics import Metrics
 from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.protects import Protects
+from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.loop.training_loop import TrainingLoop
 
@@ -55,6 +56,7 @@ def listeners_of(
             Digests(config.observability, training, loop, log),
             PipelineLog(checkpoints, training, loop),
             checkpoints,
+            ReportsTraining(loop, rank),
             FailureReport(
                 config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
             ),

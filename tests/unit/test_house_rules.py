@@ -53,6 +53,7 @@ LONELY = {
     "moe_ft/cluster/planned_end.py": "a clock and signals: its user talks to the store",
     "megatron/fault_tolerance/repair/store.py": "a class of torch: its user knows Megatron",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
+    "moe_ft/loop/reports_training.py": "connects to the job's store: its user only names the order",
     "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
     "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
     "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, override
+from typing import Any
 
 import torch.distributed as dist
 from megatron.training import get_args
@@ -48,7 +48,7 @@ from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
-from moe_ft.loop.listeners import Built, EndedIteration, Listeners, LoopListener
+from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.saying import warn
 
 
@@ -329,21 +329,6 @@ def installed(
         yield {"store": store}
 
 
-class _Progress(LoopListener):
-    """Reports to the job's store, on rank 0, that iterations are finished, and that no rank is repaired."""
-
-    def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds
-        self._has_reported = False
-
-    @override
-    def after_iteration(self, ended: EndedIteration) -> None:
-        if not self._has_reported:
-            self._rounds.note_none()
-            self._rounds.begin_training()
-        self._has_reported = True
-
-
 @contextmanager
 def _without_repairs(
     args: argparse.Namespace, member: Member | None, listeners: Listeners
@@ -358,9 +343,7 @@ def _without_repairs(
         return
     deadline_s = 60.0 * args.distributed_timeout_minutes
     store = job_store.connect(os.environ, member.token, deadline_s)
-    rounds = member.connect(store, args.world_size)
-    if args.rank == 0:
-        listeners.add(_Progress(rounds))
+    member.connect(store, args.world_size)
     with listeners, hooks.installed(listeners), _noting_end(member):
         yield {"store": TorchStore(store)}
 

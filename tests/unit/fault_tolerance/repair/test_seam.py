@@ -31,7 +31,6 @@ from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
-from tests.unit.fault_tolerance.repair.test_crowding import ENDED
 from tests.unit.signed import signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
@@ -177,7 +176,7 @@ def test_process_without_a_fork_server_is_refused() -> None:
         pass
 
 
-def test_job_that_cannot_be_repaired_meets_in_the_store_and_reports_that_it_trains(
+def test_job_that_cannot_be_repaired_meets_in_the_store_and_knows_why(
     member: Member, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam, "own_member", lambda: member)
@@ -185,16 +184,12 @@ def test_job_that_cannot_be_repaired_meets_in_the_store_and_reports_that_it_trai
     monkeypatch.setattr("megatron.fault_tolerance.seams.hooks.installed", nullcontext)
     config = MoeFtConfig(recovery=RecoveryConfig(repair="try"))
     args = Namespace(rank=0, world_size=1, moe_ft_elastic=False, distributed_timeout_minutes=1)
-    listeners = Listeners(LoopState(), [])
+    listeners, rounds = Listeners(LoopState(), []), Rounds(signed(store), 0, 1)
     monkeypatch.setattr(seam, "why_not_in_place", lambda *args, **facts: "one rank")
     monkeypatch.setattr(seam, "TorchStore", lambda store: store)
     with installed(config, args, listeners) as arguments:
-        assert arguments == {"store": store}
-        rounds = Rounds(signed(store), 0, 1)
-        assert not rounds.has_trained()
-        for _ in range(2):
-            listeners._call(lambda each: each.after_iteration(ENDED))
-        assert rounds.has_trained() and not rounds.are_in_place() and not rounds.have_ended()
+        assert arguments == {"store": store} and listeners.loop.no_repair == "one rank"
+        assert not rounds.have_ended()
     assert rounds.have_ended()
 
 

@@ -16,12 +16,13 @@ from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.metrics import Metrics
 from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.protects import Protects
+from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
 
 pytestmark = pytest.mark.usefixtures("loop_args")
 ALL = (
     *(Hangs, Metrics, Progress, Protects, Faults, Routers, SlotTables, Digests, PipelineLog),
-    *(Checkpoints, FailureReport),
+    *(Checkpoints, ReportsTraining, FailureReport),
 )
 
 
