@@ -7,6 +7,10 @@ import inspect
 import sys
 from functools import partial
 
+from moe_ft.saying import silence_dependencies
+
+silence_dependencies()  # these imports print most of it
+
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
+
+from job_lines import essential_lines
 
 from moe_ft.events import event_path, ranks_with_events, read_events
 
@@ -112,6 +114,7 @@ def _train(options: argparse.Namespace, memory: Path, name: str, flags: list[str
         "MAX_RESTARTS": "0",  # a repair needs none
         "CUDA_VISIBLE_DEVICES": "",  # a start on GPUs refuses repairs
         "TRAIN_ITERATIONS": str(options.iterations),
+        "SHOW": "all",  # the log has it
     }
     command = [
         *(str(_ROOT / "examples" / "quickstart.sh"), "--log-interval", "5", "--eval-iters", "0"),
@@ -134,10 +137,8 @@ def _train(options: argparse.Namespace, memory: Path, name: str, flags: list[str
     ):
         try:
             assert job.stdout is not None
-            for line in job.stdout:
-                file.write(line)
-                if shown := _shown(line):
-                    print(f"   {shown}", flush=True)
+            for line in essential_lines(_noted(job.stdout, file)):
+                print(f"   {_short(line)}", flush=True)
         except BaseException:
             _end(job)
             raise
@@ -146,18 +147,16 @@ def _train(options: argparse.Namespace, memory: Path, name: str, flags: list[str
     return events
 
 
-def _shown(line: str) -> str:
-    """Return what a line of a job says to a reader; empty if it can be left out."""
-    if "error: " in line:
-        return line.strip()
-    if " iteration " in line and "lm loss: " in line:
-        parts = [part.strip() for part in line.split("|")]
-        iteration = " ".join(parts[0].split("]")[-1].replace("/", " of ").split())
-        return (
-            f"{iteration}, loss {float(next(p for p in parts if 'lm loss' in p).split()[-1]):.3f}"
-        )
-    _, is_own, text = line.partition(" moe_ft: ")
-    return text.strip().split(" ([")[0][:_MOST_SHOWN] if is_own else ""
+def _noted(lines: Iterable[str], log: TextIO) -> Iterator[str]:
+    """Yield lines that are written to a log first."""
+    for line in lines:
+        log.write(line)
+        yield line
+
+
+def _short(line: str) -> str:
+    """Return a line without the time and the rank, and without what an exception has to add."""
+    return line.rpartition(" moe_ft: ")[2].strip().split(" ([")[0][:_MOST_SHOWN]
 
 
 def _end(job: "subprocess.Popen[str]") -> None:

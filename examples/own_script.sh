@@ -4,6 +4,7 @@
 #
 #   examples/own_script.sh
 #   examples/own_script.sh --moe-ft-repair auto   # without a restart
+#   SHOW=all examples/own_script.sh         # and Megatron's 900 lines of arguments; output.log has them
 #   STRATEGY=dense KILL=kill:0@30 examples/own_script.sh --train-iters 60
 set -euo pipefail
 
@@ -16,7 +17,8 @@ RUN_DIR=${RUN_DIR:-$ROOT/runs/own_script}
 [ -d "$ROOT/.venv/bin" ] && PATH="$ROOT/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+. "$ROOT/examples/show.sh"
+mkdir -p "$RUN_DIR"
 rm -rf "$RUN_DIR/events"
 
 # Of the script and of Megatron, then of moe_ft.
@@ -29,5 +31,6 @@ torchrun --nproc-per-node 1 --max-restarts 2 --rdzv-id own_script \
     --expert-model-parallel-size 2 --use-distributed-optimizer --bf16 --vocab-size 64 \
     --micro-batch-size 4 --global-batch-size 16 --train-iters 40 --lr 3e-3 --log-interval 10 \
     --eval-interval 1000 --eval-iters 0 \
-    --moe-ft-strategy "$STRATEGY" --moe-ft-event-log "$RUN_DIR/events" --moe-ft-inject-fault "$KILL" "$@"
+    --moe-ft-strategy "$STRATEGY" --moe-ft-event-log "$RUN_DIR/events" --moe-ft-inject-fault "$KILL" "$@" \
+    2>&1 | tee -i "$RUN_DIR/output.log" | show "$@"
 PYTHONPATH="$ROOT" python -m moe_ft report "$RUN_DIR/events"

@@ -5,6 +5,7 @@
 #   examples/quickstart.sh
 #   TEXT_DIR=/some/texts RUN_DIR=runs/mine examples/quickstart.sh --train-iters 500
 #   MAX_RESTARTS=3 examples/quickstart.sh --moe-ft-strategy dense --moe-ft-inject-fault kill:3@20
+#   SHOW=all examples/quickstart.sh     # and Megatron's 900 lines of arguments; output.log has them
 set -euo pipefail
 
 NUM_RANKS=${NUM_RANKS:-4}
@@ -22,9 +23,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-# Notices of Megatron and torch that need nothing done; what fails is shown.
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} MEGATRON_LOGGING_LEVEL=${MEGATRON_LOGGING_LEVEL:-40}
-export TORCH_LOGS=${TORCH_LOGS:--torch.utils.cpp_extension}
+export MEGATRON_LOGGING_LEVEL=${MEGATRON_LOGGING_LEVEL:-40}
+. "$ROOT/examples/show.sh"
 
 if ! [[ $MASTER_PORT =~ ^[0-9]{1,5}$ ]]; then
     echo "quickstart.sh: error: MASTER_PORT=$MASTER_PORT must be a port number. Set it to a free one." >&2
@@ -85,7 +85,7 @@ torchrun --nproc-per-node 1 --max-restarts "$MAX_RESTARTS" --rdzv-id quickstart 
     --rdzv-backend c10d --rdzv-endpoint "localhost:$MASTER_PORT" \
     -m moe_ft keep --ranks-per-node "$NUM_RANKS" -- "$ROOT/pretrain_gpt_moe.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${LAYOUT[@]}" --moe-ft-event-log "$RUN_DIR/events" "$@" \
-    2>&1 | tee -i "$RUN_DIR/output.log" || status=$?
+    2>&1 | tee -i "$RUN_DIR/output.log" | show "$@" || status=$?
 
 echo
 if (cd "$RUN_DIR/events" 2>/dev/null && compgen -G "rank_*.jsonl" >/dev/null); then

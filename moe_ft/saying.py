@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, override
@@ -22,6 +23,9 @@ FORMAT_FLAG = "--moe-ft-log-format"
 
 # Control characters but the ends of lines and tabs, and what changes the direction of writing.
 _ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# Modules of others whose warnings are about optional packages, and about calls that are not of the user.
+_DEPENDENCIES = r"(apex|megatron|modelopt|moe_ft|torch|transformer_engine|triton)(\.|$)"
+_NO_CUDA = "-torch.utils.cpp_extension"  # that a machine without a GPU has none
 _OF_CALLER = 3  # frames from `findCaller` to who calls `say`
 
 
@@ -105,6 +109,16 @@ def stamp(record: logging.LogRecord) -> str:
     """Return when a line was printed, in local time, and by whom."""
     speaker = "".join(f"{kind} {name} " for kind, name in _speaker().items())
     return f"{datetime.fromtimestamp(record.created):%Y-%m-%d %H:%M:%S} {escape(speaker)}"
+
+
+def silence_dependencies() -> None:
+    """Hide Python's warnings of torch, Megatron and the like, unless the user says which to show.
+
+    Call it before they are imported: most come then, on every rank. Warnings of the user's own files stay.
+    """
+    if not sys.warnoptions:  # of -W and PYTHONWARNINGS
+        warnings.filterwarnings("ignore", module=_DEPENDENCIES)
+    os.environ.setdefault("TORCH_LOGS", _NO_CUDA)
 
 
 def say(line: str) -> None:

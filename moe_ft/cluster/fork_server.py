@@ -42,7 +42,7 @@ from moe_ft.cluster.protocol import (
 )
 from moe_ft.cluster.target import Target
 from moe_ft.processes import follow_parent, set_process_name
-from moe_ft.saying import say, warn
+from moe_ft.saying import say, silence_dependencies, warn
 
 _STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
 _FAILED = 1 << 8  # status of a process that has ended with code 1
@@ -61,6 +61,7 @@ def serve_forks(target: Target, connection: socket.socket) -> None:
     set_process_name("moe_ft_imports")
     # torch asks the driver for GPUs then, and not CUDA, which a process must not use before it forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    silence_dependencies()
     begin_s = time.monotonic()
     blamed = import_modules(target)
     set_process_name("moe_ft_forks")

@@ -19,6 +19,7 @@ from moe_ft.cluster.options import USAGE as USAGE_OF_AGENT
 from moe_ft.cluster.target import is_found
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.loop.refusing import refuse
+from moe_ft.saying import silence_dependencies
 
 USAGE = "moe_ft run [-m] SCRIPT ARGS..."
 EXAMPLE = (
@@ -83,6 +84,7 @@ def run_script(words: Sequence[str]) -> None:
     _set_path(os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
     if is_module and not is_found(name):
         refuse(f"-m {name}: there is no such module. Give one that Python finds: {USAGE}", PROGRAM)
+    silence_dependencies()
     importlib.import_module(LAUNCHER).run(name, is_module=is_module)
 
 

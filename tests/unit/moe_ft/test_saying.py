@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -12,7 +13,7 @@ import pytest
 
 from moe_ft import saying
 from moe_ft.cluster.forked_rank import become
-from moe_ft.saying import choose_format, fail, say, speak_for, warn
+from moe_ft.saying import choose_format, fail, say, silence_dependencies, speak_for, warn
 
 TIME = r"2026-01-02 03:04:05"
 AT_S = datetime.strptime(TIME, "%Y-%m-%d %H:%M:%S").timestamp()  # noqa: DTZ007  # local, as lines are
@@ -171,3 +172,25 @@ def test_what_other_libraries_silence_is_not_silent(
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     warn("a failure")
     assert capsys.readouterr().err == f"{TIME} WARNING moe_ft: a failure\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "is_shown"),
+    [
+        ([], "torch.distributed.c10d_logger", False),
+        ([], "megatron", False),
+        ([], "torchdata.own", True),
+        ([], "pretrain_mine", True),
+        (["default"], "megatron", True),
+    ],
+)
+def test_warnings_of_dependencies_are_hidden_unless_the_user_chooses_warnings(
+    options: list[str], module: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", options)
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence_dependencies()
+        warnings.warn_explicit("a notice", UserWarning, "a.py", 1, module)
+    assert len(shown) == is_shown
