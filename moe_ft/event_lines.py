@@ -55,6 +55,12 @@ class Start(Line, frozen=True, kw_only=True, tag_field="event", tag="start"):
     train_iterations: Int | None = None
 
 
+class Protects(Line, frozen=True, kw_only=True, tag_field="event", tag="protects"):
+    """Protection of a run from its start on; `lost_rank` is what follows a death: repair, restart or end."""
+
+    lost_rank: str = ""
+
+
 class Iteration(Line, frozen=True, kw_only=True, gc=False, tag_field="event", tag="iteration"):
     """Iteration that is complete."""
 
@@ -209,6 +215,7 @@ class End(Line, frozen=True, kw_only=True, tag_field="event", tag="end"):
 
 _Known = (
     Start
+    | Protects
     | Iteration
     | RouterLoad
     | Snapshot

@@ -18,6 +18,7 @@ from moe_ft.event_lines import (
     Line,
     Moved,
     Persist,
+    Protects,
     Recovery,
     Repair,
     Replicate,
@@ -31,6 +32,7 @@ from moe_ft.events import EventTail, event_path
 from moe_ft.planning.time_shares import TimeSpent
 
 _NUM_RECENT = 20  # iterations, for medians
+_NUM_SHOWN = 60  # iterations, for a picture of their times
 
 
 class Tier(StrEnum):
@@ -74,7 +76,9 @@ class RankCourse:
         iteration: the last one that is complete.
         time_s: of the last event, in seconds since 1970; 0 if there is none.
         ending: how the last incarnation ended; empty while it runs, or if nothing says so.
+        lost_rank: what follows the death of a rank: repair, restart, end; empty if nothing says so.
         recent: iterations of this incarnation, without the first, which pays for warming up.
+        history: seconds of the last iterations, of all incarnations.
         loss: the last one of a rank that knows it; NaN and infinities as such.
         num_iterations, num_tokens, stall_s, idle_s: sums over all iterations, those that ran again too.
         spent: uses of the time from the first iteration on.
@@ -88,7 +92,9 @@ class RankCourse:
     iteration: int = 0
     time_s: float = 0.0
     ending: str = ""
+    lost_rank: str = ""
     recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    history: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SHOWN))
     loss: float | None = None
     num_iterations: int = 0
     num_tokens: float = 0.0
@@ -147,6 +153,8 @@ class RankCourse:
                 self._begin(event)
             case Iteration():
                 self._iterate(event)
+            case Protects():
+                self.lost_rank = event.lost_rank
             case Moved():
                 self.tiers[TIERS[type(event)]].add(event)
             case Recovery() | Repair():
@@ -182,6 +190,7 @@ class RankCourse:
         if self._is_warm:
             self.recent.append(event)
         self._is_warm = True
+        self.history.append(event.iteration_s)
         self.spent.add(event.iteration, event.time, event.iteration_s, event.stall_s)
 
     def _recover(self, event: Recovery | Repair) -> None:

@@ -50,6 +50,7 @@ LONELY = {
     "moe_ft/commands/run_names.py": "takes longer to import than a start of its user may",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "moe_ft/commands/flags.py": "a command, and a tool writes docs/flags.md with it",
+    "moe_ft/commands/watch.py": "a terminal: watch_view.py has what it shows",
     "moe_ft/cluster/planned_end.py": "a clock and signals: its user talks to the store",
     "megatron/fault_tolerance/repair/store.py": "a class of torch: its user knows Megatron",
     "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import termios
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from moe_ft.cli import main
-from moe_ft.commands import watch
+from moe_ft.commands import watch_view
 from moe_ft.events import EventLog, event_path
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.commands.runs import write_run
@@ -34,14 +36,14 @@ def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return re.sub(" +", " ", capsys.readouterr().out)
 
 
-def write_rank(directory: Path, rank: int, pid: int | None = None) -> EventLog:
-    """Write two iterations of a rank of two, of this process unless another is named."""
+def write_rank(directory: Path, rank: int, pid: int | None = None, world_size: int = 2) -> EventLog:
+    """Write two iterations of a rank of two or more, of this process unless another is named."""
     log = EventLog(directory, rank)
     log.start()
     start: dict[str, Any] = {
         "pid": pid or os.getpid(),
         "host": socket.gethostname(),
-        "world_size": 2,
+        "world_size": world_size,
     }
     log.write("start", 0, **start, train_iterations=50)
     for iteration in (1, 2):
@@ -83,7 +85,7 @@ def test_recovery_repair_and_troubles_are_shown(
     assert "lost tokens 1,234" in text
     assert "1 failures of checkpointing, the last of replicate: no route" in text
     assert "1 snapshots were due and left out" in text
-    assert "nothing yet from 1 of the ranks" in text
+    assert "starting: 1 of 2 ranks have begun start 1; nothing yet from the others" in text
 
 
 def test_run_that_has_ended_is_said_to_have_ended(
@@ -104,8 +106,8 @@ def test_ranks_that_stopped_may_start_again_until_a_minute_has_passed(
     write_rank(tmp_path, 1, dead_pid())
     text = shown(tmp_path, capsys)
     assert "all ranks have stopped; a restart may follow" in text
-    assert "its process has gone, in backward" in text
-    monkeypatch.setattr(watch, "_RESTART_S", 0.0)
+    assert "gone, in backward" in text
+    monkeypatch.setattr(watch_view, "_RESTART_S", 0.0)
     assert "the run has ended: killed; stopped: SIGTERM" in shown(tmp_path, capsys)
 
 
@@ -113,8 +115,8 @@ def test_silent_ranks_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rank(tmp_path, 0)
-    monkeypatch.setattr(watch, "_SILENT_S", 0.0)
-    monkeypatch.setattr(watch, "_SILENT_ITERATIONS", 0)
+    monkeypatch.setattr(watch_view, "_SILENT_S", 0.0)
+    monkeypatch.setattr(watch_view, "_SILENT_ITERATIONS", 0)
     text = shown(tmp_path, capsys)
     assert "no rank has written anything for 0 s" in text
     assert "silent for 0 s, in backward" in text
@@ -133,7 +135,7 @@ def test_of_many_ranks_those_with_trouble_are_shown(
 
 def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0])
-    view = watch.Watch(tmp_path)
+    view = watch_view.Watch(tmp_path)
     view.look()
     path = event_path(tmp_path, 0)
     size = path.stat().st_size
@@ -153,7 +155,7 @@ def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: 
 
 def test_rank_whose_file_appears_later_is_shown(tmp_path: Path) -> None:
     write_rank(tmp_path, 0)
-    view = watch.Watch(tmp_path)
+    view = watch_view.Watch(tmp_path)
     write_rank(tmp_path, 1)
     view.look()
     assert [each.rank for each in view._course.ranks] == [0, 1]
@@ -175,6 +177,91 @@ def test_interval_that_is_none_is_refused(
 ) -> None:
     assert main(["watch", "--interval", "0", str(tmp_path)]) == 2
     assert "--interval=0.0 must be more than 0. Give" in capsys.readouterr().err
+
+
+def view_at(directory: Path, width: int) -> list[str]:
+    """Return the lines of the view of a terminal."""
+    view, file = watch_view.Watch(directory), StringIO()
+    console = Console(file=file, width=width, height=40, force_terminal=True, color_system=None)
+    view.look()
+    console.print(view.view(console, height=40))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def repaired(tmp_path: Path) -> Path:
+    """Return the folder of a run of which rank 3 has just died; a repair is to follow."""
+    for rank in range(4):
+        log = write_rank(tmp_path, rank, dead_pid() if rank == 3 else None, world_size=4)
+        log.write("snapshot", 2, bytes=10, seconds=0.1)
+        if rank == 0:
+            log.write("protects", 0, strategy="dense", lost_rank="repair")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (60, ["rank", "iteration", "memory", "peers", "storage", "state"]),
+        (80, ["rank", "host", "iteration", "s/iteration", "memory", "peers", "storage", "state"]),
+        (
+            110,
+            [
+                *("rank", "host", "start", "iteration", "s/iteration", "stall ms", "idle ms"),
+                *("memory", "peers", "storage", "state"),
+            ],
+        ),
+    ],
+)
+def test_table_is_readable_during_a_repair_at_any_width(
+    width: int, columns: list[str], repaired: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_view, "socket", FewLetters)
+    lines = view_at(repaired, width)
+    assert max(map(len, lines)) <= width
+    head = next(n for n, line in enumerate(lines) if line.startswith("rank"))
+    assert lines[head].split("  ")[0] == "rank"
+    assert re.sub("  +", "  ", lines[head]).split("  ") == columns
+    assert not any("…" in line for line in lines)
+    assert lines[head + 4].endswith("gone, in backward")
+    assert "rank 3 has gone: being repaired in place" in " ".join(" ".join(lines).split())
+    assert not any("running on" in line for line in lines)
+
+
+class FewLetters:
+    """Stands in for the module of hosts; this one has two letters."""
+
+    @staticmethod
+    def gethostname() -> str:
+        return "vm"
+
+
+def test_long_state_is_cut_and_told_whole_above_the_table(tmp_path: Path) -> None:
+    reason = "RuntimeError: " + "the network between the nodes is gone " * 3
+    for rank in (0, 1):
+        log = write_rank(tmp_path, rank)
+    log.write("stopped", 2, phase="forward", reason=reason)
+    lines = view_at(tmp_path, 80)
+    cut = next(line for line in lines if line.endswith("…"))
+    assert re.match(r"\s+1 +.* 2 .*stopped: Runtime", cut)
+    assert f"rank 1 stopped: {reason.strip()}" in " ".join(" ".join(lines).split())
+
+
+def test_iterations_of_this_and_earlier_starts_are_drawn_as_bars(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, [5.0] * 5)
+    write_run(tmp_path, 0, [5.0] * 3, incarnation=1)
+    (line,) = (each for each in view_at(tmp_path, 80) if each.startswith("seconds of each"))
+    assert line.split()[3:] == ["█▁▁▁▁█▁▁", "up", "to", "9.000"]
+
+
+def test_silence_after_fast_iterations_is_told_before_ranks_are_called_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        write_rank(tmp_path, rank)
+    monkeypatch.setattr(watch_view, "_SLOW_S", 0.0)
+    monkeypatch.setattr(watch_view, "_SLOW_ITERATIONS", 0)
+    assert "nothing has come for 0 s; an iteration takes 0.500 s" in shown(tmp_path, capsys)
 
 
 def test_q_ends_the_view_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
