@@ -23,7 +23,7 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys(
         [
             f"moe_ft/commands/{name}.py"
-            for name in ("convert", "doctor", "examples", "parsers", "removal")
+            for name in ("convert", "doctor", "examples", "parsers", "removal", "watch")
         ],
         "commands: tests call moe_ft.cli",
     ),
