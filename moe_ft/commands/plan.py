@@ -29,7 +29,7 @@ from moe_ft.commands.plan_inputs import (
     read_cluster,
     read_model,
 )
-from moe_ft.commands.plan_values import SECONDS, Values
+from moe_ft.commands.plan_values import SAVE_MINUTES, SECONDS, Values
 from moe_ft.commands.plan_words import Told, word
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
@@ -46,7 +46,10 @@ _DEFAULT_RANKS_PER_NODE = 8
 # The stages are built for it. All strategies have the same units: a pretraining freezes none.
 _ANY_STRATEGY = (f"--moe-ft-strategy={registry.kinds()[0].name}",)
 # Options that a file may have too, with _ for -: `python -m moe_ft simulate`.
-OPTIONS = ("model", "cluster", "from_run", "world_size", "ranks_per_node", *SPEEDS, *SECONDS)
+OPTIONS = (
+    *("model", "cluster", "from_run", "world_size", "ranks_per_node", "save_minutes"),
+    *(*SPEEDS, *SECONDS),
+)
 
 
 def add_plan_command(commands: Commands) -> None:
@@ -91,6 +94,13 @@ def add_plan_command(commands: Commands) -> None:
         metavar="DIR",
         help="event log of a run (--moe-ft-event-log), which has times and bandwidths",
     )
+    parser.add_argument(
+        "--save-minutes",
+        type=float,
+        metavar="M",
+        help="what to compare with: Megatron's --save every so many minutes, which a failure loses "
+        f"(default: --save-interval of training, else {SAVE_MINUTES:g})",
+    )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
     for name, meaning in SECONDS.items():
@@ -124,6 +134,7 @@ class _Planned:
         kind: None where all strategies are compared.
         start: the rules of a start.
         limit: host memory of a node that checkpoints may take; None if nobody knows.
+        save_minutes: between checkpoints of Megatron itself, as given.
     """
 
     job: PlannedJob
@@ -133,15 +144,16 @@ class _Planned:
     values: Values
     notes: list[str]
     limit: float | None
+    save_minutes: float | None
 
-    @property
-    def advisor(self) -> Advisor:
-        """The advisor that compares strategies for the job."""
+    def advisor(self, saves: tuple[str, int] | None = None) -> Advisor:
+        """Return what compares strategies for the job, and with Megatron's own checkpoints."""
         return Advisor(
             self.job,
             lambda flags: _with_flags(self.command, flags).config,
             self.limit,
             self.refusal,
+            saves,
         )
 
     def begin(self, flags: Sequence[str]) -> StartCommand:
@@ -231,7 +243,7 @@ def advisor_of(words: Sequence[str]) -> Advisor:
     Raises:
         ConfigError: as the command refuses what cannot be.
     """
-    return _plan_words(words).advisor
+    return _plan_words(words).advisor()
 
 
 def _plan_words(words: Sequence[str]) -> _Planned:
@@ -247,6 +259,11 @@ def _plan_words(words: Sequence[str]) -> _Planned:
 
 
 def _plan(options: argparse.Namespace) -> _Planned:
+    if options.save_minutes is not None and not 0 < options.save_minutes < math.inf:
+        raise ConfigError(
+            f"--save-minutes={options.save_minutes:g} must be more than 0. Give the minutes between two "
+            "checkpoints of --save."
+        )
     model = None if options.model is None else read_model(options.model)
     cluster = None if options.cluster is None else read_cluster(options.cluster)
     command = _command(options, model)
@@ -280,6 +297,7 @@ def _plan(options: argparse.Namespace) -> _Planned:
         values=values,
         notes=notes,
         limit=limit,
+        save_minutes=options.save_minutes,
     )
 
 
@@ -311,8 +329,12 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     """Compare all strategies, or look at the one that was chosen."""
     job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
-    advisor = planned.advisor
-    found = advisor.compare() if kind is None else advisor.examine(kind)
+    if kind is None:
+        advisor = planned.advisor(values.saves(planned.save_minutes, command))
+        found = advisor.compare()
+    else:
+        advisor = planned.advisor()
+        found = advisor.examine(kind)
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
     flags = () if advice.best is None else advice.best.flags
     return Told(

@@ -23,6 +23,8 @@ SPEEDS = ("bandwidth", "network_bandwidth", "storage_bandwidth")
 REACH = 64  # times more or less than an input is thought to be
 EVEN = 0.0005  # of the time: what differs by less is as good
 _BISECTIONS = 8
+_HOURS_OF_A_WEEK = 168.0
+STOCK = "Megatron's --save"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,7 @@ class Alternative:
     Attributes:
         flags: of moe_ft.
         is_stock: whether Megatron itself does it: a row to compare with.
+        is_usual: whether it is what the user does without moe_ft.
         costs: None if the job cannot be checkpointed so.
         problem: the reason, or why it does not fit; empty if it fits.
         refusal: the rule by which a start of the job refuses it, with the remedy; empty if it does not.
@@ -44,6 +47,7 @@ class Alternative:
     is_exact: bool
     mtbf_s: float
     is_stock: bool = False
+    is_usual: bool = False
     costs: Costs | None = None
     problem: str = ""
     refusal: str = ""
@@ -68,6 +72,11 @@ class Alternative:
             return 0.0
         return self.shares.productive
 
+    @property
+    def lost_hours(self) -> float:
+        """Hours of a week in which training does not get ahead; of no meaning where it cannot run so."""
+        return _HOURS_OF_A_WEEK * (1 - self.ettr)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
@@ -91,6 +100,11 @@ class Advice:
 
     alternatives: tuple[Alternative, ...]
     turns: tuple[Turn, ...] = ()
+
+    @property
+    def usual(self) -> Alternative | None:
+        """The row of what the user does without moe_ft; None where the speed of storage is not known."""
+        return next((each for each in self.alternatives if each.is_usual), None)
 
     @property
     def best(self) -> Alternative | None:
@@ -131,6 +145,7 @@ class Advisor:
         configure: Configure,
         node_limit_bytes: float | None = None,
         check: Check = lambda flags: "",
+        saves: tuple[str, int] | None = None,
     ) -> None:
         """Take the job.
 
@@ -139,11 +154,13 @@ class Advisor:
             configure: returns the settings of the job's command line with further flags.
             node_limit_bytes: host memory of a node that checkpoints may take; None if that is not known.
             check: returns why a start of the job with further flags is refused; empty if it is not.
+            saves: how often the user has Megatron save, in words and in iterations; None if nobody knows.
         """
         self.job = job
         self._configure = configure
         self._limit = node_limit_bytes
         self._check = check
+        self._saves = saves
 
     def compare(self) -> list[Alternative]:
         """Return what all strategies and `--save` cost; the best also with repairs that a start refuses."""
@@ -172,21 +189,26 @@ class Advisor:
         """
         measured = replace(self.job.measured, **{name: value})
         job = replace(self.job, measured=measured)
-        return Advisor(job, self._configure, self._limit, self._check)
+        return Advisor(job, self._configure, self._limit, self._check, self._saves)
 
     def _stock(self) -> Iterator[Alternative]:
         """Yield what Megatron's own checkpoints cost, if the speed of storage is known."""
         if self.job.measured.storage_bandwidth is None:
             return
-        costs = stock_costs(self.job)
-        yield Alternative(
-            name="Megatron's --save",
-            flags=("--save=DIR", f"--save-interval={costs.interval:g}"),
-            is_exact=True,
-            is_stock=True,
-            mtbf_s=self.job.measured.mtbf_s or 0.0,
-            costs=costs,
-        )
+        choices: list[tuple[str, int | None]] = [("at its best", None)]
+        if self._saves is not None:
+            choices.append(self._saves)
+        for how, interval in choices:
+            costs = stock_costs(self.job, interval)
+            yield Alternative(
+                name=f"{STOCK} {how}",
+                flags=("--save=DIR", f"--save-interval={costs.interval:g}"),
+                is_exact=True,
+                is_stock=True,
+                is_usual=interval is not None,
+                mtbf_s=self.job.measured.mtbf_s or 0.0,
+                costs=costs,
+            )
 
     def examine(self, kind: StrategyKind) -> list[Alternative]:
         """Return the same of the job's own settings alone."""
@@ -195,7 +217,8 @@ class Advisor:
     def advise(self, found: Sequence[Alternative]) -> Advice:
         """Return these, best first, and what would change the advice."""
         alternatives = sorted(
-            found, key=lambda each: (-each.ettr, bool(each.problem), each.node_bytes)
+            found,
+            key=lambda each: (-each.ettr, not each.is_exact, bool(each.problem), each.node_bytes),
         )
         advice = Advice(alternatives=tuple(alternatives))
         if (best := advice.best) is None or not best.is_exact or len(alternatives) == 1:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 
+from moe_ft.cluster.link import flag_value
 from moe_ft.commands.command_line import TrainingCommand
 from moe_ft.commands.plan_advice import SPEEDS
 from moe_ft.commands.plan_inputs import Cluster, read_run
@@ -24,6 +25,7 @@ SECONDS = {
     "keep_s": "from a failure until ranks run again that `python -m moe_ft keep` starts",
     "repair_s": "from a failure until dead processes are replaced, with --moe-ft-repair auto",
 }
+SAVE_MINUTES = 30.0  # between checkpoints of Megatron itself, where nobody says
 _TMPFS_SHARE = 0.5  # of host memory, as Linux makes /dev/shm
 
 
@@ -101,6 +103,23 @@ class Values:
         seconds = flops / (job.num_ranks * self.cluster.model_flops)
         rate = f"{self.cluster.model_flops / 1e12:g} TFLOP/s a GPU"
         self._take({"iteration_s": seconds}, f"assumed: {job.tokens:,} tokens, {rate}")
+
+    def saves(self, minutes: float | None, command: TrainingCommand) -> tuple[str, int]:
+        """Return how often the user has Megatron save, in words and in iterations of known time.
+
+        Args:
+            minutes: as given before the --; else the command line of training may say it.
+        """
+        if "restart_s" not in self.found:
+            self.assume("restart_s", "0 s", "assumed: default")
+        interval = flag_value(command.flags, "--save-interval")
+        if minutes is None and interval.isdecimal() and int(interval):
+            self.assume("save_minutes", f"every {interval} iterations", "--save-interval")
+            return f"every {interval} iterations", int(interval)
+        source = "given" if minutes is not None else "assumed: default"
+        minutes = SAVE_MINUTES if minutes is None else minutes
+        self.assume("save_minutes", f"{minutes:g} min", source)
+        return f"every {minutes:g} min", max(1, round(60 * minutes / self.found["iteration_s"]))
 
     def check_complete(self, job: PlannedJob) -> None:
         """Raise ConfigError if advice lacks a value."""

@@ -16,7 +16,16 @@ from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.time_shares import Spent, TimeShares
 
 _HEADERS = (
-    *("alternative", "ETTR", "every", "stall", "recovery", "again", "tokens lost"),
+    *(
+        "alternative",
+        "ETTR",
+        "lost in a week",
+        "every",
+        "stall",
+        "recovery",
+        "again",
+        "tokens lost",
+    ),
     *("host memory of a node", "to storage", "on storage"),
 )
 # The remedy of each share of the time that is not training.
@@ -57,12 +66,15 @@ def word(told: Told) -> Answer:
     if best is not None:
         flags, ettr = best.flags, best.ettr
         lossy = "" if best.is_exact else "; recoveries lose tokens"
-        headline = f"recommended: {best.name}, {ettr:.2%} of the time is training (ETTR){lossy}"
+        headline = (
+            f"recommended: {best.name}, {_percent(ettr)} of the time is training (ETTR), "
+            f"{_hours(best.lost_hours)} of a week are lost{lossy}"
+        )
         command, names = told.begin.text, told.begin.placeholders
         fill_in = f"Fill in {', '.join(names)}." if names else ""
         most = max(_LIMITS, key=lambda name: best.shares[name])
         limit = f"{best.shares[most]:.2%} of the time: {_LIMITS[most]}"
-    turns = _turns(told.advice)
+    turns, gain = _turns(told.advice), _gain(told)
     return Answer(
         job=told.job,
         headline=headline,
@@ -77,12 +89,13 @@ def word(told: Told) -> Answer:
         assumptions=told.assumptions,
         notes=told.notes,
         page="plan.html",
-        first="\n\n".join(filter(None, (_indented(command), fill_in))),
+        first="\n\n".join(filter(None, (gain, _indented(command), fill_in))),
         last="\n".join((f"what limits it: {limit}", *(["", *turns] if turns else []))),
         values={
             "recommended": None if best is None else best.name,
             "flags": list(flags),
             "command": command,
+            "gain": gain,
             "limit": limit,
             "turns": [asdict(each) for each in told.advice.turns],
             "parameters": told.job.model.num_parameters,
@@ -91,6 +104,7 @@ def word(told: Told) -> Answer:
         },
         parts={
             "command": command,
+            "gain": gain,
             "fill_in": fill_in,
             "turns": turns,
             "limit": limit,
@@ -98,6 +112,28 @@ def word(told: Told) -> Answer:
             "shares": _draw_shares([(each.name, each.shares) for each in found if each.ettr]),
         },
     )
+
+
+def _percent(share: float) -> str:
+    """Return a share of the time, which is never all of it."""
+    text = f"{share:.2%}"
+    return "> 99.99%" if text == "100.00%" else text
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.2f} h" if hours < 10 else f"{hours:.1f} h"
+
+
+def _gain(told: Told) -> str:
+    """Return what the recommendation saves of what the user does now; empty if either is not known."""
+    best, usual, job = told.advice.best, told.advice.usual, told.job
+    if best is None or usual is None:
+        return ""
+    hours = usual.lost_hours - best.lost_hours
+    than = f"{usual.name}, which loses {_hours(usual.lost_hours)} ({_percent(usual.ettr)} ETTR)"
+    if hours <= 0:
+        return f"gain: none over {than}"
+    return f"gain: {_hours(hours)} of a week ({hours * job.num_ranks:,.0f} rank-hours) over {than}"
 
 
 def _cells(found: Alternative) -> tuple[str, ...]:
@@ -108,7 +144,8 @@ def _cells(found: Alternative) -> tuple[str, ...]:
     verdict = "does not fit" if found.problem else "refused" if found.refusal else ""
     return (
         found.name,
-        verdict or f"{found.ettr:.2%}",
+        verdict or _percent(found.ettr),
+        "" if verdict else _hours(found.lost_hours),
         f"{costs.interval:g} iterations",
         f"{costs.blocked_s:.3f} s",
         f"{costs.recoveries[kind].ready_s:.1f} s ({kind})",

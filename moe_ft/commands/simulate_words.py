@@ -55,6 +55,18 @@ class Simulation:
     assumptions: Sequence[tuple[str, str, str]]
 
     @property
+    def even(self) -> list[str]:
+        """Names of those whose intervals overlap with that of the best, in which they are as good."""
+        if not self.done:
+            return []
+        (_, best), *others = self.done
+        return [
+            name
+            for name, found in others
+            if abs(best.ettr - found.ettr) <= best.half_width + found.half_width
+        ]
+
+    @property
     def done(self) -> list[tuple[str, Simulated]]:
         """Names and results of those that can be."""
         return [(each.name, each.result) for each in self.outcomes if each.result is not None]
@@ -75,6 +87,9 @@ def word(simulation: Simulation) -> Answer:
         if not found.is_converged
     ]
     num_ranks = simulation.job.num_ranks
+    even = ""
+    if simulation.even:
+        even = f"no difference beyond noise from {done[0][0]}: {', '.join(simulation.even)}"
     courses = [(name, found.first) for name, found in done]
     shares = {name: found.shares for name, found in done}
     return Answer(
@@ -87,15 +102,18 @@ def word(simulation: Simulation) -> Answer:
         shares=shares,
         assumptions=simulation.assumptions,
         page="simulate.html",
+        last=even,
         values={
             "nodes": pool.num_nodes,
             "spares": pool.num_spares,
             "hours": setting.horizon_s / 3600,
             "seed": setting.seed,
             "failures": drawn or "trace",
+            "even": simulation.even,
             "alternatives": [_as_object(each) for each in outcomes],
         },
         parts={
+            "even": even,
             "shares": html_table(
                 ("time", *shares),
                 [(use, *(f"{each[use]:.2%}" for each in shares.values())) for use in Spent],

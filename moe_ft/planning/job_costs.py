@@ -183,18 +183,22 @@ def _recoveries(
     return found
 
 
-def stock_costs(job: PlannedJob) -> Costs:
-    """Return what Megatron's own `--save` costs a job, at the best interval, with restarts from storage.
+def stock_costs(job: PlannedJob, interval: int | None = None) -> Costs:
+    """Return what Megatron's own `--save` costs a job, with restarts from storage.
 
     Training waits until all is written, and nothing is copied meanwhile.
+
+    Args:
+        interval: iterations between checkpoints; None for the best.
     """
     measured, num_bytes = job.measured, job.heaviest.full_bytes
     assert measured.iteration_s is not None and measured.storage_bandwidth is not None
     write_s = num_bytes / measured.storage_bandwidth
-    cost = CheckpointCost(
-        iteration_s=measured.iteration_s, overhead_s=write_s, completion_s=write_s
-    )
-    interval = best_interval(cost, measured.mtbf_s or math.inf)
+    if interval is None:
+        cost = CheckpointCost(
+            iteration_s=measured.iteration_s, overhead_s=write_s, completion_s=write_s
+        )
+        interval = best_interval(cost, measured.mtbf_s or math.inf)
     restart = RecoveryCosts(processes_s=measured.restart_s, state_s=write_s)
     return Costs(
         strategy="none",

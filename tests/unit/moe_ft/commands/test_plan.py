@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 
 from moe_ft.cli import main
 from moe_ft.commands import plan
@@ -271,6 +272,7 @@ def test_world_size_that_is_given_wins(capsys: pytest.CaptureFixture[str]) -> No
         ("--from-run /nowhere WORLD DENSE", "--from-run=/nowhere cannot be read: No such file"),
         ("--html /nowhere/x WORLD", "--html=/nowhere/x must be in a folder that exists. Make it"),
         ("--cluster dgx-h100 --mtbf-s 0 WORLD", "--mtbf-s=0.0 must be more than 0 seconds"),
+        ("--save-minutes 0 WORLD", "--save-minutes=0 must be more than 0. Give the minutes"),
         (
             "--cluster gb200-nvl72 --ranks-per-node 8 --world-size 8 -- SMALL",
             "8 ranks of a node .* at most the 4 GPUs that --cluster=gb200-nvl72 has. Give fewer",
@@ -347,8 +349,9 @@ def test_advice_on_a_preset_can_be_pasted_and_is_the_same_as_text_json_and_page(
     advice = json.loads(capsys.readouterr().out)
     assert advice["parameters"] == pytest.approx(521e6, rel=0.01)
     best = next(each for each in advice["alternatives"] if each["name"] == advice["recommended"])
-    assert f"recommended: {best['name']}, {best['ettr']:.2%} of the time is training" in text
-    pasted = words_of(text.split("(ETTR)\n\n")[1].split("\n\n")[0])
+    assert f"recommended: {best['name']}, > 99.99% of the time is training" in text
+    assert f"\n\n{advice['gain']}\n\n" in text and escape(advice["gain"]) in page.read_text()
+    pasted = words_of(text.split(advice["gain"])[1].split("\n\n")[1])
     assert pasted == words_of(advice["command"])
     assert pasted[-len(advice["flags"]) :] == advice["flags"]
     assert {each["name"] for each in advice["turns"]} >= {"--mtbf-s", "--bandwidth"}
@@ -364,6 +367,29 @@ def test_advice_on_a_preset_can_be_pasted_and_is_the_same_as_text_json_and_page(
     assert (own["costs"], own["ettr"]) == (best["costs"], best["ettr"])
     assert main([each for each in chosen if each != "--json"]) == 0
     assert f"{best['ettr']:.4f} of the time is training (ETTR)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mtbf_s", "gain"),
+    [
+        # Of 3,600 s each failure takes 15 min of work, and the minute of a restart.
+        (
+            "3600",
+            r"gain: 3\d\.\d h of a week \(1\d\d rank-hours\) over Megatron's --save every 30 min, ",
+        ),
+        ("1e12", r"gain: 0\.\d\d h of a week .* which loses 0\.\d\d h \(99\.\d\d% ETTR\)"),
+    ],
+)
+def test_recommendation_says_what_it_gains_over_what_the_user_does_now(
+    mtbf_s: str, gain: str
+) -> None:
+    links = ["--bandwidth=1GB", "--network-bandwidth=1GB", "--storage-bandwidth=1MB"]
+    words = [*links, "--iteration-s=1", "--restart-s=60", f"--mtbf-s={mtbf_s}"]
+    nodes = ["--world-size=4", "--ranks-per-node=2"]
+    answer = word(compare([*words, *nodes, "--", *SMALL]))
+    assert re.fullmatch(f"{gain}.*", answer.values["gain"])
+    assert len(answer.values["alternatives"]) == 9  # with two rows of Megatron itself
+    assert ("> 99.99% of the time" in answer.headline) == (mtbf_s == "1e12")
 
 
 def test_flags_after_the_dashes_replace_those_of_a_preset(

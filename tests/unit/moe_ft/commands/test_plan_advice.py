@@ -55,7 +55,7 @@ def test_every_strategy_is_compared_at_peers_or_on_storage(advice: Advice) -> No
     assert names == {
         *("dense at peers", "dense on storage", "partial at peers", "partial on storage"),
         *("selective at peers", "selective on storage"),
-        *("sparse at peers", "Megatron's --save"),
+        *("sparse at peers", "Megatron's --save at its best"),
     }
     assert not any(each.problem for each in advice.alternatives)
 
@@ -104,7 +104,7 @@ def test_partial_experts_lose_tokens_and_others_none(advice: Advice) -> None:
 
 
 def test_megatrons_own_checkpoints_are_a_row_that_is_never_recommended(advice: Advice) -> None:
-    found = named(advice, "Megatron's --save")
+    found = named(advice, "Megatron's --save at its best")
     # Written in 10.44 s at 1 MB/s, while training waits: every 274 iterations (Young, 3600 s).
     costs, written_s = found.costs, FULL / 1e6
     assert costs is not None and costs.interval == 274
@@ -113,6 +113,22 @@ def test_megatrons_own_checkpoints_are_a_row_that_is_never_recommended(advice: A
     )
     nothing = [replace(each, problem="x") for each in advice.alternatives if not each.is_stock]
     assert replace(advice, alternatives=(*nothing, found)).best is None
+
+
+def test_what_the_user_does_now_is_a_row_with_its_own_interval_and_lost_hours() -> None:
+    job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **FACTS)
+    advice = advised(Advisor(job, configure, saves=("every 30 min", 1800)))
+    usual, best = advice.usual, named(advice, "Megatron's --save at its best")
+    assert usual is not None and usual.costs is not None
+    assert usual.name == "Megatron's --save every 30 min"
+    assert usual.flags == ("--save=DIR", "--save-interval=1800") and usual.is_stock
+    # Of an hour between failures, half an interval runs again, and a minute and 10 s go for the start.
+    written_s = FULL / 1e6
+    lost_s = 60 + written_s + 900 * (1 + written_s / 1800)
+    expected = 1 - 1 / (1 + written_s / 1800) / (1 + lost_s / 3600)
+    assert usual.lost_hours == pytest.approx(168 * expected)
+    assert best.lost_hours < usual.lost_hours
+    assert advised(advisor()).usual is None
 
 
 def test_speed_that_would_change_the_advice_is_where_another_alternative_begins_to_win(
@@ -142,7 +158,7 @@ def test_what_does_not_fit_is_an_answer_with_the_memory_that_it_needs(advice: Ad
     assert found.problem.startswith("does not fit: needs 0 GiB of host memory per node, and")
     assert small.best is not None and small.best.name not in (
         "sparse at peers",
-        "Megatron's --save",
+        "Megatron's --save at its best",
     )
     nothing = advised(advisor(1.0))
     assert nothing.best is None and nothing.turns == ()

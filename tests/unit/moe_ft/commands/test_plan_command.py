@@ -77,3 +77,22 @@ def test_values_that_nobody_has_measured_are_marked_as_assumed() -> None:
     assert sources["bandwidth"] == sources["mtbf_s"] == "given"
     assert sources["network_bandwidth"].startswith("measured on a loopback")
     assert found.found["bandwidth"] == 20e9
+
+
+@pytest.mark.parametrize(
+    ("minutes", "flags", "saves", "source"),
+    [
+        (None, [], ("every 30 min", 60), "assumed: default"),
+        (45.0, ["--save-interval", "500"], ("every 45 min", 90), "given"),
+        (None, ["--save-interval", "500"], ("every 500 iterations", 500), "--save-interval"),
+        (0.001, [], ("every 0.001 min", 1), "given"),
+    ],
+)
+def test_interval_of_what_the_user_does_now_is_given_or_that_of_training_or_30_minutes(
+    minutes: float | None, flags: list[str], saves: tuple[str, int], source: str
+) -> None:
+    options = Namespace(from_run=None, **dict.fromkeys((*SECONDS, *SPEEDS)) | {"iteration_s": 30.0})
+    found = Values(options, None, 4, 1)
+    assert found.saves(minutes, read_command(flags)) == saves
+    sources = {name: source for name, _, source in found.assumptions}
+    assert (sources["save_minutes"], sources["restart_s"]) == (source, "assumed: default")

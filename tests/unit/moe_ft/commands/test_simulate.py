@@ -12,15 +12,16 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands.simulate import ranked, simulate_file
-from moe_ft.commands.simulate_words import Outcome
+from moe_ft.commands.simulate_words import Outcome, Simulation, word
 from moe_ft.planning.costs import RecoveryKind
 from moe_ft.planning.time_shares import TimeShares
 from moe_ft.simulate.course import Pool
 from moe_ft.simulate.failures import Failures
 from moe_ft.simulate.repetitions import Setting, simulate
-from tests.unit.moe_ft.planning.described import SMALL
+from tests.unit.moe_ft.planning.described import SMALL, planned_job
 from tests.unit.moe_ft.simulate.costs import costs
 
+JOB_OF_TWO = planned_job(*SMALL, world_size=4, ranks_per_node=2)
 JOB = f"""
 [job]
 flags = "{" ".join(SMALL)} --moe-ft-persist-dir /x"
@@ -33,6 +34,7 @@ storage_bandwidth = "1MB"
 restart_s = 60
 repair_s = 5
 mtbf_s = 600
+save_minutes = 5
 """
 
 
@@ -51,7 +53,7 @@ def test_result_is_the_same_as_text_json_and_page(
     assert main(["simulate", f"{config}", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     found = result["alternatives"]
-    assert len(found) == 8 and not any(each["problem"] for each in found)
+    assert len(found) == 9 and not any(each["problem"] for each in found)
     for each in found:
         assert re.search(rf"^{each['name']}  .*{each['ettr']:.2%}", text, re.MULTILINE)
         assert each["half_width"] <= 0.01 * each["ettr"]
@@ -84,6 +86,13 @@ def test_alternative_that_loses_tokens_comes_first_only_if_more_than_noise_is_wo
         )
         assert found[0].name == best
         assert found[-1].name == "other"
+        told = Simulation(job=JOB_OF_TWO, setting=setting, outcomes=found, assumptions=[])
+        even = ["lossy"] if best == "exact" else []
+        answer = word(told)
+        assert answer.values["even"] == even
+        assert answer.last == (
+            f"no difference beyond noise from exact: {', '.join(even)}" if even else ""
+        )
 
 
 def test_strategy_and_recovery_may_be_chosen(tmp_path: Path) -> None:
