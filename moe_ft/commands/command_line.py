@@ -6,14 +6,14 @@ Nothing here imports Megatron. What builds its model lies above: it is found by 
 import argparse
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, NoReturn
 
-from moe_ft.cluster.options import GRACE_S
+from moe_ft.cluster.options import GRACE_S, split_options
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
@@ -23,6 +23,7 @@ from moe_ft.strategies import registry
 
 PLANNER = "megatron.fault_tolerance.program.plan"
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+AGENTS = ("launch", "keep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +33,8 @@ class Launch:
     Attributes:
         reason: why the world size is not known.
         restarts: whether torchrun may start the ranks again.
-        backend: torchrun's --rdzv-backend, empty for its default; None for other launchers.
-        grace_s: of `keep`, from SIGTERM to SIGKILL; None for other launchers.
+        backend: torchrun's --rdzv-backend; None for other launchers.
+        grace_s: of `launch` and `keep`, from SIGTERM to SIGKILL; None for other launchers.
     """
 
     world_size: int | None = None
@@ -87,8 +88,14 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         program=program,
         flags=tuple(flags),
         config=config_from(args, option_types),
-        runs_script=[PurePath(word).name for word in launcher[-2:]] == ["moe_ft", "run"],
+        runs_script=_runs_script(launcher),
     )
+
+
+def _runs_script(launcher: Sequence[str]) -> bool:
+    """Return whether `moe_ft run` runs the program of a command line, also that which `launch` adds."""
+    names = [PurePath(word).name for word in launcher]
+    return names[-2:] == ["moe_ft", "run"] or ("moe_ft", "launch") in pairwise(names)
 
 
 def plan_job(
@@ -141,47 +148,84 @@ def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """Return the ranks that a launcher starts: torchrun, keep, srun, or Python itself."""
+    """Return the ranks that a launcher starts: torchrun, launch, keep, srun, or Python itself.
+
+    Raises:
+        ConfigError: if torchrun would refuse its words.
+    """
     names = [PurePath(word).name for word in words]
-    start = next((place for place, name in enumerate(names) if name in TORCHRUN), None)
-    of_torchrun = {} if start is None else dict(options_of(words[start + 1 :]))
-    if "keep" in names:
-        of_keep = dict(options_of(words[names.index("keep") + 1 :]))
-        kept = _read_keep({"--nodes": of_torchrun.get("--nnodes", "1"), **of_keep})
-        if start is None:
-            return kept
-        by_torchrun = _read_torchrun(of_torchrun)
+    torchrun, agent = read_torchrun(words), read_agent(words)
+    by_torchrun = Launch() if torchrun is None else _launch_of(torchrun)
+    if agent is not None:
+        nodes = "1" if torchrun is None else torchrun.nnodes
+        kept = _read_agent(agent, nodes, "launch" if "launch" in names else "keep")
         return replace(kept, restarts=by_torchrun.restarts, backend=by_torchrun.backend)
-    if start is not None:
-        return _read_torchrun(of_torchrun)
+    if torchrun is not None:
+        return by_torchrun
     if "srun" in names:
-        return _read_srun(dict(options_of(words[names.index("srun") + 1 :])))
+        return _read_srun(dict(_options_of_srun(words[names.index("srun") + 1 :])))
     if any(name.startswith("python") or name == "moe_ft" for name in names):
         return Launch(world_size=1, ranks_per_node=1)
     return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
 
 
-def _read_torchrun(given: dict[str, str]) -> Launch:
-    num_nodes, per_node = given.get("--nnodes", "1"), given.get("--nproc-per-node", "1")
-    num_nodes = num_nodes.rpartition(":")[2]  # the most, of MIN:MAX
-    restarts = given.get("--max-restarts", "0") != "0"
-    backend = "c10d" if "--standalone" in given else given.get("--rdzv-backend", "")
+def read_torchrun(words: Sequence[str]) -> argparse.Namespace | None:
+    """Return torchrun's options, with its defaults, in a launcher's words; None if these have no torchrun.
+
+    Raises:
+        ConfigError: if torchrun would refuse them.
+    """
+    start = next((n for n, word in enumerate(words) if PurePath(word).name in TORCHRUN), None)
+    if start is None:
+        return None
+    # Only here, since it imports torch, which other launchers do not need.
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
+    if words[start] == "torch.distributed.launch":
+        parser.add_argument("--use-env", "--use_env", action="store_true")
+    return parser.parse_args([*words[start + 1 :], "SCRIPT"])
+
+
+def read_agent(words: Sequence[str]) -> Mapping[str, str] | None:
+    """Return the options of `launch` or `keep` in a launcher's words; None if these have neither."""
+    for place, word in enumerate(words[1:], 1):
+        if word in AGENTS and PurePath(words[place - 1]).name == "moe_ft":
+            return split_options([*words[place + 1 :], "SCRIPT"])[0]
+    return None
+
+
+def _launch_of(torchrun: argparse.Namespace) -> Launch:
+    num_nodes, per_node = torchrun.nnodes.rpartition(":")[2], torchrun.nproc_per_node  # the most
+    launch = Launch(
+        restarts=torchrun.max_restarts > 0,
+        backend="c10d" if torchrun.standalone else torchrun.rdzv_backend,
+    )
     if not all(map(_is_number, (num_nodes, per_node))):
         reason = f"--nnodes={num_nodes} --nproc-per-node={per_node} must be from 1 to 999,999,999"
-        return Launch(reason=reason, restarts=restarts, backend=backend)
-    return Launch(
-        world_size=int(num_nodes) * int(per_node),
-        ranks_per_node=int(per_node),
-        restarts=restarts,
-        backend=backend,
+        return replace(launch, reason=reason)
+    ranks_per_node = int(per_node)
+    return replace(
+        launch, world_size=int(num_nodes) * ranks_per_node, ranks_per_node=ranks_per_node
     )
 
 
-def _read_keep(given: dict[str, str]) -> Launch:
-    num_nodes, per_node = given["--nodes"].rpartition(":")[2], given.get("--ranks-per-node", "1")
-    grace = given.get("--grace", str(GRACE_S))
+def _read_agent(given: Mapping[str, str], nodes: str, name: str) -> Launch:
+    """Return the ranks that agents start.
+
+    Args:
+        nodes: of torchrun.
+        name: of the command; `launch` starts one rank for each GPU where nobody says how many.
+    """
+    num_nodes = given.get("nodes", nodes).rpartition(":")[2]
+    per_node = given.get("ranks-per-node", "one for each GPU" if name == "launch" else "1")
+    grace = given.get("grace", str(GRACE_S))
     if not all(map(_is_number, (num_nodes, per_node, grace))):
-        reason = f"keep --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be at least 1"
+        reason = (
+            f"{name} --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be numbers, at "
+            "least 1"
+        )
         return Launch(reason=reason)
     return Launch(
         world_size=int(num_nodes) * int(per_node),
@@ -210,11 +254,10 @@ def _is_number(text: str) -> bool:
 _SHORT = {"-N": "--nodes", "-n": "--ntasks"}
 
 
-def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield a launcher's options with their values."""
+def _options_of_srun(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word, following in pairwise([*words, ""]):
         if word[:2] in _SHORT:
             yield _SHORT[word[:2]], word[2:] or following
         elif word.startswith("--"):
             name, is_joined, value = word.partition("=")
-            yield name.replace("_", "-"), value if is_joined else following
+            yield name, value if is_joined else following

@@ -4,14 +4,14 @@ It is the one that was given, or one of torchrun, with what recommended flags ne
 name, and `keep` where ranks are to be replaced. The rules of a start are run over it (plan.py).
 """
 
+import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from moe_ft.cluster.link import wants_repair
 from moe_ft.cluster.options import TOKEN
-from moe_ft.commands.command_line import TORCHRUN, TrainingCommand, options_of
+from moe_ft.commands.command_line import TrainingCommand, read_agent, read_torchrun
 from moe_ft.planning.job_costs import PERSIST_DIR
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -67,27 +67,30 @@ class StartCommand:
 
     @property
     def is_kept(self) -> bool:
-        """True if `keep` forks the ranks."""
-        return "keep" in self.launcher
+        """True if an agent forks the ranks."""
+        return read_agent(self.launcher) is not None
 
     @property
     def is_watched(self) -> bool:
-        """True if `keep` also replaces nodes: there are several."""
-        given = dict(options_of(self.launcher))
-        return self.is_kept and given.get("--nodes", given.get("--nnodes", "1")) != "1"
+        """True if agents also replace nodes: there are several."""
+        agent, torchrun = read_agent(self.launcher), read_torchrun(self.launcher)
+        nodes = "1" if torchrun is None else _num_nodes(torchrun)
+        return agent is not None and agent.get("nodes", nodes) != "1"
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables of a rank that the launcher sets and the rules of a start look at."""
-        if not _is_torchrun(self.launcher):
-            return {"SLURM_JOB_ID": "1"}  # or whatever names the job where srun or keep starts it
-        given = dict(options_of(self.launcher))
-        has_own = given.get("--rdzv-backend") == "c10d" and self.variables.get(_OWN_STORE) == "1"
+        torchrun = read_torchrun(self.launcher)
+        if torchrun is None:
+            return {
+                "SLURM_JOB_ID": "1"
+            }  # or whatever names the job where srun or an agent starts it
+        has_own = torchrun.rdzv_backend == "c10d" and self.variables.get(_OWN_STORE) == "1"
         shares = not (has_own or self.is_kept)  # an agent keeps a store of its own
         return {
             "TORCHELASTIC_USE_AGENT_STORE": str(shares),
-            "TORCHELASTIC_MAX_RESTARTS": given.get("--max-restarts", "0"),
-            "TORCHELASTIC_RUN_ID": given.get("--rdzv-id", "none"),
+            "TORCHELASTIC_MAX_RESTARTS": str(torchrun.max_restarts),
+            "TORCHELASTIC_RUN_ID": torchrun.rdzv_id,
         }
 
 
@@ -101,21 +104,23 @@ def start_command(
         own: flags of moe_ft.
     """
     launcher = command.launcher
-    if not _is_torchrun(launcher) and not {"srun", "keep"} & {*launcher}:
+    has_agent = read_agent(launcher) is not None
+    if read_torchrun(launcher) is None and "srun" not in launcher and not has_agent:
         modules = _split_modules(launcher)[1]
         num_nodes = -(-world_size // ranks_per_node)
         launcher = ("torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={ranks_per_node}")
         launcher = (*launcher, *modules)
     variables = {}
-    if _is_torchrun(launcher):
-        is_alone = dict(options_of(launcher)).get("--nnodes", "1") == "1"
+    if torchrun := read_torchrun(launcher):
+        is_alone = _num_nodes(torchrun) == "1"
         host = "localhost" if is_alone else FIRST_NODE
         before, modules = _split_modules(launcher)
         variables = {_OWN_STORE: "1"}
-        if wants_repair((*command.flags, *own)) and "keep" not in modules:
+        if wants_repair((*command.flags, *own)) and not has_agent:
             before = tuple(_with_one_process(before))
             modules = (*_KEEP, f"--ranks-per-node={ranks_per_node}", "--", *modules)
-        if "keep" in modules and not is_alone:
+            has_agent = True
+        if has_agent and not is_alone:
             variables[TOKEN] = SECRET
         launcher = (*_with_restarts(before, host), *modules)
     has_data = command.program or {each.partition("=")[0] for each in command.flags} & _HAS_DATA
@@ -128,8 +133,8 @@ def start_command(
     )
 
 
-def _is_torchrun(words: Sequence[str]) -> bool:
-    return any(PurePath(word).name in TORCHRUN for word in words)
+def _num_nodes(torchrun: argparse.Namespace) -> str:
+    return str(torchrun.nnodes).rpartition(":")[2]  # the most
 
 
 def _split_modules(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -156,17 +161,19 @@ def _with_one_process(words: Sequence[str]) -> Iterator[str]:
 
 def _with_restarts(words: Sequence[str], host: str) -> Iterator[str]:
     """Yield torchrun's words with those that restart a job, which finds its memory by its name."""
-    given = dict(options_of(words))
+    given, default = read_torchrun(words), read_torchrun(("torchrun",))
+    assert given is not None and default is not None
+    host = host if given.master_addr == default.master_addr else given.master_addr
     needed = {
         "--max-restarts": _NUM_RESTARTS,
         "--rdzv-backend": "c10d",
         "--rdzv-id": "my_job",
-        "--rdzv-endpoint": given.get("--master-addr", host)
-        + f":{given.get('--master-port', _PORT)}",
+        "--rdzv-endpoint": f"{host}:{given.master_port or _PORT}",
     }
     yield from (word for word in words if word != "--standalone")  # which draws a name
     for name, value in needed.items():
-        if given.get(name, "0") == "0":  # the last one counts
+        dest = name.removeprefix("--").replace("-", "_")
+        if getattr(given, dest) == getattr(default, dest):  # the last one counts
             yield f"{name}={value}"
 
 

@@ -72,7 +72,8 @@ class Flag:
         """Name of its value, or all values that it may have; empty for a switch."""
         if self.setting.default is False:
             return ""
-        return self.setting.metadata["metavar"] or f"{{{','.join(self.choices)}}}"
+        stated = self.setting.metadata["metavar"]
+        return stated or (f"{{{','.join(self.choices)}}}" if self.choices else "VALUE")
 
     @property
     def default(self) -> str:

@@ -82,6 +82,7 @@ MAY_COMMUNICATE = (
     "moe_ft.elastic",
     "moe_ft.convert",  # torch.distributed.checkpoint, in one process
     "moe_ft.cluster",  # the store where ranks meet, and nothing else
+    "moe_ft.commands.command_line",  # torchrun's own parser
     "moe_ft.doctor",  # the store where ranks meet, and nothing else
     "pretrain_gpt_moe",
 )
@@ -102,6 +103,7 @@ FOUND_BY_NAME = {
 IMPORTS_LATE = (
     "moe_ft/__main__.py",
     "kernels/pack_table.py",
+    "moe_ft/commands/command_line.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",
     "moe_ft/commands/plan_inputs.py",

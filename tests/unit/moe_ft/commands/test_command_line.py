@@ -27,6 +27,10 @@ from moe_ft.strategies.partial.config import PartialConfig
         ("torchrun --nnodes 2 -m moe_ft keep --ranks-per-node 4 --", 8, 4),
         ("python -m moe_ft keep --nodes 4 --ranks-per-node 8 --meet a:1 --", 32, 8),
         ("python -m moe_ft keep --nodes=4 --ranks-per-node=8 --meet=a:1 --", 32, 8),
+        ("moe_ft launch --ranks-per-node 8", 8, 8),
+        ("torchrun --nnodes 2 -m moe_ft launch --ranks-per-node 4", 8, 4),
+        ("python -m torch.distributed.launch --use-env --nproc_per_node=2", 2, 2),
+        ("torchrun --nproc-per 4 -r 3", 4, 4),
         ("A=1 torchrun --nproc-per-node 2", 2, 2),
     ],
 )
@@ -42,7 +46,8 @@ def test_ranks_are_those_that_the_launcher_starts(
     [
         ("torchrun --max-restarts 3 --rdzv_backend=c10d --nnodes 2", True, "c10d"),
         ("torchrun --standalone --max-restarts 3 --nproc-per-node 8", True, "c10d"),
-        ("torchrun --max-restarts=0 --nnodes 1:4", False, ""),
+        ("torchrun --max-restarts=0 --nnodes 1:4", False, "static"),
+        ("torchrun --max-restarts 1 -m moe_ft launch --ranks-per-node 2", True, "static"),
         ("srun --ntasks 4", False, None),
     ],
 )
@@ -57,6 +62,7 @@ def test_restarts_are_those_of_torchrun(words: str, restarts: bool, backend: str
         ("torchrun --nproc-per-node gpu", "--nproc-per-node=gpu must be from 1 to 999,999,999"),
         ("torchrun --nnodes " + "9" * 4400, "999 --nproc-per-node=1 must be from 1 to 999,999,999"),
         ("python -m moe_ft keep --nodes x", "keep --nodes=x --ranks-per-node=1 "),
+        ("python -m moe_ft launch", "launch --nodes=1 --ranks-per-node=one for each GPU "),
         ("srun -N 4", "srun has neither --ntasks nor"),
         ("mpirun -np 4", "mpirun is no launcher that plan knows"),
         ("", "no launcher"),
@@ -86,6 +92,11 @@ def test_flags_follow_the_program() -> None:
     ("words", "message"),
     [
         ("examples/quickstart.sh --num-layers 4", "examples/quickstart.sh starts no .py program"),
+        (
+            "torchrun --max-restart=x y.py",
+            "argument --max-restarts/--max_restarts: invalid int value: 'x'",
+        ),
+        ("torchrun --zproc-per-node=2 y.py", "--zproc-per-node=2. Did you mean --nproc-per-node"),
         ("--moe-ft-windows 3", "arguments: --moe-ft-windows. Did you mean --moe-ft-window\\? "),
         ("--num-layers 3 --help", "--help starts no training"),
         ("--moe-ft-strategy foo", "--moe-ft-strategy=foo must be one of none, dense, "),
@@ -97,7 +108,9 @@ def test_words_that_cannot_be_read_are_named(words: str, message: str) -> None:
         read_command(words.split())
 
 
-@pytest.mark.parametrize("launcher", ["torchrun -m moe_ft run", "/env/bin/moe_ft run"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun -m moe_ft run", "/env/bin/moe_ft run", "moe_ft launch"]
+)
 def test_script_of_ones_own_is_seen_and_flags_of_moe_ft_must_exist(launcher: str) -> None:
     words = f"{launcher} train.py --num-layers 3 --corpus a b --moe-ft-strategy dense"
     assert read_command(words.split()).runs_script

@@ -88,7 +88,7 @@ def test_every_flag_with_a_value_names_it() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, part_types(option_types()).values(), {"strategy": names()})
     own = [each for each in parser._actions if each.help != argparse.SUPPRESS and each.nargs != 0]
-    assert all(each.metavar and each.metavar != "{}" for each in own)
+    assert all(each.metavar and each.metavar != "VALUE" for each in own)
 
 
 def test_brief_help_has_the_basic_flags_and_a_flag_that_shows_all(
@@ -104,7 +104,7 @@ def test_brief_help_has_the_basic_flags_and_a_flag_that_shows_all(
     text = capsys.readouterr().out
     assert text.startswith("moe_ft: basic:\n  --moe-ft-strategy {none,")
     assert "moe_ft: Options of a strategy: for this test:\n" in text
-    assert "100% of it (default: 2)\n" in text
+    assert "  --moe-ft-depth VALUE  100% of it (default: 2)\n" in text
     assert config_from(parser.parse_args(["--moe-ft-depth=7"]), {"test": Options}).options == {
         "test": Options(depth=7)
     }
