@@ -10,6 +10,7 @@ MoeFtError
 |   +-- FormatVersionError  the file is of another version of moe_ft: intact, and not readable here
 +-- UnsafePathError         another user owns a file or directory, or could replace it (also an OSError)
 |   +-- ForeignPathError    the first of the two
++-- UnmadeDirectoryError    a directory can never be made where its name says (also an OSError)
 +-- LockLostError           another job has taken the persist directory over (also an OSError)
 +-- UnrecoverableError      nothing usable to recover from; the message lists what was examined
 |   +-- BusyError           not now, or not on this node: start the job again, later or elsewhere
@@ -61,6 +62,10 @@ class UnsafePathError(MoeFtError, OSError):
 
 class ForeignPathError(UnsafePathError):
     """A file or directory belongs to another user."""
+
+
+class UnmadeDirectoryError(MoeFtError, OSError):
+    """A directory cannot be made where its name says, and a later start could not make it either."""
 
 
 class LockLostError(MoeFtError, OSError):

@@ -5,6 +5,7 @@ cannot be written to: as in training, that costs checkpoints and not the run. en
 has the lock itself, recovery/job_memory.py the memory directory.
 """
 
+import errno
 import os
 import secrets
 import threading
@@ -21,7 +22,7 @@ from moe_ft.engine.persist.storage_lock import (
     StorageLock,
     watch_lock,
 )
-from moe_ft.errors import ConfigError, StorageAwayError
+from moe_ft.errors import ConfigError, StorageAwayError, UnmadeDirectoryError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage
 from moe_ft.launches import launch_of
@@ -34,7 +35,13 @@ _END_S = 2.0  # for a thread that may wait for storage
 _RETRY_S = 10.0  # between tries to take the lock where storage does not answer
 _OTHER_JOB_S = 600.0  # where another job has it
 # Of a flag; storage that is full, hangs or is not reached raises others.
-_OF_FLAGS = (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_OF_FLAGS = (
+    *(FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
+    UnmadeDirectoryError,
+)
+# Of making a directory: /proc, an image that is mounted to be read. Of writing into one, a read-only file
+# system may be one whose disk had errors.
+_NEVER_MADE = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _OF_BACK_ENDS = (ValueError, ImportError, TypeError)  # an unknown scheme, a package that is missing
 
 
@@ -101,7 +108,12 @@ def open_storage(site: Site) -> Opened:
 
 def try_writing(storage: Storage) -> None:
     """Write a small file and remove it; raises whatever the back end does."""
-    storage.make_root()
+    try:
+        storage.make_root()
+    except OSError as error:
+        if error.errno in _NEVER_MADE:
+            raise UnmadeDirectoryError(*error.args) from error
+        raise
     probe = f".probe_{secrets.token_hex(8)}"
     storage.write_atomically(probe, b"moe_ft")
     storage.remove(probe)

@@ -258,11 +258,11 @@ def test_file_systems_that_are_small_or_read_only_are_refused(
 ) -> None:
     small = mount_small("300k")
     line = refused(f"--moe-ft-memory-dir {small}", directory, memory_dir)
-    assert f"--moe-ft-memory-dir={small}: snapshots and replicas take" in line
+    assert f"--moe-ft-memory-dir={small}: snapshots" in line
     assert "Enlarge it (mount -o remount,size=...). Lower --moe-ft-replication-factor" in line
     read_only = mount_small("1m,ro")
-    line = refused(f"--moe-ft-persist-dir {read_only}", directory, memory_dir)
-    assert f"--moe-ft-persist-dir={read_only} cannot be used on node" in line
+    line = refused(f"--moe-ft-persist-dir {read_only}/new", directory, memory_dir)
+    assert f"--moe-ft-persist-dir={read_only}/new cannot be used on node" in line
     assert "Read-only file system" in line
 
 

@@ -14,6 +14,7 @@ BUILTINS = {
     errors.FormatVersionError: OSError,
     errors.UnsafePathError: OSError,
     errors.ForeignPathError: OSError,
+    errors.UnmadeDirectoryError: OSError,
     errors.LockLostError: OSError,
     errors.JobStoreError: RuntimeError,
     errors.ExchangeError: RuntimeError,

@@ -16,7 +16,7 @@ from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.origin import Origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
-from moe_ft.errors import ConfigError, LockLostError
+from moe_ft.errors import ConfigError, LockLostError, StorageAwayError
 from moe_ft.files.storage import Storage
 from moe_ft.launches import Launch
 from moe_ft.recovery import persist_directory
@@ -202,7 +202,7 @@ def test_storage_that_fails_is_in_trouble_that_may_pass(
     assert not trouble.is_of_flags
 
 
-@pytest.mark.parametrize("url", ["nosuch://host/path", "{file}", "{file}/below"])
+@pytest.mark.parametrize("url", ["nosuch://host/path", "{file}", "{file}/below", "/proc/nope"])
 def test_directory_that_can_never_be_used_is_in_trouble_of_its_flag(
     opener: Opener, tmp_path: Path, url: str
 ) -> None:
@@ -211,6 +211,33 @@ def test_directory_that_can_never_be_used_is_in_trouble_of_its_flag(
     trouble = open_storage(opener.site("job")).trouble
     assert trouble is not None
     assert trouble.is_of_flags
+
+
+def refuse_directory(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Storage, "make_root", fail)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENAMETOOLONG])
+def test_directory_that_no_start_can_make_is_in_trouble_of_its_flag(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refuse_directory(monkeypatch, code)
+    trouble = open_storage(opener.site("job")).trouble
+    assert trouble is not None
+    assert isinstance(trouble.refusal, ConfigError)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT])
+def test_directory_that_a_later_start_may_make_is_in_trouble_that_may_pass(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refuse_directory(monkeypatch, code)
+    trouble = open_storage(opener.site("job")).trouble
+    assert trouble is not None
+    assert isinstance(trouble.refusal, StorageAwayError)
 
 
 def test_lock_is_taken_when_storage_answers_and_nothing_may_be_written_before(
