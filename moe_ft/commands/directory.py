@@ -43,9 +43,11 @@ def add_reading_commands(commands: Commands) -> None:
             help="a persist directory (or fsspec URL), one of its iter_* directories, or a memory directory",
         )
         parser.set_defaults(run=run)
-    inspecting.add_argument(
-        "--units", action="store_true", help="list every unit of the newest state"
-    )
+    for name, what in (
+        ("--units", "list every unit of the newest state"),
+        ("--settings", "list the settings with Megatron's defaults, too"),
+    ):
+        inspecting.add_argument(name, action="store_true", help=what)
     comparing = add_command(
         commands,
         "diff",
@@ -68,19 +70,18 @@ def add_reading_commands(commands: Commands) -> None:
         help="all: compare masters and moments too (default weights)",
     )
     comparing.set_defaults(run=_diff)
-    _add_rescue(
-        add_command(
-            commands,
-            "rescue",
-            "write what a dead job has left in memory to storage",
-            "Run it on every node of the job. The job continues from there on other machines.",
-            "my_job --to /shared/checkpoints",
-            codes="0: a checkpoint is complete, 1: a part is missing, 2: nothing can be read or written.",
-        )
+    _add_rescue(commands)
+
+
+def _add_rescue(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "rescue",
+        "write what a dead job has left in memory to storage",
+        "Run it on every node of the job. The job continues from there on other machines.",
+        "my_job --to /shared/checkpoints",
+        codes="0: a checkpoint is complete, 1: a part is missing, 2: nothing can be read or written.",
     )
-
-
-def _add_rescue(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job_id", metavar="JOB", help="--moe-ft-job-id of the job")
     parser.add_argument(
         "--to", required=True, metavar="URL", help="a persist directory, or an fsspec URL of one"
@@ -111,7 +112,11 @@ def _rescue(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     with reading(options.directory):
-        text = render_holdings(find_holdings(options.directory), lists_units=options.units)
+        text = render_holdings(
+            find_holdings(options.directory),
+            lists_units=options.units,
+            lists_settings=options.settings,
+        )
         logs = render_logs(options.directory)
     print("\n\n".join(filter(None, [text, logs])))
     return 0

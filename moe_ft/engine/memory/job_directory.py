@@ -95,8 +95,13 @@ def find_indexes[Kind: (Index, IndexHead, BoundaryIndex)](
 def find_indexes_below[Kind: (Index, IndexHead, BoundaryIndex)](
     root: Path, kind: type[Kind]
 ) -> Iterator[tuple[Path, Kind | OSError]]:
-    """Yield the same for all nodes below a directory, which may also be a node's or a rank's."""
-    inside = [root, *root.rglob("r*_*")] if root.is_dir() else []
+    """Yield the same for all nodes below a memory directory, one of a job, of a node or of a rank.
+
+    It looks no deeper: the directory may be anybody's, with everybody's files below.
+    """
+    inside = [root] if root.is_dir() else []
+    for folders in ("", "*/", "*/*/"):
+        inside += root.glob(f"{folders}r*_*")
     nodes = {each.parent for each in inside if rank_and_holder(each.name) != (None, None)}
     for path, index in (each for node in sorted(nodes) for each in find_indexes(node, kind)):
         if path.is_relative_to(root):

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.errors import ConfigError, UnsafePathError
@@ -24,6 +26,34 @@ from moe_ft.recovery.inspect.experts import render_experts, summarize_experts
 from moe_ft.tables import table
 from moe_ft.units import parse_unit
 
+# Megatron's defaults, as a fingerprint has them, but for those that are off, empty or 0.
+_STOCK: tuple[tuple[Any, str], ...] = (
+    (True, "add-bias-linear add-position-embedding dsa-indexer-rotate-activation"),
+    (True, "dsa-indexer-scoring-relu pad-vocab-size yarn-correction-range-round-to-int"),
+    (1, "context-parallel-size expert-model-parallel-size pipeline-model-parallel-size"),
+    (1, "tensor-model-parallel-size dsa-indexer-topk-freq moe-layer-freq num-query-groups mscale"),
+    (1, "mup-attn-scale-power mup-embedding-mult mup-output-mult mup-width-mult"),
+    (1, "rotary-percent rotary-scaling-factor"),
+    (2, "moe-router-topk"),
+    (4, "linear-conv-kernel-dim"),
+    (8, "rope-scaling-factor"),
+    (16, "linear-num-key-heads"),
+    (32, "kv-lora-rank linear-num-value-heads relative-attention-num-buckets"),
+    (64, "qk-pos-emb-head-dim"),
+    (128, "linear-key-head-dim linear-value-head-dim qk-head-dim v-head-dim"),
+    (128, "relative-attention-max-distance"),
+    (1234, "seed"),
+    (10000, "rotary-base"),
+    (1e-5, "layernorm-epsilon"),
+    ("LayerNorm", "normalization"),
+    ("adam", "optimizer"),
+    ("learned_absolute", "position-embedding-type"),
+    ("softmax", "moe-router-score-function"),
+    ("torch.float32", "exp-avg-dtype exp-avg-sq-dtype main-params-dtype"),
+    ("transformer_engine", "transformer-impl"),
+    ("vanilla", "softmax-type"),
+)
+STOCK_DEFAULTS = {f"--{name}": value for value, names in _STOCK for name in names.split()}
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -68,7 +98,8 @@ def find_holdings(directory: str, *, with_indexes: bool = True) -> list[Holding]
     if not holdings:
         raise ConfigError(
             f"{directory} holds no state of moe_ft: no iter_*/manifest.json and no region_*.json. Give "
-            "a persist directory, one of its iter_* directories, or a memory directory."
+            "a persist directory, one of its iter_* directories, or a memory directory, by default "
+            f"{DEFAULT_MEMORY_DIR}: nothing further below is looked at."
         )
     return holdings
 
@@ -162,8 +193,16 @@ def _in_memory(directory: str) -> Iterator[Holding]:
         )
 
 
-def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
-    """Return tables: what there is, the contents of the newest state, and the settings of its run."""
+def render_holdings(
+    holdings: list[Holding], *, lists_units: bool, lists_settings: bool = False
+) -> str:
+    """Return tables: what there is, the contents of the newest state, and the settings of its run.
+
+    Args:
+        holdings: what `find_holdings` has found.
+        lists_units: whether to list every unit.
+        lists_settings: whether to list the settings with Megatron's default, too.
+    """
     rows = [
         (
             each.iteration if not each.problem else "-",
@@ -185,7 +224,8 @@ def render_holdings(holdings: list[Holding], *, lists_units: bool) -> str:
         return text
     newest = newest_holding(usable)
     parts = [each for each in usable if _snapshot_of(each) == _snapshot_of(newest)]
-    return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}"
+    settings = _settings(newest, lists_settings)
+    return f"{text}\n\n{_describe(newest, parts, lists_units=lists_units)}\n\n{settings}"
 
 
 def newest_holding(holdings: list[Holding]) -> Holding:
@@ -233,9 +273,6 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
         f"{start.number} from iteration {start.resumed_at}" for start in identity.history
     )
     experts = summarize_experts(index for part in parts for index in part.indexes)
-    settings = [
-        (flag, value) for flag, value in sorted(identity.fingerprint.items()) if value is not None
-    ]
     return "\n\n".join(
         (
             f"iteration {newest.iteration}, {newest.tier}: job {identity.job_id}, strategy "
@@ -244,9 +281,27 @@ def _describe(newest: Holding, parts: list[Holding], *, lists_units: bool) -> st
             *_describe_packings(parts),
             contents,
             *([render_experts(experts)] if experts else []),
-            table(settings, ("setting", "value")),
         )
     )
+
+
+def _settings(holding: Holding, lists_all: bool) -> str:
+    """Return a table of the settings of a run, and how many others have Megatron's default."""
+    assert holding.identity is not None
+    given = {name: each for name, each in holding.identity.fingerprint.items() if each is not None}
+    others = {name: value for name, value in given.items() if not _is_default(name, value)}
+    text = table(sorted((given if lists_all else others).items()), ("setting", "value"))
+    num_left = len(given) - len(others)
+    if lists_all or not num_left:
+        return text
+    return f"{text}\n{num_left} more settings have Megatron's defaults: --settings lists them"
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Return whether a setting has Megatron's default."""
+    if name in STOCK_DEFAULTS:
+        return bool(value == STOCK_DEFAULTS[name])
+    return not value if name.startswith("--") else value == {}
 
 
 def _describe_packings(parts: list[Holding]) -> list[str]:

@@ -1,5 +1,6 @@
 """Contents of directories as `inspect` shows them."""
 
+import argparse
 import os
 import re
 from pathlib import Path
@@ -7,13 +8,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
+from moe_ft.config.flag_table import Kind, flag_classes
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
-from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
+from moe_ft.recovery.inspect.holdings import (
+    STOCK_DEFAULTS,
+    Holding,
+    find_holdings,
+    render_holdings,
+)
 from tests.unit.moe_ft.builders import (
     WindowState,
     fill_region,
@@ -100,6 +108,42 @@ def test_units_of_a_window_are_listed_with_their_own_iterations(tmp_path: Path) 
 def test_directory_without_state_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no state of moe_ft.*Give a persist directory"):
         find_holdings(str(tmp_path))
+
+
+def test_state_of_others_further_below_is_not_looked_for(tmp_path: Path) -> None:
+    in_memory(tmp_path / "memory" / "job" / "node")
+    assert len(find_holdings(str(tmp_path / "memory"))) == 1
+    with pytest.raises(ConfigError, match="holds no state of moe_ft.* nothing further below"):
+        find_holdings(str(tmp_path))
+
+
+def test_settings_with_defaults_of_megatron_are_counted_and_listed_when_asked_for() -> None:
+    given = {"--seed": 1234, "--swiglu": False, "--add-bias-linear": False, "--num-layers": 4}
+    holding = Holding(
+        tier="memory",
+        place="here",
+        iteration=1,
+        identity=msgspec.structs.replace(make_identity(), fingerprint=given),
+    )
+    text = render_holdings([holding], lists_units=False)
+    assert "2 more settings have Megatron's defaults: --settings lists them" in text
+    assert [name for name in given if name in text] == ["--add-bias-linear", "--num-layers"]
+    text = render_holdings([holding], lists_units=False, lists_settings=True)
+    assert all(name in text for name in given)
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    kept = {name for name, each in flag_classes().items() if each.kind is Kind.FINGERPRINT}
+    defaults = {
+        f"--{action.dest.replace('_', '-')}": action.default
+        for action in parser._actions
+        if action.dest in kept and action.default
+    }
+    assert {
+        name: "torch.float32" if value == "fp32" else value for name, value in defaults.items()
+    } == STOCK_DEFAULTS
 
 
 def test_named_pipes_in_the_places_of_files_are_named_without_waiting_for_a_writer(
