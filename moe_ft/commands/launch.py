@@ -25,7 +25,7 @@ from moe_ft.cluster.options import (
 )
 from moe_ft.cluster.own_node import NodeMemory
 from moe_ft.commands.run import check_script
-from moe_ft.config.fields import NO_NAME, flag_of
+from moe_ft.config.fields import HELP_ALL, NO_NAME, flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
 from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for
@@ -39,9 +39,13 @@ _OF_MEMORY = ("memory_dir", "job_id", "node_id")
 
 def launch(words: Sequence[str]) -> NoReturn:
     """Run the ranks of this node, protected; the words are those of the command line after `launch`."""
+    from moe_ft.commands.launch_checks import check_flags
+
     try:
         completed, added = complete(words, os.environ)
         options = read_options(completed, os.environ)
+        if not {"-h", "--help", HELP_ALL} & {*options.words}:
+            check_flags(options.words, options.num_nodes * options.ranks_per_node)
     except ConfigError as error:
         refuse(str(error), PROGRAM)
     _be_agent(options, added)
@@ -125,7 +129,7 @@ def _default_flags(
 ) -> list[str]:
     """Return flags of moe_ft that the command line of the script lacks."""
     strategy = flag_value(target, flag_of("strategy"))
-    if strategy == "none" or {"-h", "--help"} & {*target}:
+    if strategy == "none" or {"-h", "--help", HELP_ALL} & {*target}:
         return []
     found = [
         f"{flag_of(name)}={value}"
@@ -140,7 +144,7 @@ def _default_flags(
                 "--moe-ft-job-id is missing: nodes of a job need one name, by which a restarted job finds "
                 "its memory, and SLURM_JOB_ID is not set. Add --moe-ft-job-id NAME on all nodes."
             )
-        from moe_ft.commands.run_names import name_run
+        from moe_ft.commands.launch_checks import name_run
 
         found.append(
             f"{flag_of('job_id')}={name_run(target, flag_value(target, flag_of('memory_dir')))}"

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, override
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import STRATEGY, Part, flag_of
+from moe_ft.config.fields import FLAG_PREFIX, HELP_ALL, STRATEGY, Part, flag_of
 from moe_ft.config.lost_nodes import (
     OLD_ANSWER,
     OLD_ANSWERS,
@@ -33,7 +33,6 @@ BASIC = (
     "event_log",
 )
 _BASIC_TITLE = "basic"
-HELP_ALL = "--moe-ft-help-all"
 
 
 def part_types(option_types: Mapping[str, type[Part]]) -> dict[str, type[Part]]:
@@ -258,6 +257,27 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         raise ConfigError(f"{explained(message, self)} docs/flags.md lists the settings.")
+
+
+def config_from_words(
+    words: Sequence[str],
+    option_types: Mapping[str, type[Part]],
+    choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
+) -> MoeFtConfig:
+    """Return the settings that a command line holds, among other flags.
+
+    Args:
+        choices: by field name, where a field does not know its own.
+
+    Raises:
+        ConfigError: if there is no such flag of moe_ft, or a value is not of its kind.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser, part_types(option_types).values(), choices)
+    found, others = parser.parse_known_args([*words])
+    if unknown := [each for each in others if each.startswith(FLAG_PREFIX)]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return config_from(found, option_types)
 
 
 def config_from_settings(

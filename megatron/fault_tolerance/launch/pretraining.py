@@ -42,7 +42,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft import saying
 from moe_ft.cluster.forked_rank import run_script
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.flags import HELP_ALL
+from moe_ft.config.fields import HELP_ALL
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.refusing import EXIT_NOT_SAVED, refuse, refusing

@@ -9,7 +9,7 @@ from moe_ft.cli import main
 from moe_ft.cluster.options import TOKEN, KeepOptions, read_options
 from moe_ft.commands import launch
 from moe_ft.commands.launch import complete, num_gpus
-from moe_ft.commands.run_names import made_name, name_run
+from moe_ft.commands.launch_checks import made_name, name_run
 from moe_ft.engine.memory.job_directory import entered_job, own_directory
 from moe_ft.errors import ConfigError
 
@@ -134,7 +134,7 @@ def test_live_run_and_one_without_state_are_no_reason(
     make_job(memory_dir / one)
     assert name_run([script], str(memory_dir))
     leave_state(memory_dir, one)
-    monkeypatch.setattr("moe_ft.commands.run_names.is_alive", lambda directory: True)
+    monkeypatch.setattr("moe_ft.commands.launch_checks.is_alive", lambda directory: True)
     assert name_run([script], str(memory_dir))
 
 
@@ -145,6 +145,8 @@ def test_live_run_and_one_without_state_are_no_reason(
         (["--rank-per-node", "2", "train.py"], "no script. Did you mean --ranks-per-node?"),
         (["missing.py"], "missing.py is no file"),
         (["--ranks-per-node", "0", "train.py"], "--ranks-per-node 0 must be a whole number"),
+        (["train.py", "--moe-ft-stategy", "sparse"], "Did you mean --moe-ft-strategy?"),
+        (["train.py", "--moe-ft-keep", "3"], "--moe-ft-keep=3 changes nothing without"),
     ],
 )
 def test_wrong_command_line_is_refused_in_one_line(

@@ -1,8 +1,8 @@
-"""Names that `moe_ft launch` makes for runs: of the script, and of all flags but those of moe_ft.
+"""Checks that `moe_ft launch` makes before it starts anything, and names of runs.
 
-The same command, typed again, has the same name and continues its run. State that another command of the same
-script has left is neither passed over in silence nor taken for this run's: the start is refused, and the user
-names the run.
+A name is made of the script and of all flags but those of moe_ft: the same command, typed again, continues
+its run. State that another command of the same script has left is neither passed over in silence nor taken for
+this run's: the start is refused, and the user names the run.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.config.fields import FLAG_PREFIX, flag_of
-from moe_ft.config.flags import part_types
+from moe_ft.config.flags import config_from_words, part_types
 from moe_ft.engine.memory.job_directory import find_indexes_below, job_directory
 from moe_ft.errors import ConfigError
 from moe_ft.format.index import IndexHead
@@ -24,6 +24,12 @@ from moe_ft.recovery.job_memory import describe, find_directories, is_alive
 from moe_ft.strategies import registry
 
 _STEM_LENGTH, _DIGEST_LENGTH = 60, 6
+
+
+def check_flags(words: Sequence[str], world_size: int) -> None:
+    """Raise ConfigError if the flags of moe_ft in a command line are wrong by themselves, as the ranks do."""
+    choices = {"strategy": registry.names()}
+    config_from_words(words, registry.option_types(), choices).validate(world_size)
 
 
 def name_run(target: Sequence[str], memory_dir: str) -> str:
