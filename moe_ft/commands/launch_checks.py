@@ -1,9 +1,9 @@
 """Checks that `moe_ft launch` makes before it starts anything, and names of runs.
 
 A name is made of the script and of all flags but those of moe_ft: the same command, typed again, continues
-A name is made of the script and of all flags but those of moe_ft: the same command, typed again, continues
 its run. State that another command of the same script has left is neither passed over in silence nor taken
 for this run's: the start is refused, and the user names the run.
+"""
 
 import hashlib
 import os
