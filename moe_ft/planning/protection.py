@@ -311,7 +311,10 @@ def _lost_node(kept: Protection) -> list[str]:
         ends = "the job ends with it" if kept.num_nodes == 1 else _restart(starter)
         return [f"{ends}; at the next start {state}"]
     if kept.lost_node is Answer.REPAIR:
-        without = _WITHOUT_SPARE.get(starter.without_spare, _WITHOUT_SPARE["end"])
+        can_be = (
+            starter.shrinks or starter.without_spare != "shrink"
+        )  # which takes keep --nodes MIN:N
+        without = _WITHOUT_SPARE[starter.without_spare if can_be else "end"]
         what = f"a spare takes over in place; without one {without}"
     elif starter.launcher is Launcher.AGENT:
         without = _WITHOUT_SPARE["shrink" if starter.shrinks else "end"]
