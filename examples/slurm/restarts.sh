@@ -15,7 +15,7 @@
 # COMMAND is srun itself, which gets the signals. Each start has MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RESTART_COUNT
 # in its environment, and defaults for options of srun: labelled output, the nodes, and what the end of a task means.
 #
-# docs/slurm_restarts.md has more. The variables can be set from outside; functions can be defined anew after this file.
+# docs/your_sbatch.md has an example, docs/slurm_restarts.md has more. The variables can be set from outside; functions can be defined anew after this file.
 
 RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory that all nodes share}
 RUN_NAME=${RUN_NAME:-$SLURM_JOB_ID}                # --moe-ft-job-id, which is SLURM_JOB_ID by default
@@ -37,6 +37,8 @@ CHECK_SECONDS=${CHECK_SECONDS:-60}                 # for the check of a node
 HEALTH_CHECK=${HEALTH_CHECK:-check_node}           # a node must pass this before each start
 [ -n "${CONTAINER+set}" ] || CONTAINER=()          # options of srun for steps that need moe_ft: --container-image=...
 
+# The node of the batch script may lack the Python of the container.
+host_python=$(command -v "$PYTHON" || command -v python3 || echo python3)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 STATUS=$RUN_DIR/status                             # for --status of agents
 mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -218,14 +220,14 @@ run_command() {
 
 # Prints the newest iteration that is finished, by which progress is measured; nothing if Python does not run here.
 newest_iteration() {
-    "$PYTHON" "$HERE/last_start.py" iteration "$EVENTS" --checkpoints "$RUN_DIR/checkpoints" || true
+    "$host_python" "$HERE/last_start.py" iteration "$EVENTS" --checkpoints "$RUN_DIR/checkpoints" || true
 }
 
 # Prints the nodes to blame for the failure of the last start, each with a reason. Ranks that have trained tell it in
 # their event log. Before that, SLURM does: by the first task that ended, since it ends the others because of it.
 blamed_nodes() {
     local index reason found
-    found=$("$PYTHON" "$HERE/last_start.py" failed "$EVENTS" --since "$began" --nodes "${#nodes[@]}") || true
+    found=$("$host_python" "$HERE/last_start.py" failed "$EVENTS" --since "$began" --nodes "${#nodes[@]}") || true
     while read -r index reason; do
         [ -z "$index" ] || echo "${nodes[index]} $reason"
     done <<<"$found"

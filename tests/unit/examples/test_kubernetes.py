@@ -164,7 +164,8 @@ def test_pods_are_reached_by_each_other_alone_and_are_not_root(with_repairs: boo
     for each in job["spec"]["replicatedJobs"]:
         pod = each["template"]["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"]
-        assert pod["securityContext"]["runAsUser"] > 0
+        user = str(pod["securityContext"]["runAsUser"])
+        assert f"--uid {user} " in (ROOT / "Dockerfile").read_text()
         assert pod["automountServiceAccountToken"] is False
         container = pod["containers"][0]
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
