@@ -17,24 +17,40 @@ from moe_ft.cluster.target import PRELOADED, Target, is_found
 from moe_ft.errors import ConfigError
 from moe_ft.spelling import hint
 
-USAGE = (
-    "[--ranks-per-node K] [--nodes N|MIN:N] [--meet HOST:PORT] [--number I] [--store I] "
-    "[--lost-after SECONDS] [--grace SECONDS] [--max-restarts N] [--status FILE] [--preload MODULE]... [--] "
-    "SCRIPT ARGS... | -m MODULE ARGS..."
-)
-HELP: Mapping[str, str] = {
-    "ranks-per-node": "ranks of each node (default 1)",
-    "nodes": "number of nodes that train, MIN:N if some may be missing (--moe-ft-elastic); default: those of "
-    "torchrun, else 1",
-    "meet": "HOST:PORT of the node that keeps the job's store, where the nodes meet; default: torchrun's",
-    "number": "of this node, from 0, spares last; default: that of torchrun, else SLURM_PROCID",
-    "store": "number of the node that keeps the job's store: 0, or one that runs no ranks (default 0)",
-    "lost-after": "seconds of silence after which a node is lost (default 10)",
-    "grace": "seconds from SIGTERM to SIGKILL of what has started this process (default 30)",
-    "max-restarts": "restarts of all ranks in a row without a finished iteration, where repairs are not "
-    "possible; default: those that torchrun has left, else 0",
-    "status": "file that gets the exit code of the job, and the names of the nodes",
-    "preload": "module to import before ranks are forked; may be given several times",
+USAGE = "[OPTIONS] [--] SCRIPT ARGS... | [OPTIONS] [--] -m MODULE ARGS..."
+# By name: what stands for the value, and the meaning.
+HELP: Mapping[str, tuple[str, str]] = {
+    "ranks-per-node": (
+        "K",
+        "ranks of each node (default 1; of launch: the GPUs of the node, else 1)",
+    ),
+    "nodes": (
+        "N|MIN:N",
+        "number of nodes that train, MIN:N if some may be missing (--moe-ft-elastic); default: those of "
+        "torchrun, else 1",
+    ),
+    "meet": (
+        "HOST:PORT",
+        "of the node that keeps the job's store, where the nodes meet; default: torchrun's; of launch: also "
+        "MASTER_ADDR:MASTER_PORT",
+    ),
+    "number": (
+        "I",
+        "number of this node, from 0, spares last; default: that of torchrun, else SLURM_PROCID",
+    ),
+    "store": (
+        "I",
+        "number of the node that keeps the job's store: 0, or one that runs no ranks (default 0)",
+    ),
+    "lost-after": ("SECONDS", "silence after which a node is lost (default 10)"),
+    "grace": ("SECONDS", "from SIGTERM to SIGKILL of what has started this process (default 30)"),
+    "max-restarts": (
+        "N",
+        "restarts of all ranks in a row without a finished iteration, where repairs are not possible; "
+        "default: those that torchrun has left, else 0 (of launch: 3)",
+    ),
+    "status": ("FILE", "file that gets the exit code of the job, and the names of the nodes"),
+    "preload": ("MODULE", "module to import before ranks are forked; may be given several times"),
 }
 TOKEN = "MOE_FT_KEEP_TOKEN"
 GRACE_S = 30  # of SLURM's KillWait, and of Kubernetes, by default
@@ -182,9 +198,9 @@ def split_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], list
 def check_target(rest: Sequence[str]) -> None:
     """Raise ConfigError if the words after the options name neither a file nor a module."""
     if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
-        given = f"{rest[0]} is no script" if rest else "there is no script"
+        given = f"{rest[0]} is no option and no script" if rest else "there is no script"
         meant = hint(rest[0], [f"--{name}" for name in HELP]) if rest else ""
-        _refuse(f"{given}.{meant} Write {USAGE}")
+        _refuse(f"{given}.{meant} Write {USAGE}; --help lists the options")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
         _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
 

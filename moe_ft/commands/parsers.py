@@ -16,10 +16,13 @@ CODES = "0: done, 2: the command line or what it names cannot be used, with one 
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command. It refuses what it does not know itself, and says what may be meant."""
 
+    _words: Sequence[str] = ()
+
     @override
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        self._words = sys.argv[1:] if args is None else args
         found, others = super().parse_known_args(args, namespace)
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}")
@@ -27,6 +30,10 @@ class CommandParser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
+        names = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+        unknown = [name for name in names if name not in self._option_string_actions]
+        if "arguments are required" in message and unknown:  # the likelier mistake
+            message = f"unrecognized arguments: {' '.join(unknown)}"
         super().error(explained(message, self))
 
 

@@ -7,7 +7,6 @@ this package does not, so it is found by name, and only when a script runs.
 
 import importlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -59,12 +58,12 @@ def add_run_commands(commands: Commands) -> None:
         codes=_CODES,
         usage=f"%(prog)s {USAGE.removeprefix('moe_ft run ')}",
     )
-    metavars = dict(re.findall(r"\[--([\w-]+) ([^]]+)\]", USAGE_OF_AGENT))
-    usage = "%(prog)s [OPTIONS] [--] SCRIPT ARGS... | -m MODULE ARGS..."
     for name, (summary, text, example) in _OF_AGENT.items():
-        parser = add_command(commands, name, summary, text, example, codes=_CODES, usage=usage)
-        for option, meaning in HELP.items():
-            parser.add_argument(f"--{option}", metavar=metavars[option], help=meaning)
+        parser = add_command(
+            commands, name, summary, text, example, codes=_CODES, usage=f"%(prog)s {USAGE_OF_AGENT}"
+        )
+        for option, (metavar, meaning) in HELP.items():
+            parser.add_argument(f"--{option}", metavar=metavar, help=meaning)
 
 
 def is_given(command: str, words: Sequence[str]) -> bool:

@@ -72,6 +72,7 @@ def test_no_command_but_plan_imports_torch(tmp_path: Path) -> None:
         ("zzzz", "there is no command zzzz. moe_ft --help lists them."),
         ("reprot x", "there is no command reprot. Did you mean report?"),
         ("--verson", "unrecognized arguments: --verson. Did you mean --version?"),
+        ("prune x --kep=3", "prune: error: unrecognized arguments: --kep. Did you mean --keep?"),
         ("report x --jsn", "report: error: unrecognized arguments: --jsn. Did you mean --json?"),
         (
             "diff a b --what weight",

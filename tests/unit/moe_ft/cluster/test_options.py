@@ -92,9 +92,12 @@ def test_module_to_preload_that_is_not_there_is_refused(name: str, script: str) 
     [
         ([], "there is no script"),
         (["--"], "there is no script"),
-        (["--nproc", "2"], "--nproc is no script. Write"),
-        (["--rank-per-node", "2"], "is no script. Did you mean --ranks-per-node? Write"),
-        (["-m"], "-m is no script"),
+        (["--nproc", "2"], "--nproc is no option and no script. Write"),
+        (
+            ["--rank-per-node", "2"],
+            "is no option and no script. Did you mean --ranks-per-node? Write",
+        ),
+        (["-m"], "-m is no option and no script"),
         (["missing.py"], "missing.py is no file"),
     ],
 )

@@ -141,7 +141,7 @@ def test_live_run_and_one_without_state_are_no_reason(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "there is no script. Write [--ranks-per-node K]"),
+        ([], "there is no script. Write [OPTIONS] "),
         (["--rank-per-node", "2", "train.py"], "no script. Did you mean --ranks-per-node?"),
         (["missing.py"], "missing.py is no file"),
         (["--ranks-per-node", "0", "train.py"], "--ranks-per-node 0 must be a whole number"),
