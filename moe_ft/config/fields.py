@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from moe_ft.errors import ConfigError
 
 FLAG_PREFIX = "--moe-ft-"
-HELP_ALL = f"{FLAG_PREFIX}help-all"
+HELP_ALL = "--moe-ft-help-all"
 # Needs of several settings, as `setting` takes them.
 STRATEGY, PEERS, REPAIR = "strategy", "replication_factor!=0", "repair=auto|repair=try"
 # Run ids of torchrun that name no job: its default, and what it draws for each start with --standalone, or on
