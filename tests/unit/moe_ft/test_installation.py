@@ -37,6 +37,20 @@ def test_packages_are_those_that_the_project_requires() -> None:
     assert {*MODULES} == required
 
 
+def test_page_on_installing_names_all_of_them_and_pins_versions_that_are_tested() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [name for name in MODULES if f"`{name}`" not in page and f" {name}==" not in page] == [
+        *("torch", "megatron-core")
+    ]
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {*re.findall(r"[\w-]+==[\d.]*\d", page)} <= {*pinned}
+
+
+def test_version_is_that_of_the_changelog_and_of_the_citation() -> None:
+    assert f"\n## {moe_ft.__version__}, " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {moe_ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_nothing_is_missing_where_the_tests_run() -> None:
     assert missing_packages() == []
 
