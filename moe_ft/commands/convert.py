@@ -3,12 +3,12 @@
 import argparse
 import ctypes
 import sys
-import warnings
 
 from moe_ft.commands.directory import reading
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import ConfigError
+from moe_ft.saying import silence_dependencies
 
 _GIB = 1 << 30
 _INTERRUPTED = 130  # as shells have it
@@ -112,8 +112,7 @@ def run(options: argparse.Namespace) -> int:
             f"-- {options.of_training[0]}: convert takes a command line only with --densify. Add it, or "
             "leave the command line out."
         )
-    # Of Megatron and torch, about what is not used here.
-    warnings.simplefilter("ignore", UserWarning)
+    silence_dependencies()
     # Here, since this is the only command that needs torch.
     from moe_ft.convert.conversion import Request, convert
     from moe_ft.convert.densify import densify

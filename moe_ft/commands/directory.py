@@ -16,6 +16,7 @@ from moe_ft.recovery.inspect.boundary_logs import render_logs
 from moe_ft.recovery.inspect.holdings import find_holdings, render_holdings
 from moe_ft.recovery.inspect.rescue import rescue
 from moe_ft.recovery.inspect.verification import verify
+from moe_ft.saying import silence_dependencies
 
 
 def add_reading_commands(commands: Commands) -> None:
@@ -135,6 +136,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
+    silence_dependencies()
     # Here, since most commands need no torch.
     from moe_ft.convert.difference import compare, render
     from moe_ft.convert.source import open_source

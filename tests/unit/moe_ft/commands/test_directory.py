@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cli import main
+from moe_ft.commands import directory as commands
 from moe_ft.commands.directory import reading
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
@@ -39,13 +40,18 @@ def test_empty_directory_is_taken_for_an_unset_variable() -> None:
         pass
 
 
-def test_equal_states_end_with_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_states_end_with_zero_and_without_warnings_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silenced = list[str]()
+    monkeypatch.setattr(commands, "silence_dependencies", lambda: silenced.append("now"))
     persist_model(Storage(str(tmp_path / "a")))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--what", "all"]) == 0
     shown = capsys.readouterr().out
     assert "A: " in shown
     assert "are equal, bit for bit" in shown
+    assert silenced
 
 
 @pytest.mark.parametrize("name", ["nowhere", ""])
