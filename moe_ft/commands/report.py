@@ -112,13 +112,13 @@ def _job(job: Job) -> Iterator[tuple[str, str]]:
     """Yield rows on what was run, as far as the log says so."""
     if job.name or job.strategy:
         yield "job", f"{job.name or 'without a name'}, strategy {job.strategy or '-'}"
-    sizes = {
-        "layers": job.num_layers,
-        "hidden size": job.hidden_size,
-        "experts": job.num_experts,
-        "tokens of a sequence": job.seq_length,
-    }
-    if model := ", ".join(f"{num:,} {what}" for what, num in sizes.items() if num):
+    sizes = [
+        (job.num_layers, "{:,} layers"),
+        (job.hidden_size, "hidden size {:,}"),
+        (job.num_experts, "{:,} experts"),
+        (job.seq_length, "sequences of {:,} tokens"),
+    ]
+    if model := ", ".join(words.format(size) for size, words in sizes if size):
         yield "model", model
     if job.num_ranks:
         degrees = {name: getattr(job, name) for name in ("tp", "pp", "ep", "etp", "dp")}

@@ -40,6 +40,7 @@ _AFTER_A_DEATH = {
     "end": "the job ends",
 }
 _BARS = "▁▂▃▄▅▆▇█"
+_BESIDE_BARS = 34  # letters of the line that has them
 
 
 class Watch:
@@ -97,7 +98,7 @@ class Watch:
         head = Table.grid(padding=(0, 2, 0, 0))
         head.add_column(no_wrap=True)
         head.add_column(overflow="fold")
-        for name, value in self._lines(ranks):
+        for name, value in self._lines(ranks, console.width):
             head.add_row(Text(name, style="bold"), value)
         most = _MOST_RANKS
         if height is not None:
@@ -109,13 +110,13 @@ class Watch:
         foot = Text(" · ".join(note for note in notes if note), style="dim")
         return Group(head, Text(), table, *([foot] if foot else []))
 
-    def _lines(self, ranks: Sequence[RankCourse]) -> Iterator[tuple[str, Text]]:
+    def _lines(self, ranks: Sequence[RankCourse], width: int) -> Iterator[tuple[str, Text]]:
         """Yield name and value of what is said of the whole run."""
         yield "run", Text(escape(str(self._directory)))
         yield "state", self._state(ranks)
         yield "iteration", Text(_speed(ranks))
-        if history := _sparkline(ranks):
-            yield "seconds of each", Text(history, style="cyan", no_wrap=True, overflow="crop")
+        if history := _sparkline(ranks[0], max(1, width - _BESIDE_BARS)):
+            yield "seconds of each", Text(history, style="cyan")
         incarnation = max(each.incarnation for each in ranks)
         num_repairs = max(each.num_repairs for each in ranks)
         yield "starts", Text(f"{incarnation + 1}, {num_repairs} of them repairs in place")
@@ -258,15 +259,14 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {named} have"
 
 
-def _sparkline(ranks: Sequence[RankCourse]) -> str:
-    """Return a bar for each of the last iterations of the first rank, as high as its seconds."""
-    seconds = [*ranks[0].history]
+def _sparkline(rank: RankCourse, most_bars: int) -> str:
+    """Return a bar for each of the last iterations of a rank, as high as its seconds."""
+    seconds = [*rank.history][-most_bars:]
     if len(seconds) < 2:
         return ""
-    most = max(*seconds, 1e-9)
-    steps = len(_BARS) - 1
+    most, steps = max(*seconds, 1e-9), len(_BARS) - 1
     bars = "".join(_BARS[min(steps, round(steps * max(0.0, each) / most))] for each in seconds)
-    return f"{bars} up to {most:.3f}"
+    return f"{bars} up to {max(seconds):.3f}"
 
 
 def _speed(ranks: Sequence[RankCourse]) -> str:

@@ -133,7 +133,7 @@ def test_start_of_a_run_names_job_model_layout_and_versions(tmp_path: Path) -> N
     facts = [re.split("  +", line) for line in render(report).splitlines()]
     assert facts[:5] == [
         ["job", "lm, strategy sparse"],
-        ["model", "24 layers, 2,048 hidden size, 64 experts, 4,096 tokens of a sequence"],
+        ["model", "24 layers, hidden size 2,048, 64 experts, sequences of 4,096 tokens"],
         ["layout", "2 ranks: tp 1, pp 2, ep 1, etp 1, dp 1"],
         ["hosts", "2: gpu-01, gpu-02"],
         ["versions", "moe_ft 0.1.0, Megatron 0.19.2, torch 2.13.0"],

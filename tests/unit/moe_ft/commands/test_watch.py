@@ -252,6 +252,9 @@ def test_iterations_of_this_and_earlier_starts_are_drawn_as_bars(tmp_path: Path)
     write_run(tmp_path, 0, [5.0] * 3, incarnation=1)
     (line,) = (each for each in view_at(tmp_path, 80) if each.startswith("seconds of each"))
     assert line.split()[3:] == ["█▁▁▁▁█▁▁", "up", "to", "9.000"]
+    write_run(tmp_path, 0, [5.0] * 99, incarnation=2)
+    (line,) = (each for each in view_at(tmp_path, 60) if each.startswith("seconds of each"))
+    assert line.split()[3:] == ["█" * 26, "up", "to", "0.500"]
 
 
 def test_silence_after_fast_iterations_is_told_before_ranks_are_called_silent(
