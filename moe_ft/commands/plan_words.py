@@ -74,7 +74,8 @@ def word(told: Told) -> Answer:
         fill_in = f"Fill in {', '.join(names)}." if names else ""
         most = max(_LIMITS, key=lambda name: best.shares[name])
         limit = f"{best.shares[most]:.2%} of the time: {_LIMITS[most]}"
-    turns, gain = _turns(told.advice), _gain(told)
+    turns, gain, assumed = _turns(told.advice), _gain(told), _assumed(told)
+    claims = "\n".join(filter(None, (gain, assumed)))
     return Answer(
         job=told.job,
         headline=headline,
@@ -89,7 +90,7 @@ def word(told: Told) -> Answer:
         assumptions=told.assumptions,
         notes=told.notes,
         page="plan.html",
-        first="\n\n".join(filter(None, (gain, _indented(command), fill_in))),
+        first="\n\n".join(filter(None, (claims, _indented(command), fill_in))),
         last="\n".join((f"what limits it: {limit}", *(["", *turns] if turns else []))),
         values={
             "recommended": None if best is None else best.name,
@@ -104,7 +105,7 @@ def word(told: Told) -> Answer:
         },
         parts={
             "command": command,
-            "gain": gain,
+            "claims": [each for each in (gain, assumed) if each],
             "fill_in": fill_in,
             "turns": turns,
             "limit": limit,
@@ -134,6 +135,14 @@ def _gain(told: Told) -> str:
     if hours <= 0:
         return f"gain: none over {than}"
     return f"gain: {_hours(hours)} of a week ({hours * job.num_ranks:,.0f} rank-hours) over {than}"
+
+
+def _assumed(told: Told) -> str:
+    """Return which values of ETTR nobody has measured; empty if there are none."""
+    names = [name for name, _, source in told.assumptions if source.startswith("assumed: ")]
+    if not names:
+        return ""
+    return f"these are assumed, not measured: {', '.join(names)} (below; --from-run DIR measures)"
 
 
 def _cells(found: Alternative) -> tuple[str, ...]:

@@ -311,11 +311,7 @@ def _lost_node(kept: Protection) -> list[str]:
         ends = "the job ends with it" if kept.num_nodes == 1 else _restart(starter)
         return [f"{ends}; at the next start {state}"]
     if kept.lost_node is Answer.REPAIR:
-        can_be = (
-            starter.shrinks or starter.without_spare != "shrink"
-        )  # which takes keep --nodes MIN:N
-        without = _WITHOUT_SPARE[starter.without_spare if can_be else "end"]
-        what = f"a spare takes over in place; without one {without}"
+        what = f"a spare takes over in place; without one {_without_spare(starter)}"
     elif starter.launcher is Launcher.AGENT:
         without = _WITHOUT_SPARE["shrink" if starter.shrinks else "end"]
         what = without
@@ -328,6 +324,14 @@ def _lost_node(kept: Protection) -> list[str]:
     if starter.is_watched:
         lines[1] += f"; the loss of node {starter.store}, which keeps the job's store, ends the job"
     return lines
+
+
+def _without_spare(starter: Starter) -> str:
+    """Return what happens without a spare: a job that can shrink neither waits nor ends."""
+    value = starter.without_spare
+    if value not in ("crowd", "reroute"):
+        value = "shrink" if starter.shrinks else value.replace("shrink", "end")
+    return _WITHOUT_SPARE[value]
 
 
 def _state_of_lost_node(kept: Protection) -> str:
