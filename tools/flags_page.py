@@ -25,8 +25,9 @@ def tables() -> str:
 
 def _table(title: str, flags: list[Flag]) -> Iterator[str]:
     page = flags[0].part.PAGE
-    link = f" ([more]({page}))" if page and title != "basic" else ""
-    yield from (f"**{title[0].upper()}{title[1:]}**{link}", "")
+    yield from (f"### {title[0].upper()}{title[1:]}", "")
+    if page and title != "basic":
+        yield from (f"See [{page.removesuffix('.md').replace('_', ' ')}]({page}).", "")
     yield from ("| flag | default | meaning |", "|---|---|---|")
     for each in flags:
         own = each.page if title == "basic" or each.page != page else ""

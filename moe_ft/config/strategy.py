@@ -22,7 +22,7 @@ _DEFAULT_STAGING = "64MiB"
 class StrategyConfig(Part):
     """Strategy: the state that is checkpointed, and when."""
 
-    TITLE: ClassVar[str] = "strategy"
+    TITLE: ClassVar[str] = "any strategy"
     PAGE: ClassVar[str] = "strategies.md"
     NEEDS: ClassVar[tuple[str, ...]] = (STRATEGY,)
 

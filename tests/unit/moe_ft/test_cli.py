@@ -41,6 +41,7 @@ COMMANDS = (
     ("clean", "--memory-dir", "JOBS"),
     ("clean", "--memory-dir", "JOBS", "--remove"),
     ("report", "EVENTS"),
+    ("flags", "--all"),
     ("plan", "--help"),
     ("convert", "--help"),
     ("doctor", "--transfer", "1MiB", "--", "--moe-ft-memory-dir", "JOBS", "--moe-ft-job-id", "a"),

@@ -12,7 +12,7 @@ def test_page_of_flags_has_the_tables_of_the_settings() -> None:
 def test_tables_begin_with_the_flags_that_most_jobs_give_and_show_flags_as_code() -> None:
     text = tables()
     assert text.startswith(
-        "**Basic**\n\n| flag | default | meaning |\n|---|---|---|\n| `--moe-ft-strategy "
+        "### Basic\n\n| flag | default | meaning |\n|---|---|---|\n| `--moe-ft-strategy "
     )
     assert "; needs `--moe-ft-window auto` |" in text
     assert "| SLURM_JOB_ID, or torchrun's `--rdzv-id` |" in text
