@@ -265,7 +265,7 @@ def test_job_started_by_hand_is_repaired_and_watched(tmp_path: Path) -> None:
     train, kill, watch = block(README, _BY_HAND).splitlines()
     with Machine(tmp_path, is_apart=True) as machine:
         first = machine.type(train)
-        first.wait_for("iteration +10/")
+        first.wait_for("iteration 10 of")
         assert machine.type(kill).process.wait(_DEADLINE_S) == 0
         first.wait_for(r"rank 3 has died \(Killed\), and is replaced")
         machine.type(watch).wait_for("rank")
