@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
-    check_restarts,
     prepare_environment,
+    prepare_restarts,
 )
 from megatron.fault_tolerance.launch.pretraining import train
 from megatron.fault_tolerance.program.arguments import parse_arguments
@@ -32,7 +32,7 @@ def main(command_line: list[str] | None = None) -> None:
     """Train; moe_ft/loop/refusing.py has the exit codes of a rank that cannot, or cannot save its state."""
     with refusing():
         prepare_environment()
-        check_restarts()
+        prepare_restarts()
         args, config = parse_arguments(sys.argv[1:] if command_line is None else command_line)
         model, described = build_config(args)
     call = partial(

@@ -16,7 +16,6 @@ RUN_DIR=${RUN_DIR:-$ROOT/runs/own_script}
 
 [ -d "$ROOT/.venv/bin" ] && PATH="$ROOT/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
 . "$ROOT/examples/show.sh"
 mkdir -p "$RUN_DIR"
 rm -rf "$RUN_DIR/events"

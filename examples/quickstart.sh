@@ -21,7 +21,6 @@ RUN_DIR=${RUN_DIR:-$ROOT/runs/quickstart}
 [ -d "$ROOT/.venv/bin" ] && PATH="$ROOT/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks must not read the dead ones' addresses
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export MEGATRON_LOGGING_LEVEL=${MEGATRON_LOGGING_LEVEL:-40}
 . "$ROOT/examples/show.sh"

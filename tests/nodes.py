@@ -93,7 +93,8 @@ class Nodes:
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 _NODE: str(self._log(name)),
             }
-            agent = start_torchrun(self._words, self._log(name), **variables, **self._env)
+            variables |= self._env
+            agent = start_torchrun(self._words, self._log(name), **variables)
             self._agents.append((name, agent))
 
     def _is_listening(self) -> bool:

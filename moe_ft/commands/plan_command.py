@@ -90,6 +90,7 @@ class StartCommand:
         return {
             "TORCHELASTIC_USE_AGENT_STORE": str(shares),
             "TORCHELASTIC_MAX_RESTARTS": str(torchrun.max_restarts),
+            "GROUP_WORLD_SIZE": _num_nodes(torchrun),
             "TORCHELASTIC_RUN_ID": torchrun.rdzv_id,
         }
 

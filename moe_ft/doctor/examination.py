@@ -216,6 +216,7 @@ class _Examination:
 
     def _rows_of(self, everyone: list[RankFacts]) -> list[Row]:
         job, environment = self.request.job, self.environment
+        num_nodes = len({each.node for each in everyone}) if job.ranks is None else job.num_nodes
         return [
             *job.rows,
             *check_versions(everyone),
@@ -223,7 +224,12 @@ class _Examination:
             *check_names(everyone, environment),
             *check_ranks(everyone, job.ranks),
             check_job(job.config.memory, environment, is_planned=job.is_given),
-            check_store(environment, restarts=job.restarts, backend=job.backend),
+            check_store(
+                environment,
+                restarts=job.restarts,
+                backend=job.backend,
+                is_alone=num_nodes == 1,
+            ),
             *check_variables(everyone),
         ]
 

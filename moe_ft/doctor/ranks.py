@@ -250,13 +250,18 @@ _REMEDY = f"export {VARIABLE}=1 before torchrun starts, with --rdzv-backend c10d
 
 
 def check_store(
-    environment: Mapping[str, str], *, restarts: bool = False, backend: str | None = None
+    environment: Mapping[str, str],
+    *,
+    restarts: bool = False,
+    backend: str | None = None,
+    is_alone: bool = False,
 ) -> Row:
     """Return a row on torchrun's store: shared with ranks, it gives restarted ranks addresses of dead ones.
 
     Args:
         restarts: whether the command of training has --max-restarts.
         backend: its --rdzv-backend; None if it has no torchrun.
+        is_alone: whether the job has one node, whose ranks meet at a store of their own.
     """
     is_disabled = environment.get(VARIABLE) == "1"
     if backend is None:  # the launcher of doctor may also be that of training
@@ -266,6 +271,8 @@ def check_store(
     else:
         is_shared = not (is_disabled and backend == "c10d")
         found = f"{VARIABLE}={environment.get(VARIABLE, '')}, --rdzv-backend={backend or 'static'}"
+    if is_alone:
+        return passed(_STORE, "torchrun", "one node: its ranks meet at a store of their own")
     if restarts and is_shared:
         return failed(_STORE, "torchrun", f"{found}, and --max-restarts is given", _REMEDY)
     if restarts or is_disabled:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +37,24 @@ def refuse(reason: str, program: str | None = None, code: int = EXIT_REFUSED) ->
     """
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         name = program or Path(sys.argv[0]).name
-        fail(f"{name}: error: {reason}")
+        repeated = _is_repeated(reason)
+        fail(f"{name}: {'refused again, for the same reason' if repeated else f'error: {reason}'}")
     else:
         time.sleep(REFUSAL_GRACE_S)  # the first rank to end has the launcher end all others
     raise SystemExit(code) from None
+
+
+def _is_repeated(reason: str) -> bool:
+    """Return whether torchrun, which knows no refusals, has started this node's ranks again after the same.
+
+    All starts of its agent have a folder in common: that of their error files, `attempt_N/RANK/error.json`.
+    """
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if not attempt.name.startswith("attempt_"):
+        return False
+    note = attempt.with_name("moe_ft_refused")
+    with suppress(OSError):
+        if note.exists() and note.read_text() == reason:
+            return True
+        note.write_text(reason)
+    return False

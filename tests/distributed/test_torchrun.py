@@ -22,6 +22,26 @@ from tests.waiting import wait_for
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.rest
+def test_ranks_of_one_node_restart_although_torchrun_shares_its_store(
+    tmp_path: Path, memory_dir: Path, references: References
+) -> None:
+    job = [*model_flags(train_iters=6, hidden_dropout=0.1), *layout_flags({"ep": 2})]
+    flags = [
+        *(*job, *event_flags(tmp_path), "--moe-ft-strategy", "dense"),
+        *("--moe-ft-memory-dir", str(memory_dir)),
+        *("--moe-ft-inject-fault", "kill:0@4:backward"),
+    ]
+    words = ["-m", "moe_ft", "run", str(OWN_SCRIPT), *BASE_FLAGS, *flags]
+    shares = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    with Nodes(tmp_path, words, num_nodes=1, num_ranks=2, max_restarts=2, env=shares) as nodes:
+        nodes.start("node0")
+        assert nodes.wait() == [0], nodes.log("node0")[-3000:]
+    assert [len(events(tmp_path, rank, "start")) for rank in range(2)] == [2, 2]
+    assert [len(events(tmp_path, rank, "recovery")) for rank in range(2)] == [1, 1]
+    assert digests(tmp_path, 2) == references.digests(job, 2, run_own)
+
+
 def test_lost_node_of_two_torchrun_agents_that_run_a_script_is_recovered_from_its_peer(
     tmp_path: Path, memory_dir: Path, references: References
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from megatron.training import arguments as megatron_arguments
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.launch.environment import check_restarts, prepare_environment
+from megatron.fault_tolerance.launch.environment import prepare_environment, prepare_restarts
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import SCRIPT_FLAGS, untested_lines
 from megatron.fault_tolerance.seams.refusals import check_yaml
@@ -79,7 +79,7 @@ def parse_args(
         if elastic.fit(args):
             args = original(add, ignore_unknown_args)
         if not is_off(args) and not args.use_checkpoint_args:
-            check_restarts()
+            prepare_restarts()
             checked_config(args)
     return args
 

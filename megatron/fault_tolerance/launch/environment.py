@@ -4,11 +4,13 @@ import importlib.util
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import override
+from typing import NoReturn, override
 
 import torch
+import torch.distributed as dist
 from megatron.core.datasets import utils as dataset_utils
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -18,7 +20,12 @@ from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.cluster.link import flag_value
 from moe_ft.errors import ConfigError
 from moe_ft.launches import launch_of, shares_store
+from moe_ft.processes import has_ended, start_ticks
 from moe_ft.saying import FORMAT_FLAG, choose_format, say, warn
+
+_MEETING = "moe_ft/meeting"  # key of torchrun's store
+_MEET_S = 900.0
+_POLL_S = 0.05
 
 
 def prepare_environment() -> None:
@@ -47,25 +54,78 @@ def _complete_variables() -> None:
     if "MASTER_PORT" in os.environ:  # a shell may have it from an example
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(_free_port())
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
-def check_restarts(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if torchrun may restart the job and shares its store.
+def check_restarts(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if torchrun may restart ranks of several nodes, and shares its store with them.
 
-    torchrun shares its own TCP store with the ranks and keeps it across a restart (torch 2.13). The restarted
-    ranks then read the addresses of dead processes from it and fail to connect.
+    It keeps that store across a restart (torch 2.13). The restarted ranks then read the addresses of dead
+    processes from it and fail to connect. Those of one node meet elsewhere: `prepare_restarts`.
     """
-    max_restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if shares_store(environment) and (max_restarts != "0" or launch_of(environment).start):
-        raise ConfigError(
-            f"torchrun --max-restarts={max_restarts} needs --rdzv-backend=c10d or --standalone, and the "
-            "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without both, restarted ranks look "
-            "for dead processes and fail. Set them before torchrun starts."
-        )
+    if _may_read_of_dead_ranks(environment) and environment.get("GROUP_WORLD_SIZE") != "1":
+        _refuse_shared_store(environment)
+
+
+def prepare_restarts() -> None:
+    """Check restarts, and have ranks of a single node meet at a store of their own, if there may be any.
+
+    Call it before ranks meet; a second call does nothing.
+
+    Raises:
+        ConfigError: as `check_restarts` does, or if ranks have met already.
+    """
+    check_restarts(os.environ)
+    if _may_read_of_dead_ranks(os.environ):
+        if dist.is_initialized():
+            _refuse_shared_store(os.environ)
+        os.environ["MASTER_PORT"] = str(_own_port())
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def _may_read_of_dead_ranks(environment: Mapping[str, str]) -> bool:
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return shares_store(environment) and (restarts or launch_of(environment).start > 0)
+
+
+def _refuse_shared_store(environment: Mapping[str, str]) -> NoReturn:
+    raise ConfigError(
+        f"torchrun --max-restarts={environment.get('TORCHELASTIC_MAX_RESTARTS', '0')} needs "
+        "--rdzv-backend=c10d or --standalone, and the environment variable "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without both, restarted ranks look for dead processes and "
+        "fail. Set them before torchrun starts."
+    )
+
+
+def _own_port() -> int:
+    """Return a free port that rank 0 draws, and shows to the others of its node in torchrun's store.
+
+    That may still have what the rank 0 of an earlier start has shown, whose process is gone.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False)
+    if os.environ["RANK"] == "0":
+        port = _free_port()
+        store.set(_MEETING, f"{port} {os.getpid()} {start_ticks(os.getpid())}")
+        return port
+    end_s = time.monotonic() + _MEET_S
+    while time.monotonic() < end_s:
+        if store.check([_MEETING]):
+            port, pid, started = map(int, store.get(_MEETING).split())
+            if not has_ended(pid, started):
+                return port
+        time.sleep(_POLL_S)
+    raise ConfigError(
+        f"rank 0 has not shown within {_MEET_S:.0f} s where ranks of this node meet: it imports, or hangs. "
+        "See what it prints."
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 def _use_prebuilt_dataset_helper() -> None:

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing import errors
 from megatron.fault_tolerance.launch.arguments import parse_args, unread_flags, words_of_moe_ft
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
-    check_restarts,
     prepare_environment,
+    prepare_restarts,
 )
 from megatron.fault_tolerance.repair.seam import installed
 from megatron.fault_tolerance.seams import elastic
@@ -75,7 +75,7 @@ def pretrain(*args: Any, **kwargs: Any) -> Any:
         megatron_args = get_args()
         check_all_read(megatron_args)
         warn(megatron_args, lines_on_megatron(megatron_args))
-        check_restarts()
+        prepare_restarts()
         config = checked_config(megatron_args)
         check_model(megatron_args, config)
         elastic.check_fitted(config.elastic.elastic)

@@ -4,13 +4,16 @@ import importlib.util
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from megatron.core.datasets import utils as dataset_utils
 from torch.distributed.elastic.multiprocessing import errors
 
@@ -18,6 +21,7 @@ from megatron.fault_tolerance.launch import environment
 from megatron.fault_tolerance.launch.environment import WholeErrorFile
 from megatron.fault_tolerance.launch.pretraining import run
 from moe_ft.errors import ConfigError
+from moe_ft.processes import start_ticks
 
 STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -27,7 +31,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS"),
-        "TORCHELASTIC_RESTART_COUNT",
+        *("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"),
     ):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
@@ -64,16 +68,49 @@ def test_variables_of_a_launcher_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**STORE, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
         (STORE, False),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}, True),
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}, False),
     ],
 )
 def test_restarts_in_vain_are_refused_with_what_helps(
-    given: dict[str, str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], is_refused: bool
 ) -> None:
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
     message = "--max-restarts=.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
-        environment.check_restarts()
+        environment.check_restarts(given)
+
+
+def test_ranks_of_one_node_meet_at_a_port_of_their_own_rank_0_and_not_of_one_that_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 looks first, and finds what the rank 0 of the start before has left."""
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.set(environment._MEETING, f"1 {os.getpid()} {start_ticks(os.getpid()) - 1}")
+    given = {**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    has_looked = threading.Event()
+    monkeypatch.setattr("time.sleep", lambda _: has_looked.set())
+    monkeypatch.setenv("RANK", "1")
+    with ThreadPoolExecutor() as threads:
+        of_rank_1 = threads.submit(environment._own_port)
+        assert has_looked.wait(60.0)
+        monkeypatch.setenv("RANK", "0")
+        environment.prepare_restarts()
+        assert of_rank_1.result() == int(os.environ["MASTER_PORT"]) != agents.port
+    monkeypatch.setenv("MASTER_PORT", "1")
+    environment.prepare_restarts()
+    assert os.environ["MASTER_PORT"] == "1", "a second call does nothing"
+
+
+def test_ranks_that_have_met_already_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="--max-restarts=3 needs .*TORCH_DISABLE"):
+        environment.prepare_restarts()
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,7 @@ def test_node_with_fewer_gpus_than_others_fails() -> None:
         (SHARED, {}, Result.PASS),
         ({**SHARED, "TORCHELASTIC_MAX_RESTARTS": "3"}, {}, Result.FAIL),
         (SHARED, {"restarts": True, "backend": "c10d"}, Result.FAIL),
+        (SHARED, {"restarts": True, "backend": "c10d", "is_alone": True}, Result.PASS),
         ({**SHARED, VARIABLE: "1"}, {"restarts": True, "backend": "c10d"}, Result.PASS),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, {}, Result.PASS),
         ({}, {"restarts": True, "backend": "c10d"}, Result.FAIL),

@@ -1,6 +1,7 @@
 """A refusal is one line a node and exit code 2, or 4 for what passes by itself."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,22 @@ def test_refusal_is_one_line_with_the_name_of_the_script(
         raise kind("--lr=1 is too much. Lower it.")
     assert end.value.code == code
     assert capsys.readouterr().err == "pretrain_mine.py: error: --lr=1 is too much. Lower it.\n"
+
+
+def test_refusal_that_torchrun_has_repeated_is_a_short_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    for attempt, reason in enumerate(["too much", "too much", "too little"]):
+        file = tmp_path / "run" / f"attempt_{attempt}" / "0" / "error.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit, match="2"):
+            refusing.refuse(reason)
+    assert capsys.readouterr().err.splitlines() == [
+        "pretrain_mine.py: error: too much",
+        "pretrain_mine.py: refused again, for the same reason",
+        "pretrain_mine.py: error: too little",
+    ]
 
 
 def test_other_ranks_of_the_node_are_silent(
