@@ -33,7 +33,7 @@ from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for
 PROGRAM = "moe_ft launch"
 _RUN = ("-m", "moe_ft", "run")
 _MAX_RESTARTS = 3  # in a row without a finished iteration
-_ADDED = {"strategy": "dense", "repair": "try"}
+_REPAIR = "try"
 _OF_MEMORY = ("memory_dir", "job_id", "node_id")
 
 
@@ -131,9 +131,12 @@ def _default_flags(
     strategy = flag_value(target, flag_of("strategy"))
     if strategy == "none" or {"-h", "--help", HELP_ALL} & {*target}:
         return []
+    from moe_ft.strategies.registry import simplest
+
+    added = {"strategy": simplest(), "repair": _REPAIR}
     found = [
         f"{flag_of(name)}={value}"
-        for name, value in _ADDED.items()
+        for name, value in added.items()
         if not flag_value(target, flag_of(name))
     ]
     run = environment.get("TORCHELASTIC_RUN_ID") or "none"

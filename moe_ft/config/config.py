@@ -203,7 +203,7 @@ class StorageConfig(Part):
     )
     persist_interval: int = setting(
         10,
-        "write every N-th complete snapshot (of sparse: window) to storage; 0 = only the last state",
+        "write every N-th complete snapshot or window to storage; 0 = only the last state",
         metavar="N",
         bounds=Bounds(at_least=0),
         remedy="Give a number of snapshots, or 0 to write none before the end",

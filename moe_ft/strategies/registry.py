@@ -28,6 +28,11 @@ def kinds() -> tuple[StrategyKind, ...]:
     return tuple(_kinds.values())
 
 
+def simplest() -> str:
+    """Return the name of the strategy for jobs that name none, and want one: exact, without a setting."""
+    return DENSE.name
+
+
 def names() -> tuple[str, ...]:
     """Return the values of --moe-ft-strategy, the one for no strategy first."""
     return (NO_STRATEGY, *_kinds)

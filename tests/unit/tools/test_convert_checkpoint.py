@@ -15,4 +15,4 @@ def test_tool_is_the_command(
     monkeypatch.setattr(sys, "argv", [str(TOOL), "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(TOOL), run_name="__main__")
-    assert "python -m moe_ft convert" in capsys.readouterr().out
+    assert "moe_ft convert" in capsys.readouterr().out

@@ -180,10 +180,11 @@ def test_strategy_without_a_report_says_so() -> None:
 # Nothing else knows a strategy by name
 
 ROOT = Path(__file__).resolve().parents[4]
-# The names are words, too.
+# The names are words, too. Command lines of help are to be pasted.
 # The flag --moe-ft-persist-dense-interval has its name from what others call such a checkpoint.
 ORDINARY = re.compile(
-    r"dense[ _](FFN|MLP|data-parallel)|sparse-to-dense|dense[-_]interval|persists_dense|partial_activation",
+    r"--moe-ft-strategy dense|sparse-to-dense|dense[-_]interval|persists_dense|partial_activation|"
+    r"dense[ _](FFN|MLP|data-parallel)",
     re.I,
 )
 
