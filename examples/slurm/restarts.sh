@@ -41,6 +41,7 @@ HEALTH_CHECK=${HEALTH_CHECK:-check_node}           # a node must pass this befor
 host_python=$(command -v "$PYTHON" || command -v python3 || echo python3)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 STATUS=$RUN_DIR/status                             # for --status of agents
+own_list=$RUN_DIR/excluded_by_$SLURM_JOB_ID        # nodes that sbatch --exclude names
 mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 hosts=$(mktemp)
 ranks_pid='' is_stopping='' timer='' watcher='' attempt=0 began=0 log='' log_bytes=0
@@ -291,8 +292,8 @@ requeue() {
     trap '' TERM  # SLURM sends it to scontrol as well, and must not take an exit code for the end of the job
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_REQUEUES" ] && scontrol requeue "$SLURM_JOB_ID"; then
         excluded=$(cut -d ' ' -f 1 "$RUN_DIR/excluded_nodes" | sort -u | paste -s -d ,)
-        # SLURM takes it from jobs that wait, and this one does now.
-        if [ -n "$excluded" ] && scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded"; then
+        # SLURM takes it from jobs that wait, and this one does now. It takes the place of sbatch's --exclude.
+        if [ -n "$excluded" ] && scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded$(cat "$own_list")"; then
             say "it waits for nodes other than $excluded ($RUN_DIR/excluded_nodes)"
         fi
         sleep 600  # SLURM ends this script
@@ -404,6 +405,9 @@ with_restarts() {
     local status first_iteration spares=()
     [[ ! " $* " =~ " moe_ft "(launch|keep)" " ]] || is_agents=1
     first_iteration=$(newest_iteration)
+    if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || [ ! -f "$own_list" ]; then
+        scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\([^( ][^ ]*\).*/,\1/p' >"$own_list"
+    fi
     trap on_usr1 USR1
     trap on_term TERM
     while true; do

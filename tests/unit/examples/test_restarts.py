@@ -42,6 +42,7 @@ COMMANDS = {
     esac""",
     "scontrol": """case "$1 $2" in
         "show hostnames") tr ' ' '\\n' <allocated ;;
+        "show job") echo "JobId=77 ExcNodeList=n8 Features=(null)" ;;
         "show node") echo "NodeName=$3 NodeAddr=$3 Port=1" ;;
         "requeue "*) echo requeued ;;
         "update "*) echo "update $*" && kill -KILL "$PPID" ;;
@@ -153,7 +154,7 @@ def test_excluded_node_without_a_spare_is_left_out_when_the_job_returns_from_the
     (job.folder / "living").write_text("n1 n2")
     said = job.run("139 5 n2", "139 6 n2")
     assert "fewer than 2 nodes are left: the job goes back to the queue\nrequeued\n" in said
-    assert "update JobId=77 ExcNodeList=n2" in said
+    assert "update JobId=77 ExcNodeList=n2,n8" in said, "n8 is that of sbatch --exclude"
     # SLURM gives it again: it is used, rather than to go back and forth.
     said = job.run("0 9 -", SLURM_RESTART_COUNT="1")
     assert "SLURM has given no other nodes than n2, which the job uses again" in said
