@@ -24,7 +24,8 @@ PERSIST_DIR=${PERSIST_DIR:-}                       # --moe-ft-persist-dir, for r
 MEMORY_DIRS=${MEMORY_DIRS:-/dev/shm/moe_ft_$UID*}  # --moe-ft-memory-dir; where another user has that name, _1 follows
 PYTHON=${PYTHON:-$(command -v python >/dev/null && echo python || echo python3)}
 TRAIN_NODES=${TRAIN_NODES:-$SLURM_JOB_NUM_NODES}   # nodes that train; the others are spares
-TASKS_PER_NODE=${TASKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-1}}  # of COMMAND
+usual_tasks=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES} / SLURM_JOB_NUM_NODES))}
+TASKS_PER_NODE=${TASKS_PER_NODE:-$usual_tasks}     # of COMMAND
 MAX_RESTARTS=${MAX_RESTARTS:-20}                   # of the ranks after failures, in this allocation
 MAX_VAIN_STARTS=${MAX_VAIN_STARTS:-4}              # in a row, that have not brought training further
 PAUSE_SECONDS=${PAUSE_SECONDS:-60}                 # before a start after exit codes 3 and 4, or after one in vain
@@ -172,7 +173,9 @@ run_command() {
     else
         step+=(SLURM_NO_KILL=off SLURM_KILL_BAD_EXIT=1 SLURM_WAIT="$WAIT_SECONDS")
     fi
-    if [ "${on[*]} $TASKS_PER_NODE" != "${allocated[*]} ${SLURM_NTASKS_PER_NODE:-1}" ]; then
+    # srun no longer takes it from sbatch, and a task would have one core.
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || step+=(SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}")
+    if [ "${on[*]} $TASKS_PER_NODE" != "${allocated[*]} $usual_tasks" ]; then
         for node in "${on[@]}"; do
             for ((task = 0; task < TASKS_PER_NODE; task++)); do lines+=("$node"); done
         done

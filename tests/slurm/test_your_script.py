@@ -106,3 +106,14 @@ def test_node_on_which_two_starts_fail_is_not_given_to_the_job_again(
     assert job.wait_for_end() == "COMPLETED 0:0"
     assert job.said("start 0 on node1 node3")
     assert job.digests() == reference(References(shared_folder / "references"), script)
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1500)
+def test_refused_flag_ends_your_job_at_its_first_start(
+    cluster: Cluster, tmp_path: Path, memory_dir: Path
+) -> None:
+    job = YourJob(cluster, tmp_path / "run", memory_dir, "add_to_yours.sbatch")
+    job.submit("--moe-ft-interval", "0")
+    assert job.wait_for_end() == "FAILED 2:0"
+    assert not job.said("start again")
