@@ -13,7 +13,6 @@ WORKDIR /source
 COPY pyproject.toml setup.py README.md LICENSE pretrain_gpt_moe.py ./
 COPY moe_ft moe_ft
 COPY megatron megatron
-COPY kernels kernels
 COPY examples examples
 COPY tools tools
 RUN python3 -m pip wheel --no-deps --wheel-dir /wheels .

@@ -91,7 +91,7 @@ clean-coverage:
 check: .venv/installed docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy moe_ft megatron/fault_tolerance kernels benchmarks tools examples tests pretrain_gpt_moe.py
+	$(BIN)/mypy moe_ft megatron/fault_tolerance benchmarks tools examples tests pretrain_gpt_moe.py
 
 # The variable silences an announcement of mkdocs-material. Not --quiet: warnings that are not printed do not fail.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs

@@ -12,7 +12,7 @@ from moe_ft.commands.examples import SHARE, shipped_files  # noqa: E402
 setup(
     packages=find_namespace_packages(
         include=[
-            *("moe_ft", "moe_ft.*", "kernels"),
+            *("moe_ft", "moe_ft.*"),
             *("megatron.fault_tolerance", "megatron.fault_tolerance.*"),
         ]
     ),

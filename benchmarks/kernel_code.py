@@ -115,7 +115,7 @@ def compile_kernel(name: str, target: int) -> KernelCode:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels.triton_packing import MOST_REGISTERS, NUM_WARPS, _work
+    from moe_ft.kernels.triton_packing import MOST_REGISTERS, NUM_WARPS, _work
 
     if not hasattr(_work, "cache_key"):
         raise RuntimeError("TRITON_INTERPRET is set: unset it, an interpreter compiles nothing")

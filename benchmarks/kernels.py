@@ -18,11 +18,11 @@ from statistics import median
 import torch
 
 from benchmarks.output import markdown_table, parse_options, show
-from kernels.number_formats import BF16, E4M3, ScaleKind
-from kernels.pack_table import PackTable
-from kernels.packing import ALIGNMENT, Segment
 from moe_ft.engine.snapshots.staging import PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
+from moe_ft.kernels.number_formats import BF16, E4M3, ScaleKind
+from moe_ft.kernels.pack_table import PackTable
+from moe_ft.kernels.packing import ALIGNMENT, Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _STAGING_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """Packings of state tensors in files: unchanged, rounded to fewer bits, or split into parts.
 
-This file holds names, sizes and places, and no torch. The formats are defined in kernels/number_formats.py,
-packed by kernels/packing.py and chosen by moe_ft/config/strategy.py.
+This file holds names, sizes and places, and no torch. The formats are defined in
+moe_ft/kernels/number_formats.py, packed by moe_ft/kernels/packing.py and chosen by moe_ft/config/strategy.py.
 """
 
 from dataclasses import dataclass

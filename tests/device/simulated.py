@@ -17,10 +17,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kernels.pack_table import PackTable
-from kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from moe_ft.engine.snapshots.staging import Staging
 from moe_ft.format import encoding
+from moe_ft.kernels.pack_table import PackTable
+from moe_ft.kernels.packing import Segment, pack_by_reference, unpack_by_reference
 from moe_ft.loop.leaving import BreakpointWriter
 from tests.device.queues import Device, Event, Stream, poison, span_of
 from tests.device.tensors import CUDA, LateTensor, content_of, new, on_device
@@ -175,7 +175,7 @@ class DeviceModel(Model):
 
 
 class ReferenceTable:
-    """The torch reference as a kernel, in the place of kernels/triton_packing.py."""
+    """The torch reference as a kernel, in the place of moe_ft/kernels/triton_packing.py."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = [

@@ -23,7 +23,7 @@ from megatron.fault_tolerance.seams.versions import RECOMMENDED
 ROOT = Path(__file__).resolve().parents[2]
 # tools/make_venv.sh installs it.
 OTHER_VERSION = ROOT / ".venv" / "megatron" / "0.18.2"
-_IN_THE_WHEEL = ("moe_ft", "megatron", "kernels", "examples", "tools")
+_IN_THE_WHEEL = ("moe_ft", "megatron", "examples", "tools")
 _FILES = ("pretrain_gpt_moe.py", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 

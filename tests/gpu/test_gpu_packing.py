@@ -1,6 +1,6 @@
 """Kernels on a GPU give the bits of their reference, and staging brings them into pinned memory.
 
-tests/unit/kernels tests the same in Triton's interpreter, or on a GPU where there is one.
+tests/unit/moe_ft/kernels tests the same in Triton's interpreter, or on a GPU where there is one.
 """
 
 import mmap
@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.packing import Segment, pack_by_reference, unpack_by_reference
-from kernels.triton_packing import KernelTable
 from moe_ft.engine.snapshots.staging import CUT, PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
-from tests.unit.kernels.packs import in_a_row, of_all_kinds, on_host, same_bits
+from moe_ft.kernels.packing import Segment, pack_by_reference, unpack_by_reference
+from moe_ft.kernels.triton_packing import KernelTable
 from tests.unit.moe_ft.engine.snapshots.test_staging import has_arrived
+from tests.unit.moe_ft.kernels.packs import in_a_row, of_all_kinds, on_host, same_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PRODUCT = ("moe_ft", "megatron", "kernels", "pretrain_gpt_moe.py")
+PRODUCT = ("moe_ft", "megatron", "pretrain_gpt_moe.py")
 OTHERS = ("tests", "benchmarks", "tools", "examples", "docs")
 _SUFFIXES = (".py", ".md", ".toml", ".sh", ".sbatch", ".txt")
 

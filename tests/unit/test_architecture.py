@@ -63,7 +63,7 @@ LAYERS = {
     "moe_ft.strategies": 35,
     "moe_ft.planning": 30,
     "moe_ft.state": 30,
-    "kernels": 20,
+    "moe_ft.kernels": 20,
     **{f"moe_ft.{name}": 10 for name in BASE},
 }
 PURE = (
@@ -73,7 +73,7 @@ PURE = (
     *(f"moe_ft.cluster.{name}" for name in ("answers", "law", "membership")),
     *(f"moe_ft.{name}" for name in BASE),
 )
-NO_MEGATRON_TRAINING = ("moe_ft", "kernels")
+NO_MEGATRON_TRAINING = ("moe_ft",)
 MAY_COMMUNICATE = (
     "megatron.fault_tolerance",
     "moe_ft.engine",
@@ -102,7 +102,7 @@ FOUND_BY_NAME = {
 # Files with imports inside functions: of what may be absent, or of torch, which is slow.
 IMPORTS_LATE = (
     "moe_ft/__main__.py",
-    "kernels/pack_table.py",
+    "moe_ft/kernels/pack_table.py",
     "moe_ft/commands/command_line.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",

@@ -44,7 +44,7 @@ MEASURED = {
     "recovery_time": _OF_DEATHS,
     "simulator_vs_measured": ("moe_ft/simulate", *_OF_DEATHS),
     "spare_nodes": _OF_DEATHS,
-    "stall": ("kernels", "moe_ft/engine", "moe_ft/state", "moe_ft/strategies"),
+    "stall": ("moe_ft/kernels", "moe_ft/engine", "moe_ft/state", "moe_ft/strategies"),
 }
 _OLD = 30  # commits of that code
 LINK = re.compile(r"\]\(([\w/.]+\.md)[^)]*\)")

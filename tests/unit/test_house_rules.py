@@ -46,7 +46,7 @@ LONELY = {
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
-    "kernels/pack_table.py": "imports Triton late, which imports packing",
+    "moe_ft/kernels/pack_table.py": "imports Triton late, which imports packing",
     "moe_ft/commands/launch_checks.py": "takes longer to import than a start of its user may",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
     "moe_ft/commands/flags.py": "a command, and a tool writes docs/flags.md with it",

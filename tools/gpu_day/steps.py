@@ -196,7 +196,9 @@ _REPAIR = "--moe-ft-repair auto --moe-ft-allow-untested repair"
 _EP, _PP = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 _KILLED = "is a job that was killed and started again bitwise equal"
 _REPAIRED = "is a job that was repaired in place bitwise equal"
-_KERNELS = "tests/unit/kernels tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_boundary_log.py"
+_KERNELS = (
+    "tests/unit/moe_ft/kernels tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_boundary_log.py"
+)
 _RENEWALS = "are groups of NCCL aborted and renewed 20 times without growth?"
 
 FACTS = _first("facts", _FACTS, "facts", 10, 60)
@@ -221,7 +223,7 @@ FIRST = Day(
         _exact("breakpoint", "does SIGTERM leave a breakpoint, and is what follows bitwise equal?",
                f"{_BREAKPOINTS} 5", fault="terminate:0@6:backward"),
         _tests("kernel-bits", "do kernels give the bits of their reference?", 90, _KERNELS,
-               rehearsed="tests/unit/kernels/test_rounding.py"),
+               rehearsed="tests/unit/moe_ft/kernels/test_rounding.py"),
         _tests("nccl-one-rank", _RENEWALS, 60, "tests/gpu/test_gpu_repair.py -k groups_of_nccl"),
         _two("ep2", "do two expert-parallel ranks on one GPU train?", _EP),
         _two("ep2-repair", f"{_REPAIRED}?", f"{_EP} {_DENSE} {_REPAIR}",

@@ -211,7 +211,10 @@ _LAYERS: list[tuple[list[tuple[str, str]], str]] = [
         "violet",
     ),
     (
-        [("moe_ft/planning", "numbers in, plans out"), ("kernels", "pack state: Triton, torch")],
+        [
+            ("moe_ft/planning", "numbers in, plans out"),
+            ("moe_ft/kernels", "pack state: Triton, torch"),
+        ],
         "violet",
     ),
     (

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat, ScaleKind
-from kernels.pack_table import PackTable
-from kernels.packing import Segment
 from moe_ft.arithmetic import round_up
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece, pieces
+from moe_ft.kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat, ScaleKind
+from moe_ft.kernels.pack_table import PackTable
+from moe_ft.kernels.packing import Segment
 from moe_ft.state.slices import DTYPES
 
 _FORMATS: dict[Packing, tuple[NumberFormat, ScaleKind | None]] = {

@@ -190,9 +190,7 @@ ORDINARY = re.compile(
 
 
 def product_files() -> list[Path]:
-    found = [
-        path for top in ("moe_ft", "megatron", "kernels") for path in (ROOT / top).rglob("*.py")
-    ]
+    found = [path for top in ("moe_ft", "megatron") for path in (ROOT / top).rglob("*.py")]
     apart = (
         "moe_ft/strategies",
         "moe_ft/config/flag_table.py",  # flags of Megatron

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.number_formats import (
+from moe_ft.engine.snapshots.staging import segments_of, unpack_into
+from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
+from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing, pieces
+from moe_ft.kernels.number_formats import (
     BF16,
     E4M3,
     E5M2,
@@ -20,12 +23,9 @@ from kernels.number_formats import (
     round_to_blocks,
     widen_blocks,
 )
-from kernels.packing import Segment, join_masters, pack_by_reference, split_masters
-from moe_ft.engine.snapshots.staging import segments_of, unpack_into
-from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
-from moe_ft.format.packings import ALIGNMENT_BYTES, DTYPE_BYTES, Packing, pieces
+from moe_ft.kernels.packing import Segment, join_masters, pack_by_reference, split_masters
 from moe_ft.state.slices import DTYPES
-from tests.unit.kernels.packs import any_numbers, in_a_row, same_bits
+from tests.unit.moe_ft.kernels.packs import any_numbers, in_a_row, same_bits
 
 SHORT: dict[Packing, tuple[NumberFormat, ScaleKind | None]] = {
     Packing.BF16: (BF16, None),

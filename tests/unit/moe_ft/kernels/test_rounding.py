@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.number_formats import FORMATS, NumberFormat, round_to, widen
+from moe_ft.kernels.number_formats import FORMATS, NumberFormat, round_to, widen
 
 EACH = pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
 ANY_BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64)

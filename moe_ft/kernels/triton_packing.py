@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.number_formats import FORMAT_OF, FP32, NumberFormat
-from kernels.packing import Segment, Way
+from moe_ft.kernels.number_formats import FORMAT_OF, FP32, NumberFormat
+from moe_ft.kernels.packing import Segment, Way
 
 TILE_BYTES = 8192  # in the buffer
 NUM_WARPS = 8

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.packing import Segment, pack_by_reference, unpack_by_reference
+from moe_ft.kernels.packing import Segment, pack_by_reference, unpack_by_reference
 
 if TYPE_CHECKING:
-    from kernels.triton_packing import KernelTable
+    from moe_ft.kernels.triton_packing import KernelTable
 
 
 class PackTable:
@@ -52,7 +52,7 @@ class PackTable:
 
     def _kernel_table(self) -> "KernelTable":
         if self._on_device is None:
-            from kernels.triton_packing import KernelTable  # noqa: PLC0415 - Triton comes with GPUs
+            from moe_ft.kernels.triton_packing import KernelTable  # noqa: PLC0415 - Triton comes with GPUs
 
             self._on_device = KernelTable(self.segments)
         return self._on_device

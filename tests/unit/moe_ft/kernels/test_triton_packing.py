@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.number_formats import FORMATS, NumberFormat
-from kernels.packing import Segment, pack_by_reference, unpack_by_reference
-from kernels.triton_packing import KernelTable
-from tests.unit.kernels.packs import empty_buffer, in_a_row, of_all_kinds, on_host, same_bits
+from moe_ft.kernels.number_formats import FORMATS, NumberFormat
+from moe_ft.kernels.packing import Segment, pack_by_reference, unpack_by_reference
+from moe_ft.kernels.triton_packing import KernelTable
+from tests.unit.moe_ft.kernels.packs import empty_buffer, in_a_row, of_all_kinds, on_host, same_bits
 
 
 @pytest.mark.parametrize("count", [1, 127, 2048, 4097])

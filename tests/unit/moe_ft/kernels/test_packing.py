@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.number_formats import (
+from moe_ft.kernels.number_formats import (
     BF16,
     E4M3,
     FORMAT_OF,
@@ -17,9 +17,9 @@ from kernels.number_formats import (
     round_to,
     round_to_blocks,
 )
-from kernels.pack_table import PackTable
-from kernels.packing import Segment, SplitMasters, join_masters, split_masters
-from tests.unit.kernels.packs import (
+from moe_ft.kernels.pack_table import PackTable
+from moe_ft.kernels.packing import Segment, SplitMasters, join_masters, split_masters
+from tests.unit.moe_ft.kernels.packs import (
     DEVICE,
     any_numbers,
     empty_buffer,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from kernels.number_formats import E4M3, E5M2, FORMATS, FP32, ScaleKind, round_to
-from kernels.packing import Segment
+from moe_ft.kernels.number_formats import E4M3, E5M2, FORMATS, FP32, ScaleKind, round_to
+from moe_ft.kernels.packing import Segment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOT_BYTES = 64

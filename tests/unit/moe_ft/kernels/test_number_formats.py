@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.number_formats import (
+from moe_ft.kernels.number_formats import (
     BLOCK,
     E4M3,
     E5M2,

@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from kernels.number_formats import (
+from moe_ft.kernels.number_formats import (
     BLOCK,
     FORMAT_OF,
     FP32,
