@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, StorageConfig
-from moe_ft.config.fields import Bounds, Part, flag_of, setting
+from moe_ft.config.fields import HELP_ALL, Bounds, Part, flag_of, setting
 from moe_ft.config.flags import (
     BASIC,
-    HELP_ALL,
     add_flags,
     config_from,
     config_from_settings,
