@@ -156,7 +156,7 @@ def _noted(lines: Iterable[str], log: TextIO) -> Iterator[str]:
 
 def _short(line: str) -> str:
     """Return a line without the time and the rank, and without what an exception has to add."""
-    return line.rpartition(" moe_ft: ")[2].strip().split(" ([")[0][:_MOST_SHOWN]
+    return line.rpartition(" moe_ft: ")[2].split(" ([")[0][:_MOST_SHOWN]
 
 
 def _end(job: "subprocess.Popen[str]") -> None:
