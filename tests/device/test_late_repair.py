@@ -56,7 +56,7 @@ class LateJob(_Late, RepairedJob):
         text = (self.folder / "log").read_text()
         assert "it sets TORCH_NCCL_" in text, "the job has the paths for GPUs"
         assert "on GPUs, written and never seen on one: strategy" in text
-        assert "keep, NCCL, repair in place (docs/gpus.md)" in text
+        assert "launch, NCCL, repair in place (docs/gpus.md)" in text
         assert CONFLICT not in text
         return text
 
