@@ -130,16 +130,17 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     ),
     # A node comes back while a rank is built that has died.
     "growth-in-the-middle-of-a-round": RepairSchedule(
-        seed=1,
+        seed=43705085097,
         nodes=3,
         fewest=1,
         keeps_apart=True,
-        iterations=30,
+        ranks=3,
+        iterations=4,
         faults=(
-            Fault(kind="lose-node", start=0, moment="backward", time=10, target=2, amount=0.3),
-            Fault(kind="kill", start=0, moment="forward", time=51, target=0),
+            Fault(kind="kill", start=0, moment="between", time=5, amount=0.38),
+            Fault(kind="cut-node", start=0, moment="in step", time=1, amount=0.3),
         ),
-        switching=0.1,
+        switching=0.02,
     ),
     # One node is lost in each start of three nodes, before an iteration, and comes back while two train.
     "untrained-starts-counted-for-ever": RepairSchedule(

@@ -88,8 +88,11 @@ def test_ranks_that_are_given_win(doctor: Doctor) -> None:
     assert "enough for 64 ranks" in rows["open files"]["found"]
 
 
-def test_restarts_of_the_launcher_need_their_own_store(doctor: Doctor) -> None:
-    code, rows = doctor.run("torchrun", "--max-restarts", "3", "train.py")
+def test_restarts_of_several_nodes_need_their_own_store(doctor: Doctor) -> None:
+    words = ("torchrun", "--max-restarts", "3", "train.py")
+    _, rows = doctor.run(*words)
+    assert rows["shared store"]["result"] == "pass"
+    code, rows = doctor.run(words[0], "--nnodes", "2", *words[1:])
     assert code == 1
     assert rows["shared store"]["result"] == "fail"
 

@@ -144,6 +144,7 @@ def test_all_words_of_keep_go_to_the_agent_as_they_are(monkeypatch: pytest.Monke
         seen.append(options)
         raise SystemExit(0)
 
+    monkeypatch.setattr("moe_ft.commands.launch.speak_for", lambda name: None)
     monkeypatch.setattr("moe_ft.cluster.agent.main", be_agent)
     words = ["-m", "moe_ft", "--help", "-m", "plan", "--lr=1"]
     with pytest.raises(SystemExit):
