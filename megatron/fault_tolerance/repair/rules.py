@@ -48,7 +48,7 @@ def why_not_in_place(
     """
     asked = f"{flag_of('repair')}={config.recovery.repair}"
     if config.recovery.repair == "off":
-        return f"{asked}"
+        return asked
     try:
         check_job_is_repairable(args, member, asked, on_gpus=on_gpus)
         checked_heartbeat_s(config, args)
