@@ -120,6 +120,7 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
             if exit_.code:
                 raise
             end = exit_
+    ignore_exit_signal(args)
     if not listeners.loop.is_saved:
         time.sleep(END_GRACE_S)  # the first rank to end has the launcher end all others
         raise SystemExit(EXIT_NOT_SAVED)
@@ -127,6 +128,15 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
     if end is not None:
         raise end
     return result
+
+
+def ignore_exit_signal(args: argparse.Namespace) -> None:
+    """Ignore the signal of a planned end, which has come: who sends it again would end a rank that exits.
+
+    SIGTERM keeps its meaning: launchers end with it ranks that do not exit.
+    """
+    if args.exit_signal_handler and args.exit_signal != signal.SIGTERM:
+        signal.signal(args.exit_signal, signal.SIG_IGN)
 
 
 def _waits_for_sigterm(args: argparse.Namespace) -> bool:

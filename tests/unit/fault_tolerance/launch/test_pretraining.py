@@ -173,6 +173,20 @@ def test_sigterm_is_reported_as_a_failure_unless_it_means_a_planned_end(
     assert (during != [before]) == is_reported
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_signal_of_a_planned_end_does_not_end_a_rank_that_exits(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    try:
+        for is_handled in (False, True):
+            signal.signal(number, signal.SIG_DFL)
+            args = argparse.Namespace(exit_signal_handler=is_handled, exit_signal=number)
+            pretraining.ignore_exit_signal(args)
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            assert is_ignored == (is_handled and number != signal.SIGTERM)
+    finally:
+        signal.signal(number, before)
+
+
 SEEN = """
 import atexit, pickle, sys
 
