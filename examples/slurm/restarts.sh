@@ -15,7 +15,7 @@
 # COMMAND is srun itself, which gets the signals. Each start has MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RESTART_COUNT
 # in its environment, and defaults for options of srun: labelled output, the nodes, and what the end of a task means.
 #
-# docs/your_sbatch.md has an example, docs/slurm_restarts.md has more. The variables can be set from outside; functions can be defined anew after this file.
+# docs/your_sbatch.md has an example, docs/slurm_restarts.md has more. The variables can be set from outside; functions can be defined again after this file.
 
 RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory that all nodes share}
 RUN_NAME=${RUN_NAME:-$SLURM_JOB_ID}                # --moe-ft-job-id, which is SLURM_JOB_ID by default
@@ -58,7 +58,7 @@ say() {
     echo "$(date +%FT%T) batch: $*"
 }
 
-# Examines the node that it runs on. Define it anew for tests of your own: of the fabric, of NCCL, of storage.
+# Examines the node that it runs on. Define it again for tests of your own: of the fabric, of NCCL, of storage.
 check_node() {
     command -v nvidia-smi >/dev/null || return 0
     # Level 1 takes seconds: driver, libraries, pages with errors. It needs the daemon of DCGM.

@@ -127,7 +127,8 @@ class Course:
             self._at_risk[target] = before + tokens, num + 1
 
     def _start(self, event: Start) -> None:
-        self.last_start, self._is_steady = event, False
+        self.last_start = event
+        self._is_steady = False
 
     def _iterate(self, event: Iteration) -> None:
         if self._is_steady:

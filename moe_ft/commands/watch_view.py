@@ -52,7 +52,8 @@ class Watch:
         Raises:
             ConfigError: if the directory holds no event log.
         """
-        self._directory, self._course = directory, FollowedRun(directory)
+        self._directory = directory
+        self._course = FollowedRun(directory)
         self._find_ranks()
         if not self._course.ranks:
             raise ConfigError(

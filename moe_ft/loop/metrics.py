@@ -166,7 +166,9 @@ class Metrics(LoopListener):
     """Server of the metrics of a node. Owned by the training thread, which starts and closes it."""
 
     def __init__(self, config: ObservabilityConfig, memory: MemoryConfig, rank: int) -> None:
-        self._config, self._memory, self._rank = config, memory, rank
+        self._config = config
+        self._memory = memory
+        self._rank = rank
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 

@@ -44,8 +44,12 @@ class Protects(LoopListener):
             warnings: printed above the block.
             on_sigterm: whether moe_ft answers SIGTERM.
         """
-        self._config, self._training, self._loop = config, training, loop
-        self._log, self._checkpoints, self._warnings = event_log, checkpoints, warnings
+        self._config = config
+        self._training = training
+        self._loop = loop
+        self._log = event_log
+        self._checkpoints = checkpoints
+        self._warnings = warnings
         self._on_sigterm = on_sigterm
         self._has_said = event_log.rank != 0
 

@@ -5,7 +5,7 @@ from tools.flags_page import PAGE, page_with, tables
 
 
 def test_page_of_flags_has_the_tables_of_the_settings() -> None:
-    remedy = "write them anew: python -m tools.flags_page"
+    remedy = "write them again: python -m tools.flags_page"
     assert page_with(PAGE.read_text(), tables()) == PAGE.read_text(), remedy
 
 
