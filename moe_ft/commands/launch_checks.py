@@ -9,14 +9,13 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
-from moe_ft.config.config import DEFAULT_MEMORY_DIR
-from moe_ft.config.fields import FLAG_PREFIX, flag_of
-from moe_ft.config.flags import config_from_words, part_types
+from moe_ft.config.config import DEFAULT_MEMORY_DIR, MoeFtConfig
+from moe_ft.config.fields import flag_of
+from moe_ft.config.flags import config_from_words
 from moe_ft.engine.memory.job_directory import find_indexes_below, job_directory
 from moe_ft.errors import ConfigError
 from moe_ft.format.index import IndexHead
@@ -28,8 +27,12 @@ _STEM_LENGTH, _DIGEST_LENGTH = 60, 6
 
 def check_flags(words: Sequence[str], world_size: int) -> None:
     """Raise ConfigError if the flags of moe_ft in a command line are wrong by themselves, as the ranks do."""
-    choices = {"strategy": registry.names()}
-    config_from_words(words, registry.option_types(), choices).validate(world_size)
+    _read(words)[0].validate(world_size)
+
+
+def _read(words: Sequence[str]) -> tuple[MoeFtConfig, list[str]]:
+    """Return the settings in a command line, and its other words."""
+    return config_from_words(words, registry.option_types(), {"strategy": registry.names()})
 
 
 def name_run(target: Sequence[str], memory_dir: str) -> str:
@@ -54,20 +57,7 @@ def made_name(target: Sequence[str]) -> tuple[str, str]:
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(script).stem if not is_module else script)
     prefix = f"{stem[:_STEM_LENGTH]}-{_digest([script])}-"
     # Files that flags name by a relative path are others in another folder.
-    return prefix, prefix + _digest([os.getcwd(), *without_own_flags(target[1 + is_module :])])
-
-
-def without_own_flags(words: Sequence[str]) -> Iterator[str]:
-    """Yield words but for the flags of moe_ft and their values."""
-    parts = part_types(registry.option_types()).values()
-    settings = (each for part in parts for each in fields(part))
-    switches = {flag_of(each.name) for each in settings if each.default is False}
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith(FLAG_PREFIX):
-            yield word
-        elif "=" not in word and word not in switches:
-            next(rest, None)
+    return prefix, prefix + _digest([os.getcwd(), *_read(target[1 + is_module :])[1]])
 
 
 def _digest(words: Sequence[str]) -> str:

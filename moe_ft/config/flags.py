@@ -263,8 +263,8 @@ def config_from_words(
     words: Sequence[str],
     option_types: Mapping[str, type[Part]],
     choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
-) -> MoeFtConfig:
-    """Return the settings that a command line holds, among other flags.
+) -> tuple[MoeFtConfig, list[str]]:
+    """Return the settings that a command line holds, and its other words.
 
     Args:
         choices: by field name, where a field does not know its own.
@@ -277,7 +277,7 @@ def config_from_words(
     found, others = parser.parse_known_args([*words])
     if unknown := [each for each in others if each.startswith(FLAG_PREFIX)]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return config_from(found, option_types)
+    return config_from(found, option_types), others
 
 
 def config_from_settings(
