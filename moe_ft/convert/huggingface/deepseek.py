@@ -6,7 +6,7 @@ as in V2-Lite. Both sides rotate pairs of neighbouring elements, so weights are 
 settings that give the same numbers are translated.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import log
 from typing import Any, override
 
@@ -68,18 +68,33 @@ class _Deepseek(Family):
     @override
     def tensors(self, settings: Settings) -> Iterator[Mapped]:
         num_layers, num_further = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
-        num_dense = _num_dense_layers(settings, self.model_type)
+        num_dense = num_dense_layers(settings, self.model_type)
 
         def layer_tensors(layer: int) -> Iterator[Mapped]:
             names = f"decoder.layers.{layer}", f"model.layers.{layer}"
-            return _layer(settings, *names, is_dense=layer < num_dense)
+            return self.layer(settings, *names, is_dense=layer < num_dense)
 
         further = {
-            hub: _further_layer(settings, f"mtp.layers.{number}", hub)
+            hub: further_layer(settings, f"mtp.layers.{number}", hub, self.layer)
             for number in range(num_further)
             for hub in (f"model.layers.{num_layers + number}",)
         }
         return decoder.model_tensors(settings, layer_tensors, further)
+
+    def layer(
+        self, settings: Settings, megatron: str, hub: str, *, is_dense: bool
+    ) -> Iterator[Mapped]:
+        """Yield the tensors of a layer; `megatron` and `hub` are its names there."""
+        hidden = (settings["--hidden-size"],)
+        norm = f"{megatron}.input_layernorm.weight"
+        yield same(norm, f"{hub}.input_layernorm.weight", hidden)
+        attention = f"{megatron}.self_attention", f"{hub}.self_attn"
+        yield from decoder.latent_attention(settings, *attention)
+        # Transformer Engine has the norm before a dense MLP in its first projection.
+        fused = (f"{megatron}.mlp.linear_fc1.layer_norm_weight",) if is_dense else ()
+        norm = f"{megatron}.pre_mlp_layernorm.weight"
+        yield same(norm, f"{hub}.post_attention_layernorm.weight", hidden, others=fused)
+        yield from mlp(settings, f"{megatron}.mlp", f"{hub}.mlp", is_dense=is_dense)
 
 
 class DeepseekV2(_Deepseek):
@@ -161,8 +176,8 @@ def common_config(settings: Settings, family: str) -> dict[str, Any]:
         **decoder.shared_config(settings),
         **{key: settings[flag] for key, flag in _SIZES.items()},
         "moe_intermediate_size": decoder.expert_size(settings),
-        "n_shared_experts": _num_shared_experts(settings, family),
-        "first_k_dense_replace": _num_dense_layers(settings, family),
+        "n_shared_experts": num_shared_experts(settings, family),
+        "first_k_dense_replace": num_dense_layers(settings, family),
         "moe_layer_freq": 1,
         "routed_scaling_factor": settings.get("--moe-router-topk-scaling-factor") or 1.0,
         **attention_and_rope,
@@ -241,16 +256,8 @@ def _differ(top_k: int, chosen: int, num_groups: int, best: int) -> bool:
     return chosen != num_groups and top_k // chosen != best
 
 
-def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> Iterator[Mapped]:
-    hidden = (settings["--hidden-size"],)
-    norm = f"{megatron}.input_layernorm.weight"
-    yield same(norm, f"{hub}.input_layernorm.weight", hidden)
-    yield from decoder.latent_attention(settings, f"{megatron}.self_attention", f"{hub}.self_attn")
-    # Transformer Engine has the norm before a dense MLP in its first projection.
-    fused = (f"{megatron}.mlp.linear_fc1.layer_norm_weight",) if is_dense else ()
-    norm = f"{megatron}.pre_mlp_layernorm.weight"
-    yield same(norm, f"{hub}.post_attention_layernorm.weight", hidden, others=fused)
-    ours, theirs = f"{megatron}.mlp", f"{hub}.mlp"
+def mlp(settings: Settings, ours: str, theirs: str, *, is_dense: bool) -> Iterator[Mapped]:
+    """Yield the tensors of a dense MLP, or of experts with shared ones."""
     if is_dense:
         yield from decoder.mlp(settings, ours, theirs, settings["--ffn-hidden-size"])
         return
@@ -259,17 +266,20 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
     yield from decoder.mlp(settings, f"{ours}.shared_experts", f"{theirs}.shared_experts", size)
 
 
-def _further_layer(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:
+def further_layer(
+    settings: Settings, megatron: str, hub: str, layer: Callable[..., Iterator[Mapped]]
+) -> Iterator[Mapped]:
+    """Yield the tensors of a layer that predicts a further token; `layer` yields those of its own layer."""
     hidden = settings["--hidden-size"]
     for norm in ("enorm", "hnorm"):
         yield same(f"{megatron}.{norm}.weight", f"{hub}.{norm}.weight", (hidden,))
     yield same(f"{megatron}.eh_proj.weight", f"{hub}.eh_proj.weight", (hidden, 2 * hidden))
-    yield from _layer(settings, f"{megatron}.transformer_layer", hub, is_dense=False)
+    yield from layer(settings, f"{megatron}.transformer_layer", hub, is_dense=False)
     norm = f"{hub}.shared_head.norm.weight"
     yield same(f"{megatron}.final_layernorm.weight", norm, (hidden,))
 
 
-def _num_dense_layers(settings: Settings, family: str) -> int:
+def num_dense_layers(settings: Settings, family: str) -> int:
     """Return the number of layers before the first with experts; all after it must have experts."""
     has_experts, given = decoder.moe_layers(settings), settings.get("--moe-layer-freq")
     num_layers = len(has_experts)
@@ -282,7 +292,8 @@ def _num_dense_layers(settings: Settings, family: str) -> int:
     return num_dense
 
 
-def _num_shared_experts(settings: Settings, family: str) -> int:
+def num_shared_experts(settings: Settings, family: str) -> int:
+    """Return the number of shared experts, of the size of the others, that Megatron has as one."""
     size = settings.get("--moe-shared-expert-intermediate-size") or 0
     of_one = decoder.expert_size(settings)
     if not size or size % of_one:
