@@ -156,8 +156,7 @@ def _published_model(path: Path) -> Model:
             f"name one of {', '.join(model_names())}."
         )
     config, family = read_config(folder)
-    check_values(str(path), config, None)
-    settings = family.settings(config)
+    settings = family.settings(check_values(str(path), config, None, family))
     unpadded = settings.pop("--vocab-size", None)
     settings.setdefault("--padded-vocab-size", unpadded)
     return Model(flags=(*flags_of(settings), *_DEFAULTS), source=f"{path}")

@@ -58,7 +58,10 @@ class Format(Protocol):
         """Return the tensors to write; raise ConfigError if the format cannot hold them."""
 
     def names_of(self, item: Item) -> Sequence[str]:
-        """Return the names of an item in the destination: it may be several tensors there."""
+        """Return the names of an item in the destination: several tensors, or a part of one."""
+
+    def file_of(self, item: Item) -> str:
+        """Return what items have in common that must be in one file, as `into_shards` needs it."""
 
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
@@ -82,7 +85,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     written = _format(request, model, with_optimizer=with_optimizer)
     tensors = written.select(model.tensors())
     items = list_items(tensors, with_optimizer=with_optimizer, dtype=request.dtype)
-    shards = into_shards(items, request.shard_bytes)
+    shards = into_shards(items, request.shard_bytes, written.file_of)
     what = "all" if with_optimizer else "weights"
     destination = _destination(request, model, items, what)
     num_bytes = sum(item.num_bytes for item in items)
@@ -97,7 +100,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
         raise ConfigError(
             f"DST={destination.place} could not be written from {model.place}: {error}. {destination.left}"
         ) from error
-    num_tensors = sum(len(written.names_of(item)) for item in items)
+    num_tensors = len({name for item in items for name in written.names_of(item)})
     lines = [
         f"{destination.place}: iteration {model.iteration} as {request.to}, {num_tensors} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
@@ -105,6 +108,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     own_ep = int(model.settings.get("--expert-model-parallel-size") or 1)
     if request.to == "torch_dist" and with_optimizer and (request.for_ep or own_ep) > 1:
         lines.append(SHARED_RANDOM_STATE)
+    lines += model.notes
     if model.kind == "hf":
         lines += ["flags of the model:", " ".join(flags_of(model.settings))]
     return "\n".join(lines)

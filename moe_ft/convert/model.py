@@ -8,7 +8,7 @@ the kinds of sources.
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +75,7 @@ class Model:
         signature: checksum of what decides its content.
         settings: Megatron's settings of it, as a fingerprint has them.
         facts: origin of the state and what was lost, as JSON values.
+        notes: lines for people on what is not converted.
     """
 
     place: str
@@ -83,6 +84,7 @@ class Model:
     signature: str
     settings: Mapping[str, Any] = field(repr=False)
     facts: Mapping[str, Any] = field(repr=False)
+    notes: Sequence[str] = ()
 
     def tensors(self) -> Sequence[GlobalTensor]:
         """Return its tensors, ordered by unit and name."""
@@ -180,16 +182,27 @@ def _optimizer_items(tensor: GlobalTensor) -> list[Item]:
     return [Item(tensor=tensor, kind=kind, dtype=tensor.dtype_of(kind)) for kind in kinds]
 
 
-def into_shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
-    """Return items in shards of at most some bytes; an item that is larger is a shard of its own."""
+def into_shards(
+    items: Iterable[Item], shard_bytes: int, file_of: Callable[[Item], str] = lambda _: ""
+) -> list[list[Item]]:
+    """Return items in shards of at most some bytes; an item that is larger is a shard of its own.
+
+    Args:
+        file_of: returns what items have in common that must be in one file, however large it gets; empty for
+            an item that may be anywhere.
+    """
+    together: dict[object, list[Item]] = {}
+    for number, item in enumerate(items):
+        together.setdefault(file_of(item) or number, []).append(item)
     shards: list[list[Item]] = []
     room = 0
-    for item in items:
-        if not shards or item.num_bytes > room:
+    for several in together.values():
+        num_bytes = sum(item.num_bytes for item in several)
+        if not shards or num_bytes > room:
             shards.append([])
             room = shard_bytes
-        shards[-1].append(item)
-        room -= item.num_bytes
+        shards[-1] += several
+        room -= num_bytes
     return shards
 
 

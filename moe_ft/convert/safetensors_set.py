@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, override
 
 import msgspec
 import torch
@@ -48,16 +48,38 @@ class Description:
         """Its size."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    @property
+    def num_pieces(self) -> int:
+        """Number of equal parts that are written one at a time."""
+        return 1
+
+
+class Stack(Description):
+    """A tensor whose entries along the first dimension are written one at a time."""
+
+    @property
+    @override
+    def num_pieces(self) -> int:
+        return self.shape[0]
+
+
+class Piece(NamedTuple):
+    """A tensor with a name, or its entry with a number along the first dimension."""
+
+    name: str
+    tensor: torch.Tensor
+    number: int = 0
+
 
 def write_tensors(
     path: Path,
     described: Mapping[str, Description],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    pieces: Iterable[Piece],
     metadata: Mapping[str, str],
 ) -> list[Part]:
     """Write a file with the tensors that are described, in any order; return its parts.
 
-    Each tensor is written before the next one is asked for.
+    Each piece is written before the next one is asked for.
     """
     # As the library does: what needs the largest alignment comes first.
     names = sorted(described, key=lambda name: (-DTYPE_BYTES[described[name].dtype], name))
@@ -72,16 +94,18 @@ def write_tensors(
             "data_offsets": [offsets[name], end],
         }
     header = encode_header(declared)
-    parts = {"": Part("the header", len(header), checksum(header))}
+    parts: dict[tuple[str, int], Part] = {}
     with path.open("wb") as file:
         file.write(header)
-        for name, tensor in tensors:
-            content = content_of(tensor)
-            assert len(content) == described[name].num_bytes
-            parts[name] = Part(name, len(content), checksum(content))
-            file.seek(len(header) + offsets[name])
+        for name, tensor, number in pieces:
+            content, each = content_of(tensor), described[name]
+            assert len(content) * each.num_pieces == each.num_bytes
+            part = f"{name}[{number}]" if each.num_pieces > 1 else name
+            parts[name, number] = Part(part, len(content), checksum(content))
+            file.seek(len(header) + offsets[name] + number * len(content))
             file.write(content)
-    return [parts[name] for name in ["", *names]]
+    listed = [parts[name, number] for name in names for number in range(described[name].num_pieces)]
+    return [Part("the header", len(header), checksum(header)), *listed]
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:
@@ -107,6 +131,16 @@ class Place(Description):
 
     path: AnyPath
     start: int
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor; `name` is for messages."""
+        return read_tensor(name, self)
+
+    def at(self, index: int) -> "Place":
+        """Return the place of an entry along the first dimension."""
+        shape = self.shape[1:]
+        start = self.start + index * prod(shape) * DTYPE_BYTES[self.dtype]
+        return Place(self.dtype, shape, self.path, start)
 
 
 @contextmanager
@@ -178,6 +212,10 @@ class SafetensorsSet:
         """Return the one name of an item in the files."""
         return (self._name_of(item),)
 
+    def file_of(self, item: Item) -> str:
+        """Return nothing: an item may be in any file."""
+        return ""
+
     def _name_of(self, item: Item) -> str:
         name = f"{item.tensor.unit}/{item.tensor.name}"
         return name if item.kind == "weight" else f"{name}/{item.kind}"
@@ -189,8 +227,10 @@ class SafetensorsSet:
         described = {
             self._name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
-        tensors = ((self._name_of(item), tensor) for item, tensor in read_ahead(items, self._model))
-        return write_file(folder, number, count, described, tensors, self._model)
+        pieces = (
+            Piece(self._name_of(item), tensor) for item, tensor in read_ahead(items, self._model)
+        )
+        return write_file(folder, number, count, described, pieces, self._model)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index."""
@@ -202,13 +242,13 @@ def write_file(
     number: int,
     count: int,
     described: Mapping[str, Description],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    pieces: Iterable[Piece],
     model: Model,
 ) -> WrittenFile:
     """Write one file of a set, as `write_tensors` does, with the facts that `write_index` needs."""
     path = folder / f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     metadata = {"format": "pt", "iteration": str(model.iteration)}
-    parts = write_tensors(path, described, tensors, metadata)
+    parts = write_tensors(path, described, pieces, metadata)
     num_bytes = sum(each.num_bytes for each in described.values())
     facts = {"file": path.name, "names": list(described), "bytes": num_bytes}
     return WrittenFile(path=path, parts=parts, facts=facts)

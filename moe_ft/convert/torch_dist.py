@@ -68,6 +68,10 @@ class TorchDist:
         key = self._key(item)
         return (f"{key}[{','.join(map(str, item.tensor.index))}]" if item.tensor.index else key,)
 
+    def file_of(self, item: Item) -> str:
+        """Return nothing: an item may be in any file, as an expert's part of a stack has a key of its own."""
+        return ""
+
     def _key(self, item: Item) -> str:
         if item.kind == "weight":
             return item.tensor.key

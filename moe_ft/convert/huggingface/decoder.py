@@ -4,9 +4,11 @@ Attention is with query groups or multi-latent, with rotary embeddings; norms ar
 without biases. The files of the families say what differs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from moe_ft.convert.huggingface.mapping import (
     Config,
@@ -352,16 +354,78 @@ def mlp(
     yield same(f"{ours}.linear_fc2.weight", f"{theirs}.{down}.weight", (hidden, size))
 
 
+def router(
+    settings: Settings,
+    ours: str,
+    theirs: str,
+    name: str = "gate",
+    bias: str = "gate.e_score_correction_bias",
+) -> Iterator[Mapped]:
+    """Yield the router of a layer, and the bias of its choice; `name` and `bias` are those on the hub."""
+    num, hidden = int(settings["--num-experts"]), int(settings["--hidden-size"])
+    yield same(f"{ours}.router.weight", f"{theirs}.{name}.weight", (num, hidden))
+    if settings.get("--moe-router-enable-expert-bias"):
+        yield same(f"{ours}.router.expert_bias", f"{theirs}.{bias}", (num,))
+
+
+def stacked_experts(
+    settings: Settings,
+    ours: str,
+    theirs: str,
+    *,
+    is_transposed: bool | None,
+    is_interleaved: bool = False,
+) -> Iterator[Mapped]:
+    """Yield the experts of a layer which are two tensors on the hub: `gate_up_proj` and `down_proj`.
+
+    Args:
+        is_transposed: whether the last dimension of a weight there is its output; None if the files decide.
+        is_interleaved: whether rows of gate and up take turns there; else gate is above up.
+    """
+    num, size = int(settings["--num-experts"]), expert_size(settings)
+    hidden = int(settings["--hidden-size"])
+    both, down = (2 * size, hidden), (hidden, size)
+
+    def turned(part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        is_turned = part.shape != shape if is_transposed is None else is_transposed
+        return part.mT if is_turned else part
+
+    def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = turned(parts[0], both)
+        return torch.cat((whole[0::2], whole[1::2])) if is_interleaved else whole
+
+    def taking_turns(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = torch.stack(whole.chunk(2), dim=1).flatten(0, 1) if is_interleaved else whole
+        return (turned(rows, both),)
+
+    for expert in range(num):
+        name = f"{ours}.experts.experts.{expert}"
+        yield Mapped(
+            tensor=f"{name}.linear_fc1.weight",
+            shape=both,
+            names=(f"{theirs}.gate_up_proj",),
+            split=taking_turns,
+            join=together,
+            stack=(expert, num),
+            is_either_way=is_transposed is None,
+        )
+        yield Mapped(
+            tensor=f"{name}.linear_fc2.weight",
+            shape=down,
+            names=(f"{theirs}.down_proj",),
+            split=lambda whole: (turned(whole, down),),
+            join=lambda parts: turned(parts[0], down),
+            stack=(expert, num),
+            is_either_way=is_transposed is None,
+        )
+
+
 def experts(
     settings: Settings, ours: str, theirs: str, names: tuple[str, str, str] = _GATE_UP_DOWN
 ) -> Iterator[Mapped]:
     """Yield the router and the experts of a layer; the arguments are those of `mlp`."""
-    num, size = int(settings["--num-experts"]), expert_size(settings)
-    router = f"{theirs}.gate.weight"
-    yield same(f"{ours}.router.weight", router, (num, int(settings["--hidden-size"])))
-    if settings.get("--moe-router-enable-expert-bias"):
-        bias = f"{theirs}.gate.e_score_correction_bias"
-        yield same(f"{ours}.router.expert_bias", bias, (num,))
-    for expert in range(num):
+    size = expert_size(settings)
+    yield from router(settings, ours, theirs)
+    for expert in range(int(settings["--num-experts"])):
         prefixes = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
         yield from mlp(settings, *prefixes, size, names)

@@ -19,6 +19,7 @@ from moe_ft.convert.huggingface.mapping import (
     expect,
     expect_config,
     same,
+    with_values,
 )
 from moe_ft.errors import ConfigError
 
@@ -122,7 +123,7 @@ class DeepseekV2(_Deepseek):
         router = {"scoring_func": "softmax", "topk_method": methods, "norm_topk_prob": False}
         expect_config(config, self.model_type, router)
         is_limited = config.get("topk_method") == "group_limited_greedy"
-        groups = config if is_limited else {**config, "n_group": 1, "topk_group": 1}
+        groups = config if is_limited else with_values(config, {"n_group": 1, "topk_group": 1})
         return {
             **common_settings(config, self.model_type),
             **groups_settings(groups, self.model_type, best=1),

@@ -7,12 +7,15 @@ those of Megatron as a run keeps them (`Identity.fingerprint`): the flag's ``des
 """
 
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from moe_ft.convert.huggingface.config_values import Rule
 from moe_ft.errors import ConfigError
 
 # Flags that a command line does not spell as their `dest` is.
@@ -46,6 +49,9 @@ class Mapped:
         other_tensors: other names in Megatron, which differ between its implementations of a layer. A
             checkpoint of Megatron has at least one of the names; one that is written has all.
         is_vocabulary: whether Megatron pads the first dimension (`--make-vocab-size-divisible-by`).
+        stack: index and length of the first dimension of the tensors in `names`, where these hold one tensor
+            for each expert: `split` makes what is at the index. None for tensors of their own.
+        is_either_way: whether files have the tensors transposed or not, which their shapes say.
     """
 
     tensor: str
@@ -57,13 +63,27 @@ class Mapped:
     duplicates: tuple[str, ...] = ()
     other_tensors: tuple[str, ...] = ()
     is_vocabulary: bool = False
+    stack: tuple[int, int] | None = None
+    is_either_way: bool = False
 
 
 class Family:
-    """An architecture of `transformers`, such as MixtralForCausalLM, and its `model_type`."""
+    """An architecture of `transformers`, such as MixtralForCausalLM, and its `model_type`.
+
+    Attributes:
+        rules: for values of keys that are other ones here than in config_values.py.
+        text_key: of the text model in `config.json`, whose settings are a configuration of their own; empty
+            if there is nothing else in the model.
+        left_out: beginnings of the names of tensors that are no part of the text model.
+        is_written: whether a model of Megatron can become one; the text part of a larger model cannot.
+    """
 
     architecture: str
     model_type: str
+    rules: Mapping[str, Rule] = MappingProxyType({})
+    text_key: str = ""
+    left_out: tuple[str, ...] = ()
+    is_written: bool = True
 
     def check(self, settings: Settings) -> None:
         """Raise ConfigError that names the first feature which the family cannot express."""
@@ -80,6 +100,32 @@ class Family:
     def tensors(self, settings: Settings) -> Iterator[Mapped]:
         """Yield every tensor of the model, layer by layer."""
         raise NotImplementedError
+
+
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """Return a configuration with other values, which reads no other key of it than it is asked for."""
+    others: Any = config
+    return ChainMap(values, others)
+
+
+def renamed(mapped: Mapped, beginnings: Mapping[str, str]) -> Mapped:
+    """Return a tensor whose names on the hub begin in another way: the first beginning that fits decides."""
+
+    def rename(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            next(
+                (new + name[len(old) :] for old, new in beginnings.items() if name.startswith(old)),
+                name,
+            )
+            for name in names
+        )
+
+    return replace(
+        mapped,
+        names=rename(mapped.names),
+        copies=rename(mapped.copies),
+        duplicates=rename(mapped.duplicates),
+    )
 
 
 def same(

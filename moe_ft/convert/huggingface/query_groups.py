@@ -11,7 +11,9 @@ from moe_ft.convert.huggingface.mapping import (
     Settings,
     expect,
     expect_config,
+    renamed,
     same,
+    with_values,
 )
 
 # Megatron has norms over all queries and keys only with layers from elsewhere: these are ours.
@@ -171,6 +173,33 @@ class Qwen3Moe(_QueryGroups):
             yield from decoder.mlp(settings, ours, theirs, settings[_SHARED_SIZE])
             shape = (1, settings["--hidden-size"])
             yield same(f"{ours}.gate_weight", f"{theirs}_gate.weight", shape)
+
+
+class Qwen3VlMoe(Qwen3Moe):
+    """Text part of Qwen3-VL: without pictures its rotation is the plain one, as positions are the same."""
+
+    architecture = "Qwen3VLMoeForConditionalGeneration"
+    model_type = "qwen3_vl_moe"
+    text_key = "text_config"
+    left_out = ("model.visual.",)
+    is_written = False
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        weights = {"norm_topk_prob": True}  # whatever a configuration without the key has elsewhere
+        expect_config(config, self.model_type, weights)
+        return super().settings(with_values(config, weights))
+
+    @override
+    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+        for mapped in super().tensors(settings):
+            yield renamed(mapped, {"model.": "model.language_model."})
+
+    @override
+    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from decoder.router(settings, ours, f"{theirs}.mlp")
+        theirs = f"{theirs}.mlp.experts"
+        yield from decoder.stacked_experts(settings, ours, theirs, is_transposed=None)
 
 
 class Qwen2Moe(Qwen3Moe):

@@ -19,7 +19,7 @@ from moe_ft.convert.huggingface.config_file import (
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import MegatronState, Model, shared_state
-from moe_ft.convert.safetensors_set import INDEX_NAME, Place, content_of, list_tensors, read_tensor
+from moe_ft.convert.safetensors_set import INDEX_NAME, Place, content_of, list_tensors
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
 
@@ -64,6 +64,9 @@ class Release(Model):
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
         mapped = self.mapped[tensor.name]
         self._check_copies(mapped)
+        if mapped.stack:
+            index = mapped.stack[0]
+            return mapped.join([self.places[name].at(index).read(name) for name in mapped.names])
         return mapped.join([self._read(name) for name in mapped.names])
 
     def _check_copies(self, mapped: Mapped) -> None:
@@ -82,7 +85,7 @@ class Release(Model):
         return first.dtype == second.dtype and content_of(first) == content_of(second)
 
     def _read(self, name: str) -> torch.Tensor:
-        return read_tensor(name, self.places[name])
+        return self.places[name].read(name)
 
     @override
     def megatron_state(self, *, with_optimizer: bool, for_ep: int | None) -> MegatronState:
@@ -101,10 +104,11 @@ def open_release(folder: AnyPath) -> Release:
     config, family = read_config(folder)
     index = _read_optional(folder, INDEX_NAME)
     generation = _read_optional(folder, GENERATION_NAME)
-    places = _find_places(folder, index)
-    check_values(str(folder / CONFIG_NAME), config, places.values())
+    found = _find_places(folder, index)
+    places = {name: each for name, each in found.items() if not name.startswith(family.left_out)}
+    checked = check_values(str(folder / CONFIG_NAME), config, places.values(), family)
     try:
-        settings = family.settings(config)
+        settings = family.settings(checked)
         # Each is at least one tensor of the files: more are not all there, which `_check` says.
         listed = list(islice(family.tensors(settings), len(places) + 1))
     except KeyError as error:
@@ -128,7 +132,17 @@ def open_release(folder: AnyPath) -> Release:
         signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
+        notes=tuple(_notes(family, len(found) - len(places))),
     )
+
+
+def _notes(family: Family, num_left_out: int) -> Iterator[str]:
+    if family.text_key:
+        yield (
+            f"TEXT PART ONLY: {num_left_out} tensors of {family.architecture} are not converted, called "
+            f"{' or '.join(f'{each}*' for each in family.left_out)}. Megatron's model knows no pictures, and "
+            f"cannot become a {family.model_type} again."
+        )
 
 
 def _read_optional(folder: AnyPath, name: str) -> dict[str, Any]:
@@ -185,9 +199,11 @@ def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place
             )
         parts = mapped.split(torch.empty(mapped.shape, device="meta"))
         for name, part in zip(mapped.names, parts, strict=True):
-            if places[name].shape != tuple(part.shape):
+            stack = (mapped.stack or ())[1:]
+            shape, turned = (*stack, *part.shape), (*stack, *part.shape[::-1])
+            if places[name].shape not in (shape, turned if mapped.is_either_way else shape):
                 raise ConfigError(
-                    f"{folder}: {name} must have the shape {tuple(part.shape)} by {CONFIG_NAME}, and has "
+                    f"{folder}: {name} must have the shape {shape} by {CONFIG_NAME}, and has "
                     f"{places[name].shape}."
                 )
 

@@ -15,7 +15,14 @@ from moe_ft.convert.huggingface.config_file import (
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
 from moe_ft.convert.model import Item, Model, read_ahead
-from moe_ft.convert.safetensors_set import Description, facts_of, write_file, write_index
+from moe_ft.convert.safetensors_set import (
+    Description,
+    Piece,
+    Stack,
+    facts_of,
+    write_file,
+    write_index,
+)
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError
@@ -75,28 +82,38 @@ class HuggingFace:
         mapped = self._mapped[item.tensor.name]
         return (*mapped.names, *mapped.copies)
 
+    def file_of(self, item: Item) -> str:
+        """Return the experts of a layer that are stacked on the hub."""
+        mapped = self._mapped[item.tensor.name]
+        return mapped.names[0].rpartition(".")[0] if mapped.stack else ""
+
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
     ) -> WrittenFile:
         """Write one file."""
-        described = {
-            name: Description(item.dtype, tuple(part.shape))
-            for item in items
-            for name, part in self._split(item, torch.empty(item.tensor.shape, device="meta"))
-        }
-        tensors = (
+        described: dict[str, Description] = {}
+        for item in items:
+            for name, part, _ in self._split(item, torch.empty(item.tensor.shape, device="meta")):
+                stack, shape = self._mapped[item.tensor.name].stack, tuple(part.shape)
+                described[name] = (
+                    Stack(item.dtype, (stack[1], *shape))
+                    if stack
+                    else Description(item.dtype, shape)
+                )
+        pieces = (
             each
             for item, whole in read_ahead(items, self._model)
             for each in self._split(item, whole)
         )
-        return write_file(folder, number, count, described, tensors, self._model)
+        return write_file(folder, number, count, described, pieces, self._model)
 
-    def _split(self, item: Item, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors on the hub that a tensor of Megatron is, by name."""
+    def _split(self, item: Item, whole: torch.Tensor) -> Iterator[Piece]:
+        """Yield the tensors on the hub that a tensor of Megatron is, or its parts of those."""
         mapped = self._mapped[item.tensor.name]
         parts = mapped.split(whole[: mapped.shape[0]] if mapped.is_vocabulary else whole)
-        yield from zip(mapped.names, parts, strict=True)
-        yield from ((name, parts[0]) for name in mapped.copies)
+        index = mapped.stack[0] if mapped.stack else 0
+        yield from (Piece(*each, index) for each in zip(mapped.names, parts, strict=True))
+        yield from (Piece(name, parts[0]) for name in mapped.copies)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index, `config.json`, and what is known about tokens."""
@@ -133,20 +150,21 @@ def _check(family: Family, model: Model) -> None:
 
 def choose_family(model: Model, name: str | None) -> Family:
     """Return the family with a name, or else the only one that can express the model."""
+    written = {key: family for key, family in FAMILIES.items() if family.is_written}
     if name is not None:
-        if name not in FAMILIES:
-            raise ConfigError(f"--family={name} must be one of {', '.join(sorted(FAMILIES))}.")
-        _check(FAMILIES[name], model)
-        return FAMILIES[name]
+        if name not in written:
+            raise ConfigError(f"--family={name} must be one of {', '.join(sorted(written))}.")
+        _check(written[name], model)
+        return written[name]
     problems: dict[str, str] = {}
-    for model_type, family in FAMILIES.items():
+    for model_type, family in written.items():
         try:
             _check(family, model)
         except ConfigError as error:
             problems[model_type] = str(error)
-    fitting = sorted(set(FAMILIES) - set(problems))
+    fitting = sorted(set(written) - set(problems))
     if len(fitting) == 1:
-        return FAMILIES[fitting[0]]
+        return written[fitting[0]]
     if fitting:
         raise ConfigError(
             f"--family must be given: {model.place} may be one of {', '.join(fitting)}."

@@ -17,6 +17,8 @@ from moe_ft.convert.foreign_files import RemotePath
 from moe_ft.convert.safetensors_set import (
     INDEX_NAME,
     Description,
+    Piece,
+    Stack,
     list_tensors,
     read_tensor,
     write_tensors,
@@ -118,8 +120,8 @@ DESCRIBED = {name: Description(dtype, tuple(each.shape)) for name, (each, dtype)
 
 
 def write(path: Path, names: list[str]) -> None:
-    tensors = ((name, TENSORS[name][0]) for name in names)
-    parts = write_tensors(path, DESCRIBED, tensors, {"format": "pt"})
+    pieces = (Piece(name, TENSORS[name][0]) for name in names)
+    parts = write_tensors(path, DESCRIBED, pieces, {"format": "pt"})
     WrittenFile(path=path, parts=parts, facts={}).verify()
 
 
@@ -135,6 +137,18 @@ def test_library_reads_every_tensor_in_whatever_order_they_came(tmp_path: Path, 
             assert read.dtype == tensor.dtype and torch.equal(read, tensor)
     with safe_open(tmp_path / "file", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
+
+
+def test_entries_of_a_stack_are_written_one_at_a_time(tmp_path: Path) -> None:
+    whole, other = torch.randn(3, 2, 5), torch.randn(4)
+    described = {"other": Description("F32", (4,)), "stack": Stack("F32", (3, 2, 5))}
+    entries = (Piece("stack", whole[number], number) for number in (2, 0, 1))
+    path = tmp_path / "file"
+    parts = write_tensors(path, described, [*entries, Piece("other", other)], {})
+    assert [each.name for each in parts[1:]] == ["other", *(f"stack[{at}]" for at in range(3))]
+    WrittenFile(path=path, parts=parts, facts={}).verify()
+    assert torch.equal(load_file(path)["stack"], whole)
+    assert torch.equal(list_tensors(path)["stack"].at(1).read("stack"), whole[1])
 
 
 KNOWN = {

@@ -30,10 +30,10 @@ SMALL: dict[str, Any] = {
 SHARD_BYTES = 60_000
 
 
-def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Return a model whose every tensor is random, also its norms and biases."""
     generator = torch.Generator().manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             values = torch.randn(tensor.shape, generator=generator)
@@ -91,17 +91,30 @@ def check_round_trip(config: PreTrainedConfig, folder: Path, *flags: str) -> Pat
     """
     model = random_model(config)
     saved = folder / "saved"
-    model.save_pretrained(saved)
-    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % config.vocab_size
-    with torch.no_grad():
-        expected = model(tokens).logits
-    checkpoint, printed = converted(saved, "torch_dist")
-    printed_flags = printed.splitlines()[-1].split()
-    logits = megatron_logits([*printed_flags, *flags], checkpoint, tokens, folder / "run")
-    assert logits[..., config.vocab_size :].abs().max() == 0
-    assert difference(logits[..., : config.vocab_size], expected) < TOLERANCE
+    checkpoint, tokens, expected = check_logits(model, folder, *flags)
     back, _ = converted(checkpoint, "hf")
     check_is_equal(back, saved)
     with torch.no_grad():
         assert torch.equal(loaded(back)(tokens).logits, expected)
     return back
+
+
+def check_logits(
+    model: PreTrainedModel, folder: Path, *flags: str
+) -> tuple[Path, torch.Tensor, torch.Tensor]:
+    """Check that Megatron gives the logits of a model, which is saved in a folder.
+
+    Returns:
+        The folder of Megatron's checkpoint, tokens, and their logits.
+    """
+    saved, size = folder / "saved", model.get_input_embeddings().weight.shape[0]
+    model.save_pretrained(saved)
+    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % size
+    with torch.no_grad():
+        expected = model(tokens).logits
+    checkpoint, printed = converted(saved, "torch_dist")
+    printed_flags = printed.splitlines()[-1].split()
+    logits = megatron_logits([*printed_flags, *flags], checkpoint, tokens, folder / "run")
+    assert logits[..., size:].abs().max() == 0
+    assert difference(logits[..., :size], expected) < TOLERANCE
+    return checkpoint, tokens, expected

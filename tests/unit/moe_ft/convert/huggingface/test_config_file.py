@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from moe_ft.convert.huggingface.config_file import (
+    FAMILIES,
     GENERATION_NAME,
     check_values,
     facts_of_generation,
     tokens_of,
     write_generation,
 )
+from moe_ft.convert.huggingface.config_values import Rule
+from moe_ft.convert.huggingface.query_groups import Mixtral
 from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import converted
@@ -56,15 +59,35 @@ CONFIGS: list[tuple[str, Any, str]] = [
 
 
 def test_values_that_a_model_can_have_are_accepted() -> None:
-    check_values("config.json", {**CONFIG, "head_dim": None, "num_experts": None}, PLACES)
+    given = {**CONFIG, "head_dim": None, "num_experts": None}
+    assert dict(check_values("config.json", given, PLACES)) == given
+
+
+def test_zero_of_a_key_that_a_family_does_not_read_is_accepted() -> None:
+    config = check_values("config.json", {**CONFIG, "shared_expert_intermediate_size": 0}, PLACES)
+    assert "--moe-shared-expert-intermediate-size" in FAMILIES["mixtral"].settings(config)
+    assert "shared_expert_intermediate_size" not in config.read
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size=0, and it must be"):
+        config["shared_expert_intermediate_size"]
 
 
 @pytest.mark.parametrize(("key", "value", "rule"), CONFIGS)
 def test_value_that_cannot_be_is_refused(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_values("config.json", {**CONFIG, key: value}, PLACES)
+        check_values("config.json", {**CONFIG, key: value}, PLACES)[key]
     assert f"config.json has {key}={value!r}, and it must be " in str(refusal.value)
     assert rule in str(refusal.value)
+
+
+def test_rule_of_a_family_goes_before_that_of_all() -> None:
+    class Other(Mixtral):
+        rules = {"sliding_window": Rule(least=1), "num_experts_per_tok": Rule(least=0)}
+
+    config = {**CONFIG, "sliding_window": 0, "num_experts_per_tok": 0}
+    checked = check_values("config.json", config, PLACES, Other())
+    assert checked["num_experts_per_tok"] == 0
+    with pytest.raises(ConfigError, match="sliding_window=0, and it must be a whole number from 1"):
+        checked["sliding_window"]
 
 
 IDS: dict[str, Any] = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 0}

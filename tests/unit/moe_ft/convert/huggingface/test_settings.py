@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as PICTURES,
+)
 
 from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.config_file import FAMILIES
@@ -134,7 +137,8 @@ SETTINGS |= {"deepseek_v2": V2, "deepseek_v3": V3}
 def test_families_have_the_names_of_transformers() -> None:
     for model_type, family in FAMILIES.items():
         assert AutoConfig.for_model(model_type).model_type == family.model_type
-        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == family.architecture
+        names = PICTURES if family.text_key else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert names[model_type] == family.architecture
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
