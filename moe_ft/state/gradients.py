@@ -38,8 +38,9 @@ def check_repeatable(
             continue
         if getattr(inner.config, "use_precision_aware_optimizer", False):
             raise ConfigError(
-                f"{_FLAG} cannot be used with --use-precision-aware-optimizer: peers repeat the step of "
-                f"torch's Adam on fp32 state. Leave one of them out, or: {remedy}."
+                f"{_FLAG} cannot be used with --use-precision-aware-optimizer: its fused Adam rounds to few "
+                "bits on the device. A peer's CPU computes other last bits of fp32, and would round some "
+                f"numbers the other way. Leave one of them out, or: {remedy}."
             )
         if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not (
             _is_of_libraries(inner.optimizer)

@@ -97,6 +97,12 @@ _RULES = (
         "its collective waits for the lost rank",
         lambda args: args.check_weight_hash_across_dp_replicas_interval is not None,
     ),
+    _rule(
+        "moe_token_dispatcher_type",
+        "all ranks of a group make its buffers, the lost one too",
+        lambda args: args.moe_token_dispatcher_type == "flex",
+        remedy="Use alltoall",
+    ),
     _rule("overlap_grad_reduce", _OVERLAP),
     _rule("overlap_param_gather", _OVERLAP),
     _rule("ddp_average_in_collective", "the mean would be that of the live ranks"),

@@ -3,7 +3,8 @@
     free       leave the iteration, and remove what it leaves
     build      instead, in a replacement: it has been set up alone (build.py)
     meet       meet all other ranks in the job's store (cluster/member.py)     -> Round
-    swap       put new backends under the process groups (swap.py); peers take the roles of absent ranks
+    swap       put new backends under the process groups (swap.py), and have what libraries made from them
+               made again (renewals.py); peers take the roles of absent ranks
     recover    set up the listeners again, which recovers a state (catch_up.py) -> the next iteration
     catch_up   run iterations until the broken one is finished (catch_up.py)    -> its result
 
@@ -25,6 +26,7 @@ from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.renewals import renew
 from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
 from megatron.fault_tolerance.seams.data_sets import DataSets
@@ -134,6 +136,7 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         rank.member.wait_until_ready()
         phases.end("meet")
         swap(rank.groups, rank.links, rank.store, met.number, met.absent)
+        renew(get_args())
         _share_roles(rank, built, met)
         phases.end("swap")
         with (

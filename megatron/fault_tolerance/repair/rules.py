@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.fault_tolerance.degraded.rules import check_job
+from megatron.fault_tolerance.repair import renewals
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
@@ -11,8 +12,6 @@ from moe_ft.config.fields import flag_of
 from moe_ft.config.lost_nodes import FLAG
 from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
-
-_SHARED_MEMORY = "its buffers are shared with the process that has died, and are not made again"
 
 # A flag, perhaps with the one value that is meant, and why it is refused.
 _RULES: Mapping[str, str] = {
@@ -29,8 +28,6 @@ _RULES_ON_GPUS: Mapping[str, str] = {
     "--cuda-graph-impl": "captured graphs hold communicators that are not there any more",
     "--use-nccl-ub": "its memory is registered with communicators that are not there any more",
     "--use-sharp": "its groups have to be the first ones that NCCL makes, which a repair does not know",
-    "--tp-comm-overlap": _SHARED_MEMORY,
-    "--moe-token-dispatcher-type flex": _SHARED_MEMORY,
     "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",
 }
 
@@ -81,6 +78,7 @@ def check_job_is_repairable(
         refused["one rank"] = "no rank is left to repair it"
     if on_gpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
+        refused |= renewals.reasons(args)
     for what, reason in refused.items():
         raise ConfigError(f"{asked} does not work with {what}: {reason}. Leave one of them out.")
 

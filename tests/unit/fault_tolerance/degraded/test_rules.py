@@ -26,6 +26,7 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         {},
         "load-balancing-type=global_aux_loss .* Use aux_loss",
     ),
+    ((), {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type=flex .* Use alltoall"),
     (("--fp16",), {}, "--fp16 .* Use bf16"),
     (("--log-num-zeros-in-grad",), {}, "--log-num-zeros-in-grad"),
     (("--log-params-norm",), {}, "--log-params-norm .* not in the sum"),

@@ -33,6 +33,10 @@ def args(**changes: Any) -> Namespace:
         "use_sharp": False,
         "tp_comm_overlap": False,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_flex_dispatcher_backend": "deepep",
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 8,
+        "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_comm_backend": None,
     }
     return Namespace(**{**defaults, **changes})
@@ -56,6 +60,9 @@ def check(
 def test_supported_job_is_repaired() -> None:
     assert not check(on_gpus=True), "a job on GPUs may be tried"
     assert not check(cuda_graph_impl="local"), "no GPU is used"
+    assert not check(on_gpus=True, **FLEX), "eight ranks reach each other over NVLink"
+    of_hybridep: dict[str, Any] = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+    assert not check(on_gpus=True, **of_hybridep, expert_model_parallel_size=64)
     assert not check("try") and not check("try", on_gpus=True)
     assert check("off") == "--moe-ft-repair=off"
 
@@ -76,12 +83,20 @@ def test_job_that_repairs_are_tried_in_runs_without_them_and_knows_why() -> None
     assert "--moe-ft-repair-heartbeat-s=700 must be less than 600" in found
 
 
-ON_GPUS_ONLY = [
+FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
+ON_GPUS_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: captured graphs hold"),
     ({"nccl_ub": True}, "--use-nccl-ub: its memory is registered"),
     ({"use_sharp": True}, "--use-sharp: its groups have to be the first"),
-    ({"tp_comm_overlap": True}, "--tp-comm-overlap: its buffers are shared"),
-    ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: its buffers"),
+    ({"tp_comm_overlap": True}, "--tp-comm-overlap: user buffers .* and a replacement is alone"),
+    (
+        {**FLEX, "expert_tensor_parallel_size": None},  # 2 as that of the rest
+        "--moe-flex-dispatcher-backend deepep: with 16 expert-parallel ranks, more than 8, .* NVSHMEM",
+    ),
+    (
+        {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
+        "--moe-flex-dispatcher-backend ncclep: .* borrows the communicator",
+    ),
     (
         {"pipeline_model_parallel_comm_backend": "ucc"},
         "--pipeline-model-parallel-comm-backend ucc: only backends of NCCL and gloo",
