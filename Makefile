@@ -39,7 +39,7 @@ demo: .venv/installed
 test: test-units test-simulation test-jobs test-submitted
 
 test-units: .venv/installed
-	$(PYTEST) tests/unit tests/device --numprocesses 2 --quiet
+	$(PYTEST) tests/unit tests/device tests/recipes --numprocesses 2 --quiet
 
 test-simulation: .venv/installed
 	$(PYTEST) tests/simulation
@@ -51,7 +51,7 @@ test-submitted: .venv/installed
 	$(PYTEST) tests/slurm
 
 test-all: .venv/installed
-	$(PYTEST) tests/unit tests/device tests/simulation tests/distributed tests/slurm -m "rest or chaos"
+	$(PYTEST) tests/unit tests/device tests/recipes tests/simulation tests/distributed tests/slurm -m "rest or chaos"
 
 test-slurm: .venv/installed
 	$(PYTEST) tests/slurm -m "rest or not rest" --needs-slurm

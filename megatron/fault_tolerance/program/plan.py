@@ -89,6 +89,13 @@ _NEEDS_KERNELS = {
     "cross_entropy_loss_fusion": False,
     "tp_comm_overlap": False,
     "recompute_granularity": None,
+    "moe_token_dispatcher_type": "alltoall",
+    "delay_wgrad_compute": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "fine_grained_activation_offloading": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "optimizer_cpu_offload": False,
+    "main_grads_dtype": "fp32",
     "cuda_graph_impl": "none",
     "qk_clip": False,
     "fp8_param_gather": False,
@@ -100,6 +107,8 @@ _NEEDS_KERNELS = {
     "fp8": None,
     "fp4": None,
     "moe_router_padding_for_quantization": False,
+    "moe_router_padding_for_fp8": False,
+    "moe_enable_deepep": False,
     "te_precision_config_file": None,
 }
 

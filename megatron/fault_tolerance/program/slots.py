@@ -37,8 +37,8 @@ def _refused(
     )
 
 
-def _refused_flag(dest: str, reason: str = _UNTESTED) -> Rule:
-    flag = "--" + dest.replace("_", "-")
+def _refused_flag(dest: str, reason: str = _UNTESTED, flag: str = "") -> Rule:
+    flag = flag or "--" + dest.replace("_", "-")
     return _refused(lambda args: getattr(args, dest, None), f"cannot be used with {flag}", reason)
 
 
@@ -103,8 +103,8 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
         "Give it, or leave the flag out",
     ),
     _refused_flag("skip_train", "nothing fills the slots without an optimizer"),
-    _refused_flag("fp8"),
-    _refused_flag("fp4"),
+    _refused_flag("fp8", flag="--fp8-format"),
+    _refused_flag("fp4", flag="--fp4-format"),
     _refused_flag("moe_latent_size"),
     _refused_flag("delay_wgrad_compute"),
     _refused_flag("overlap_moe_expert_parallel_comm"),

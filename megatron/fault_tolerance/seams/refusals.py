@@ -6,7 +6,7 @@ Other rules refuse single values. settings.py checks how flags fit together and 
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -224,6 +224,12 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSA
 
     Megatron's validation may add to the arguments (older flags, arguments of a checkpoint).
     """
+    for problem in refused(args, rules):
+        raise ConfigError(problem)
+
+
+def refused(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSALS) -> Iterator[str]:
+    """Yield what is wrong with each flag, or value of a flag, that a rule refuses."""
     strategy = args.moe_ft_strategy
     kind = kind_of(strategy)
     for rule in rules:
@@ -233,7 +239,8 @@ def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSA
             continue
         where = f" with --moe-ft-strategy={strategy}" if rule.strategies else ""
         remedy = rule.remedy.format(others=_others(rule))
-        check_rules([replace(rule, problem=rule.problem + where, remedy=remedy)], args)
+        if rule.is_broken(args):
+            yield replace(rule, problem=rule.problem + where, remedy=remedy).message(args)
 
 
 def check_no_replay_is_refused(args: argparse.Namespace, flag: str) -> None:

@@ -24,6 +24,7 @@ from moe_ft import saying
 from moe_ft.cluster.member import own_member
 from moe_ft.config import flags
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.stock_defects import check_schedule, lines_on_defects
 from moe_ft.config.strategy import PrecisionConfig
@@ -107,6 +108,7 @@ def check_settings(
             raise ConfigError(problem)
     check_upstream_log(args)
     check_capacity_boost(args, config)
+    check_gradients(args, config, on_gpus=on_gpus)
     if config.strategy.is_on:
         check_state_dtype(args, config.precision)
     return config
@@ -282,6 +284,34 @@ def check_capacity_boost(args: argparse.Namespace, config: MoeFtConfig) -> None:
     """Raise ConfigError if experts are to exceed a capacity that they do not have, or may not exceed."""
     if config.recovery.capacity_boost and config.strategy.is_on:
         check_rules(_NO_CAPACITY, args)
+
+
+_GRADIENTS = f"{flag_of('replicate')}=gradients"
+_NOT_FOLLOWED = Rule(
+    "",
+    _GRADIENTS,
+    lambda args: args.use_precision_aware_optimizer,
+    "peers repeat the step of torch's Adam on fp32 state",
+    f"Leave one of the two out, or give {flag_of('replicate')} state",
+    problem="cannot be used with --use-precision-aware-optimizer",
+)
+_ROUNDED_OTHERWISE = Rule(
+    "",
+    _GRADIENTS,
+    lambda args: not args.moe_ft_allow_lossy,
+    "peers repeat the step on their CPU, which rounds otherwise",
+    f"Give {flag_of('replicate')} state, or add --moe-ft-allow-lossy",
+    problem="is not exact on a GPU",
+)
+
+
+def check_gradients(args: argparse.Namespace, config: MoeFtConfig, *, on_gpus: bool) -> None:
+    """Raise ConfigError if peers cannot follow the optimizer that Megatron's arguments name.
+
+    state/gradients.py checks the optimizer itself, once it is built.
+    """
+    if config.strategy.is_on and config.memory.sends_gradients:
+        check_rules([_NOT_FOLLOWED, *([_ROUNDED_OTHERWISE] if on_gpus else [])], args)
 
 
 _SIZES = (
