@@ -17,7 +17,8 @@ from moe_ft.convert.huggingface.config_file import (
     facts_of_generation,
     read_config,
 )
-from moe_ft.convert.huggingface.mapping import Family, Mapped
+from moe_ft.convert.huggingface.mapping import Family, Mapped, with_values
+from moe_ft.convert.huggingface.quantized import QuantizedPlace, made_places
 from moe_ft.convert.model import MegatronState, Model, shared_state
 from moe_ft.convert.safetensors_set import INDEX_NAME, Place, content_of, list_tensors
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
@@ -58,16 +59,25 @@ class Release(Model):
                     f"and have {sorted(dtypes)}. Save the model in one type."
                 )
             tensor = tensor_named(name, mapped.shape, dtypes.pop(), num_experts=experts)
-            yield replace(tensor, iterations={"weight": self.iteration})
+            is_made = any(isinstance(self.places[each], QuantizedPlace) for each in mapped.names)
+            kinds = ("weight", "master") if is_made else ("weight",)  # all bits of what is made
+            yield replace(tensor, iterations=dict.fromkeys(kinds, self.iteration))
 
     @override
     def read(self, tensor: GlobalTensor, kind: str) -> torch.Tensor:
         mapped = self.mapped[tensor.name]
         self._check_copies(mapped)
+        return mapped.join([self._part(mapped, name, kind) for name in mapped.names])
+
+    def _part(self, mapped: Mapped, name: str, kind: str) -> torch.Tensor:
+        place = self.places[name]
         if mapped.stack:
-            index = mapped.stack[0]
-            return mapped.join([self.places[name].at(index).read(name) for name in mapped.names])
-        return mapped.join([self._read(name) for name in mapped.names])
+            place = place.at(mapped.stack[0])
+        if kind == "weight":
+            return place.read(name)
+        if isinstance(place, QuantizedPlace):
+            return place.numbers(name, torch.float32)
+        return place.read(name).float()
 
     def _check_copies(self, mapped: Mapped) -> None:
         for name in (*mapped.copies, *mapped.duplicates):
@@ -105,10 +115,11 @@ def open_release(folder: AnyPath) -> Release:
     index = _read_optional(folder, INDEX_NAME)
     generation = _read_optional(folder, GENERATION_NAME)
     found = _find_places(folder, index)
-    places = {name: each for name, each in found.items() if not name.startswith(family.left_out)}
+    own = {name: each for name, each in found.items() if not name.startswith(family.left_out)}
+    places, made = made_places(str(folder / CONFIG_NAME), config, own)
     checked = check_values(str(folder / CONFIG_NAME), config, places.values(), family)
     try:
-        settings = family.settings(checked)
+        settings = family.settings(with_values(checked, {"quantization_config": None}))
         # Each is at least one tensor of the files: more are not all there, which `_check` says.
         listed = list(islice(family.tensors(settings), len(places) + 1))
     except KeyError as error:
@@ -129,10 +140,10 @@ def open_release(folder: AnyPath) -> Release:
         family=family,
         settings=settings,
         facts=(known if isinstance(known, dict) else {}) | facts_of_generation(config, generation),
-        signature=signature_of({each.path for each in places.values()} | {folder / CONFIG_NAME}),
+        signature=signature_of({each.path for each in found.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
-        notes=tuple(_notes(family, len(found) - len(places))),
+        notes=(*_notes(family, len(found) - len(own)), *[made] * bool(made)),
     )
 
 

@@ -94,7 +94,11 @@ def test_numbers_of_the_rotary_embedding_are_left_out(saved: Path) -> None:
         ("rope_parameters", {"rope_type": "yarn"}, "config.json has rope_scaling=yarn"),
         ("rope_parameters", {"rope_theta": 0.5}, "config.json has rope_theta=0.5"),
         ("num_experts_per_tok", 1, "norm_topk_prob=True and num_experts_per_tok=1"),
-        ("quantization_config", {"bits": 4}, "config.json has quantization_config="),
+        (
+            "quantization_config",
+            {"bits": 4},
+            "config.json has quantization_config with quant_method=None",
+        ),
         ("head_dim", 6, r"q_proj.weight must have the shape \(24, 32\) by config.json, and has"),
         ("num_hidden_layers", 3, r"lacks model.layers.2.block_sparse.*and 18 others"),
     ],
