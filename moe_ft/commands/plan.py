@@ -17,13 +17,13 @@ from moe_ft.commands.command_line import (
     read_command,
     refuse,
 )
+from moe_ft.commands.model_config import Model
 from moe_ft.commands.pages import check_page, write_page
 from moe_ft.commands.parsers import CommandParser, Commands, add_command, program
 from moe_ft.commands.plan_advice import SPEEDS, Advice, Advisor, check_room
 from moe_ft.commands.plan_command import StartCommand, start_command
 from moe_ft.commands.plan_inputs import (
     Cluster,
-    Model,
     cluster_names,
     model_names,
     read_cluster,
@@ -83,7 +83,7 @@ def add_plan_command(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help=f"{', '.join(model_names())}, or a config.json of Hugging Face",
+        help=f"{', '.join(model_names())}, or the config.json of a decoder with experts, of Hugging Face",
     )
     parser.add_argument(
         "--cluster", metavar="NAME", help=f"{', '.join(cluster_names())}, or a .toml file"
@@ -295,7 +295,7 @@ def _plan(options: argparse.Namespace) -> _Planned:
         command=command,
         start=start,
         values=values,
-        notes=notes,
+        notes=[*(model.notes if model else ()), *notes],
         limit=limit,
         save_minutes=options.save_minutes,
     )

@@ -3,17 +3,19 @@
 The folder presets/ has the models and clusters. docs/plan.md has the fields of a cluster.
 """
 
+import json
 import math
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from moe_ft.commands.model_config import Model, model_of
 from moe_ft.errors import ConfigError
 from moe_ft.events import Event, event_path, ranks_with_events, read_events
 from moe_ft.files.private_files import open_regular
@@ -23,29 +25,13 @@ _FOLDER = Path(__file__).parent / "presets"
 # Of a rank, with one connection and with several: medians of docs/benchmarks/streams.md, on a loopback.
 _ONE_CONNECTION, _CONNECTIONS = 1.4e9, 1.6e9
 _NO_GPU = "none"
+_CONFIG = "config.json"
 _MOST_BYTES = 64 << 20  # of a file that a user names
 _MOST_RANKS_READ = 64  # of a measured run: the first ones
 _DEFAULTS = (
     *("--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "1024"),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """A model as a command line of Megatron.
-
-    Attributes:
-        flags: of the model, its training and its layout.
-        nodes: of 8 GPUs, of this layout; None where it has none.
-        parameters, active: as published; None if nobody says.
-    """
-
-    flags: tuple[str, ...]
-    source: str
-    nodes: int | None = None
-    parameters: float | None = None
-    active: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +116,7 @@ def read_model(name: str) -> Model:
     """Return a model by its name, or by the path of its config.json of Hugging Face.
 
     Raises:
-        ConfigError: if there is no such model, or Megatron cannot express it.
+        ConfigError: if there is no such model, or it is no decoder with experts.
     """
     if "/" in name or name.endswith(".json"):
         return _published_model(Path(name))
@@ -145,21 +131,25 @@ def read_model(name: str) -> Model:
 
 
 def _published_model(path: Path) -> Model:
-    # These import torch, which other commands do without.
-    from moe_ft.convert.huggingface.config_file import CONFIG_NAME, check_values, read_config
-    from moe_ft.convert.huggingface.mapping import flags_of
-
-    folder = path.parent if path.name == CONFIG_NAME else path
-    if not (folder / CONFIG_NAME).is_file():
+    file = path / _CONFIG if path.is_dir() else path
+    if not file.is_file():
         raise ConfigError(
-            f"--model={path} must be a {CONFIG_NAME} or its folder, but there is none. Correct the path, or "
-            f"name one of {', '.join(model_names())}."
+            f"--model={path} must be a {_CONFIG} or its folder, but there is none. Correct the path, or name "
+            f"one of {', '.join(model_names())}.{hint(path.name, model_names(), 3)}"
         )
-    config, family = read_config(folder)
-    settings = family.settings(check_values(str(path), config, None, family))
-    unpadded = settings.pop("--vocab-size", None)
-    settings.setdefault("--padded-vocab-size", unpadded)
-    return Model(flags=(*flags_of(settings), *_DEFAULTS), source=f"{path}")
+    try:
+        config = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--model={path} cannot be read: {error}. Give the {_CONFIG} as it was published."
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"--model={path} must hold a JSON object, and holds a {type(config).__name__}. Give the file "
+            "as it was published."
+        )
+    found = model_of(f"{path}", config)
+    return replace(found, flags=(*found.flags, *_DEFAULTS))
 
 
 def read_text(path: Path) -> str:

@@ -4,6 +4,7 @@ A block of these pages is run here, or is in `_NOT_RUN` with the reason. Blocks 
 have a network, processes and memory of their own.
 """
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 
 from tests.processes import kill_all
 from tests.shares import share_of
+from tests.unit.moe_ft.commands.published_models import read_published
 from tests.unit.moe_ft.commands.test_plan_inputs import write_log
 from tests.waiting import wait_for
 
@@ -49,9 +51,11 @@ _WORDS = {
     "DIR": "docs",
     "MEGATRON_FLAGS": f"{_MODEL} 2",
     "/scratch/run/events": "measured",
+    "PATH/config.json": "measured/config.json",
     "torchrun ...": f"torchrun --nproc-per-node 8 {_PLANNED}",
     "pretrain_gpt_moe.py ...": _PLANNED,
 }
+_PUBLISHED = read_published()["qwen3-vl-30b-a3b-instruct"].config
 _WORD = re.compile("|".join(rf"(?<![\w/]){re.escape(word)}(?![\w/])" for word in _WORDS))
 _UNKNOWN = re.compile(r"(?<!\S)/\S+|(?<![\w$-])[A-Z]{2}[A-Z_:]*(?![\w=])|\.\.\.")
 _BLOCK = re.compile(r"(?:^    .*\S\n)+", re.MULTILINE)
@@ -87,7 +91,8 @@ _RUN = {
     ("docs/own_script.md", _LAUNCH): "iteration +3/",
     ("docs/own_script.md", _NODES): "iteration +3/",
     ("docs/own_script.md", _OWN): "iteration +3/",
-    ("docs/plan.md", "python -m moe_ft plan --model"): "(recommended(.|\n)*){3}",
+    ("docs/plan.md", "python -m moe_ft plan --model deep"): "(recommended(.|\n)*){3}",
+    ("docs/plan.md", "python -m moe_ft plan --model PATH"): "recommended(.|\n)*left out: vision",
     ("docs/plan.md", "python -m moe_ft plan --iteration-s"): "ETTR",
     ("docs/plan.md", "python -m moe_ft plan -- torchrun"): r"snapshot +4 +7,898.9",
 }
@@ -176,6 +181,7 @@ class Machine:
         (self._folder / ".venv").symlink_to(ROOT / ".venv")
         (self._folder / "measured").mkdir()
         write_log(self._folder / "measured", 0, 1.0)
+        (self._folder / "measured/config.json").write_text(json.dumps(_PUBLISHED))
         kept = ("HOME", "LANG", "OMP_NUM_THREADS", "TMPDIR")
         self._env = {name: os.environ[name] for name in kept if name in os.environ}
         self._env |= {"PATH": f"{self._folder}/.venv/bin:{os.environ['PATH']}", "MEMORY": memory}

@@ -106,7 +106,6 @@ IMPORTS_LATE = (
     "moe_ft/commands/command_line.py",
     "moe_ft/commands/convert.py",
     "moe_ft/commands/directory.py",
-    "moe_ft/commands/plan_inputs.py",
     "moe_ft/doctor/meeting.py",
     "moe_ft/commands/launch.py",
     "moe_ft/commands/run.py",

@@ -1,0 +1,343 @@
+"""A decoder with experts as flags of Megatron, from the fields of any config.json of Hugging Face.
+
+`plan` needs sizes, not weights: it reads what the converters refuse too, such as quantized models. Where
+Megatron has no flags for the layers of a model, or builds them with Transformer Engine alone, a stand-in with
+as many parameters is planned: attention with query groups of the mean size of a layer, and experts of the
+same size. Notes say so, and what is left out. model_fields.py reads the fields.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ft.commands.model_fields import (
+    Fields,
+    attention,
+    compressed_attention,
+    has_output_gate,
+    heads,
+    indexer,
+    latent_sizes,
+    linear_attention,
+    state_space,
+)
+from moe_ft.errors import ConfigError
+
+_MOST_PARAMETERS = 1e15
+_MOST_EXPERTS = 1_000_000  # of all layers: each is built
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
+_BLOCKS = ("layers_block_type", "hybrid_override_pattern")
+_LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+_EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_DENSE_SIZE = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+_SHARED_SIZE = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "share_expert_dim"),
+)
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_STEP = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+_LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
+_ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+# What these families have and their files do not say.
+_HAS_HEAD_NORMS, _HAS_QUERY_BIAS = ("qwen3", "gemma4"), ("qwen2_moe",)
+_HAS_SHARED_EXPERT = ("llama4",)  # of the size of an expert
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model as a command line of Megatron.
+
+    Attributes:
+        flags: of the model, its training and its layout.
+        nodes: of 8 GPUs, of this layout; None where it has none.
+        parameters, active: as published, or counted from a config.json; None if nobody says. Without layers
+            for further tokens (MTP).
+        notes: on what the flags leave out or approximate.
+    """
+
+    flags: tuple[str, ...]
+    source: str
+    nodes: int | None = None
+    parameters: float | None = None
+    active: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def model_of(path: str, config: dict[str, Any]) -> Model:
+    """Return the model that a config.json describes, with the flags of the model alone.
+
+    Args:
+        path: of the file, for messages.
+        config: its content.
+
+    Raises:
+        ConfigError: if it is no decoder with experts, or a value is missing or cannot be.
+    """
+    found = _Description(path, Fields(path, config))
+    words: list[str] = []
+    for flag, value in found.settings().items():
+        if value not in (None, False):
+            words += [flag] if value is True else [flag, f"{value}"]
+    return Model(
+        flags=tuple(words),
+        source=path,
+        parameters=found.parameters,
+        active=found.active,
+        notes=tuple(found.notes()),
+    )
+
+
+class _Description:
+    """The sizes of a model, and what each of its layers has."""
+
+    def __init__(self, path: str, fields: Fields) -> None:
+        self._fields, self._type = fields, str(fields.get("model_type"))
+        if fields.get(*_EXPERTS) is None:
+            raise ConfigError(
+                f"--model={path} has none of {', '.join(_EXPERTS)}: it is no decoder with experts "
+                f"(model_type={self._type:.40}). Name one that has, or give Megatron's flags after the --."
+            )
+        self._num_experts = fields.whole(*_EXPERTS, most=100_000)
+        self._top_k = fields.whole(*_TOP_K, most=self._num_experts)
+        self._size, self._vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
+        self._is_tied = fields.get("tie_word_embeddings") is True
+        self._mixers, self._has_experts = self._layers()
+        self._num_layers, self._num_moe = len(self._has_experts), sum(self._has_experts)
+        self._is_gated = fields.get(*_ACTIVATION) != "relu2"
+        self._expert_size = fields.whole(*_EXPERT_SIZE)
+        self._dense_size = fields.whole(*_DENSE_SIZE, default=self._expert_size)
+        self._latent = fields.whole(*_LATENT_SIZE, default=self._size)
+        self._shared_size = self._shared()
+        self._is_latent = fields.get("kv_lora_rank") is not None
+        of_kind = {kind: self._mixer(kind) for kind in dict.fromkeys(self._mixers)}
+        latents = 2 * self._size * self._latent if self._latent != self._size else 0
+        # All but experts and MLPs, and what is left out.
+        self._others = sum(of_kind[each] for each in self._mixers) + self._num_moe * latents
+        kinds = fields.items("indexer_types") or ["full"] * self._num_layers
+        is_counted = fields.get("compress_ratios") is not None
+        self._indexers = 0 if is_counted else kinds.count("full") * indexer(fields)
+        of_one = attention(fields)
+        self._is_exact = (
+            {*of_kind.values()} == {of_one}
+            and self._others == of_one * self._num_layers
+            and not has_output_gate(fields)
+            and (self._is_latent or len({*heads(fields)[2:]}) == 1)
+        )
+        self.parameters, self.active = self._count()
+        num_experts = self._num_moe * self._num_experts
+        if not 0 < num_experts <= _MOST_EXPERTS or self.parameters > _MOST_PARAMETERS:
+            raise ConfigError(
+                f"--model={path} describes {num_experts:.3g} experts and {self.parameters:.3g} parameters, "
+                f"which must be from 1 to {_MOST_EXPERTS} and at most {_MOST_PARAMETERS:g}: a plan lists "
+                "each expert. Compare it with the published file."
+            )
+
+    def _count(self) -> tuple[int, int]:
+        """Return the parameters of the model, and of them those that a token passes through."""
+        matrices = 3 if self._is_gated else 2
+        expert, mlp = (matrices * size for size in (self._latent, self._size))
+        of_layer = self._num_experts * self._size + mlp * self._shared_size
+        dense = (self._num_layers - self._num_moe) * mlp * self._dense_size
+        outside = (1 if self._is_tied else 2) * self._vocabulary + 2 * self._num_layers + 1
+        every = (
+            outside * self._size + self._others + self._indexers + self._num_moe * of_layer + dense
+        )
+        of_all = self._num_moe * expert * self._expert_size
+        return every + of_all * self._num_experts, every + of_all * self._top_k
+
+    def _layers(self) -> tuple[list[str], list[bool]]:
+        """Return what mixes the tokens in each layer, and which layers of MLPs have experts."""
+        fields = self._fields
+        blocks = [_LETTERS.get(each, f"{each}") for each in fields.items(*_BLOCKS)]
+        if {"moe", "mlp"} & {*blocks}:  # each block is a layer, and MLPs are blocks
+            num_layers, lengths = fields.whole(*_LAYERS, default=len(blocks)), {len(blocks)}
+            mixers = [each for each in blocks if each not in ("moe", "mlp")]
+            has_experts = [each == "moe" for each in blocks if each in ("moe", "mlp")]
+        else:
+            num_layers = fields.whole(*_LAYERS, most=10_000)
+            mixers, has_experts = blocks or self._kinds(num_layers), self._moe_layers(num_layers)
+            lengths = {len(mixers), len(has_experts)}
+        if lengths != {num_layers}:
+            raise fields.refusal(_LAYERS, f"must be the length of each list of layers: {lengths}")
+        return mixers, has_experts
+
+    def _kinds(self, num_layers: int) -> list[str]:
+        """Return the kind of attention of each layer."""
+        fields = self._fields
+        if given := fields.items("layer_types"):
+            return [f"{each}" for each in given]
+        if is_sliding := fields.items("hybrid_layer_pattern"):
+            return ["sliding" if each else "full" for each in is_sliding]
+        if ratios := fields.items("compress_ratios"):  # those of further layers follow
+            return [f"compressed {each}" for each in ratios[:num_layers]]
+        linear = {*fields.inner("linear_attn_config").items("kda_layers")}
+        step = fields.whole("full_attention_interval", default=1)
+        numbers = range(1, num_layers + 1)
+        return ["linear" if each in linear or each % step else "full" for each in numbers]
+
+    def _moe_layers(self, num_layers: int) -> list[bool]:
+        """Return which layers have experts."""
+        fields = self._fields
+        if kinds := fields.items("mlp_layer_types"):
+            return [each == "sparse" for each in kinds]
+        if isinstance(fields.get("moe_layer_freq"), list):
+            return [bool(each) for each in fields.items("moe_layer_freq")]
+        first, dense = fields.whole(*_FIRST, default=0, least=0), {*fields.items("mlp_only_layers")}
+        every, step = fields.whole("moe_layer_freq", default=1), fields.whole(*_STEP, default=1)
+        return [
+            each >= first and each % every == 0 and (each + 1) % step == 0 and each not in dense
+            for each in range(num_layers)
+        ]
+
+    def _shared(self) -> int:
+        """Return the size of the MLP that every token passes through beside its experts; 0 without."""
+        fields = self._fields
+        if fields.get("enable_moe_block"):  # Gemma 4 keeps its dense MLP
+            return self._dense_size
+        default = int(self._type.startswith(_HAS_SHARED_EXPERT))
+        number = fields.whole(*_NUM_SHARED, default=default, least=0)
+        return fields.whole(*_SHARED_SIZE, default=number * self._expert_size, least=0)
+
+    def _mixer(self, kind: str) -> int:
+        """Return the weights of what mixes the tokens in a layer."""
+        if kind.startswith("compressed"):
+            return compressed_attention(self._fields, kind.partition(" ")[2])
+        if "linear" in kind:
+            return linear_attention(self._fields)
+        if "mamba" in kind:
+            return state_space(self._fields)
+        if "attention" not in kind and kind not in ("full", "sliding"):
+            raise ConfigError(
+                f"--model={self._fields.path} has layers of {kind!r:.40}, and plan knows attention, linear "
+                "attention and mamba. Give the flags of a model of this size after the --."
+            )
+        return attention(self._fields, "swa_" if "sliding" in kind else "global_")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of Megatron; those that are None or False need no flag."""
+        fields, frequency = self._fields, [int(each) for each in self._has_experts]
+        base = fields.number("rope_theta") or fields.inner("rope_parameters").number("rope_theta")
+        has_modules = ("num_mtp_modules",) if fields.get("use_mtp") else ()
+        further = ("num_nextn_predict_layers", "mtp_num_hidden_layers", *has_modules)
+        positions = ("max_position_embeddings", "model_max_length")
+        return {
+            "--num-layers": self._num_layers,
+            "--hidden-size": self._size,
+            "--ffn-hidden-size": self._dense_size,
+            "--num-experts": self._num_experts,
+            "--moe-ffn-hidden-size": max(1, round(self._expert_size * self._latent / self._size)),
+            "--moe-layer-freq": 1
+            if all(frequency)
+            else json.dumps(frequency, separators=(",", ":")),
+            "--moe-router-topk": self._top_k,
+            "--moe-shared-expert-intermediate-size": self._shared_size or None,
+            "--moe-shared-expert-gate": bool(self._shared_size and fields.get(_SHARED_SIZE[0])),
+            "--mtp-num-layers": fields.whole(*further, default=0, least=0, most=16) or None,
+            "--padded-vocab-size": self._vocabulary,
+            "--untie-embeddings-and-output-weights": not self._is_tied,
+            "--max-position-embeddings": fields.whole(*positions, default=4096, most=1 << 40),
+            "--position-embedding-type": "rope",
+            "--rotary-base": int(base or 10_000),
+            "--normalization": "RMSNorm",
+            "--norm-epsilon": fields.number("rms_norm_eps", "layernorm_epsilon", "norm_eps"),
+            "--disable-bias-linear": True,
+            "--swiglu" if self._is_gated else "--squared-relu": True,
+            **(self._latent_attention() if self._is_latent and self._is_exact else self._grouped()),
+            **self._router(),
+        }
+
+    def _grouped(self) -> dict[str, Any]:
+        """Return the settings of attention with query groups, which may stand for another."""
+        fields, (queries, groups, dim, _) = self._fields, heads(self._fields)
+        if not self._is_exact:
+            weights = 2 * self._size * (queries + groups)
+            # An even number, for rotary embeddings.
+            dim = 2 * max(1, round(self._others / self._num_layers / weights / 2))
+        norms, bias = fields.get("use_qk_norm"), fields.get("qkv_bias", "attention_bias")
+        return {
+            "--num-attention-heads": queries,
+            "--kv-channels": dim,
+            "--group-query-attention": True,
+            "--num-query-groups": groups,
+            "--qk-layernorm": bool(
+                self._type.startswith(_HAS_HEAD_NORMS) if norms is None else norms
+            ),
+            "--add-qkv-bias": bool(self._type in _HAS_QUERY_BIAS if bias is None else bias),
+        }
+
+    def _latent_attention(self) -> dict[str, Any]:
+        q_rank, rank, nope, rope, value_dim = latent_sizes(self._fields)
+        scaling = self._fields.inner("rope_scaling")
+        is_yarn = "yarn" in (scaling.get("rope_type"), scaling.get("type"))
+        return {
+            "--multi-latent-attention": True,
+            "--num-attention-heads": heads(self._fields)[0],
+            "--qk-layernorm": True,
+            "--q-lora-rank": q_rank or None,
+            "--kv-lora-rank": rank,
+            "--qk-head-dim": nope,
+            "--qk-pos-emb-head-dim": rope,
+            "--v-head-dim": value_dim,
+            "--rope-type": "yarn" if is_yarn else "rope",
+            "--rotary-scaling-factor": scaling.number("factor") if is_yarn else None,
+        }
+
+    def _router(self) -> dict[str, Any]:
+        fields = self._fields
+        function = fields.get("scoring_func", "moe_router_activation_func")
+        is_known = function in ("sigmoid", "sqrtsoftplus")
+        biases = ("use_routing_bias", "use_moe_router_bias")
+        has_bias = fields.get("topk_method") == "noaux_tc" or fields.get(*biases)
+        groups = fields.whole("n_group", "num_expert_group", default=1, least=0)
+        chosen = fields.whole("topk_group", default=1, least=0)
+        has_groups = 0 < chosen < groups and self._num_experts % groups == 0
+        return {
+            "--moe-router-score-function": function if is_known else None,
+            "--moe-router-pre-softmax": not is_known
+            and (self._top_k == 1 or fields.get("norm_topk_prob") is False),
+            "--moe-router-enable-expert-bias": bool(is_known and has_bias),
+            "--moe-router-num-groups": groups if has_groups else None,
+            "--moe-router-group-topk": chosen if has_groups else None,
+            "--moe-router-topk-scaling-factor": fields.number(
+                "routed_scaling_factor", "moe_router_scaling_factor"
+            ),
+        }
+
+    def notes(self) -> list[str]:
+        """Return what the settings leave out or approximate; called after them: they ask for fields."""
+        fields, kinds = self._fields, Counter(self._mixers)
+        found = [
+            f"{fields.path}: {self.parameters / 1e9:,.2f} billion parameters, {self.active / 1e9:,.2f} of "
+            "them active, without layers for further tokens (MTP)"
+        ]
+        if not self._is_exact:
+            number = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+            found.append(f"stand-in: attention of the mean size of its layers ({number})")
+        if self._latent != self._size:
+            found.append(
+                f"stand-in: experts of as many parameters as those in its latent space of {self._latent}, "
+                "whose projections are counted with attention"
+            )
+        if share := self._indexers / self.parameters:
+            found.append(f"left out: indexers of attention, {share:.2%} of the parameters")
+        if isinstance(method := fields.get("quantization_config"), dict):
+            name = f"{method.get('quant_method')}"
+            found.append(
+                f"its weights are quantized ({name:.40}): planned in the precision of training"
+            )
+        found += [f"left out: {name}" for name in fields.towers]
+        if unused := fields.unused:
+            found.append(f"not counted, as plan does not know them: {', '.join(unused)}")
+        other = ["sliding windows"] * any("sliding" in each for each in kinds)
+        activation = fields.get(*_ACTIVATION)
+        other += [f"{activation!s:.40}"] * (self._is_gated and activation not in (None, "silu"))
+        if other:
+            found.append(f"not in the flags, as no size depends on them: {', '.join(other)}")
+        return found
