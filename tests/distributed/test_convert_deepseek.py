@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_ft.convert.conversion import Request, convert
-from moe_ft.convert.huggingface.deepseek import SPEC
+from moe_ft.convert.huggingface.shared_experts import SPEC
 from tests.demo_model import DEEPSEEK, deepseek_flags
 from tests.jobs import CheckpointJob
 from tests.megatron_logits import megatron_logits

@@ -93,7 +93,10 @@ FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.cluster.target", LAUNCHER),
     ("moe_ft.commands.command_line", "megatron.fault_tolerance.program.plan"),
-    ("moe_ft.convert.huggingface.deepseek", "megatron.fault_tolerance.program.deepseek_layers"),
+    (
+        "moe_ft.convert.huggingface.shared_experts",
+        "megatron.fault_tolerance.program.deepseek_layers",
+    ),
     (
         "moe_ft.convert.huggingface.query_groups",
         "megatron.fault_tolerance.program.projection_norm",

@@ -3,7 +3,7 @@
 Megatron's local implementation uses a torch norm that refuses sequence parallelism, because nothing would
 reduce its gradients over the tensor-parallel group. The norm here is the same torch module, with parameters
 marked so that Megatron reduces them. local_attention.py replaces the attention for multi-latent attention and
-context parallelism.
+context parallelism, and local_variants.py that for sparse attention.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training import argument_utils
 
-from megatron.fault_tolerance.program import older_gpt, slots
+from megatron.fault_tolerance.program import local_variants, older_gpt, slots
 from megatron.fault_tolerance.program.arguments import refusals_of_megatron
 from megatron.fault_tolerance.program.local_attention import (
     LocalAttention,
@@ -113,12 +113,20 @@ def sequence_parallel_norm(
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's default spec for a virtual stage, without the parts that would refuse the layout."""
-    return _replaced(gpt.default_layer_spec(config, vp_stage), _replacements(config.transformer))
+    transformer = config.transformer
+    if transformer.transformer_impl == "local" and local_variants.is_sparse(transformer):
+        spec = local_variants.layers_of(transformer, vp_stage)
+    else:
+        spec = gpt.default_layer_spec(config, vp_stage)
+    return _replaced(spec, _replacements(transformer))
 
 
 def mtp_spec(config: Any, layer: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's spec of multi-token prediction for decoder layers, with the same parts replaced."""
-    spec = _megatrons_mtp_spec(config, layer, vp_stage)
+    if local_variants.is_sparse(config.transformer):
+        spec = local_variants.mtp_layers_of(config.transformer, vp_stage)
+    else:
+        spec = _megatrons_mtp_spec(config, layer, vp_stage)
     return _replaced(spec, _replacements(config.transformer))
 
 

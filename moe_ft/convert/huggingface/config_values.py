@@ -81,7 +81,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("vocab_size", "hidden_size", "moe_intermediate_size"), _SIZE),
         **dict.fromkeys(("shared_expert_intermediate_size", "num_attention_heads"), _SIZE),
         **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), _SIZE),
-        "v_head_dim": _SIZE,
+        **dict.fromkeys(("v_head_dim", "index_n_heads", "index_head_dim"), _SIZE),
+        **dict.fromkeys(("index_topk", "index_topk_freq"), Rule(least=1)),
+        "index_skip_topk_offset": Rule(least=0),
         **dict.fromkeys(("num_key_value_heads", "head_dim"), _optional(_SIZE)),
         "q_lora_rank": _optional(_SIZE, least=0),
         # No tensor needs to have these, as dense layers of a model without such layers.
@@ -90,10 +92,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("rope_theta", "aux_loss_alpha"), _optional(_NUMBER)),
         **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _optional(Rule(types=(bool,)))),
         "seq_aux": _optional(Rule(types=(bool,))),
-        "qkv_bias": Rule(types=(bool,)),
+        **dict.fromkeys(("qkv_bias", "use_qk_norm"), Rule(types=(bool,))),
         "text_config": Rule(types=(dict,)),
         **dict.fromkeys(("rope_scaling", "rope_parameters"), _optional(Rule(types=(dict,)))),
         **dict.fromkeys(("mlp_only_layers", "architectures"), _optional(Rule(types=(list,)))),
+        "indexer_types": _optional(Rule(types=(list,))),
+        "index_topk_pattern": _optional(Rule(types=(str, list))),
     }
 )
 

@@ -23,6 +23,8 @@ _SPELLED = {
     "--add-bias-linear": "--disable-bias-linear",
     "--layernorm-epsilon": "--norm-epsilon",
     "--layernorm-zero-centered-gamma": "--apply-layernorm-1p",
+    "--dsa-indexer-rotate-activation": "--no-dsa-indexer-rotate-activation",
+    "--dsa-indexer-scoring-relu": "--no-dsa-indexer-scoring-relu",
 }
 
 Settings = Mapping[str, Any]

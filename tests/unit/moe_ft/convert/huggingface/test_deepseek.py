@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.convert.huggingface import deepseek
-from moe_ft.convert.huggingface.deepseek import SPEC, DeepseekV2, DeepseekV3
+from moe_ft.convert.huggingface import deepseek, shared_experts
+from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3
+from moe_ft.convert.huggingface.shared_experts import SPEC
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.models import PUBLISHED_V3, V2, V3
 
@@ -58,9 +59,11 @@ def test_groups_with_the_same_scores_are_translated(
 ) -> None:
     groups = {"--moe-router-num-groups": num_groups, "--moe-router-group-topk": chosen}
     top_k = best * (chosen or 1)
-    config = deepseek.groups_config({**groups, "--moe-router-topk": top_k}, FAMILY, best=best)
+    config = shared_experts.groups_config({**groups, "--moe-router-topk": top_k}, FAMILY, best=best)
     assert config == {"n_group": num_groups or 1, "topk_group": chosen or 1}
-    back = deepseek.groups_settings({**config, "num_experts_per_tok": top_k}, FAMILY, best=best)
+    back = shared_experts.groups_settings(
+        {**config, "num_experts_per_tok": top_k}, FAMILY, best=best
+    )
     if num_groups == chosen:  # all groups are chosen
         assert not any(back.values())
     else:
@@ -71,7 +74,7 @@ def test_groups_with_other_scores_are_refused() -> None:
     config = {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 9}
     wanted = "has num_experts_per_tok=9 and topk_group=3, and Megatron"
     with pytest.raises(ConfigError, match=wanted):
-        deepseek.groups_settings(config, FAMILY, best=2)
+        shared_experts.groups_settings(config, FAMILY, best=2)
 
 
 def test_groups_of_v2_are_named_by_the_method() -> None:

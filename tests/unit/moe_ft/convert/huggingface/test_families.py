@@ -12,23 +12,21 @@ from transformers import (
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
-from transformers.modeling_layers import MtpModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from moe_ft.errors import ConfigError
-from tests.megatron_logits import all_logits
+from tests.unit.moe_ft.convert.huggingface.further_tokens import (
+    check_further_tokens,
+    save_with_further_layers,
+)
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
-    NUM_TOKENS,
     SMALL,
-    TOLERANCE,
     check_is_equal,
     check_round_trip,
     converted,
-    difference,
     loaded,
     random_model,
     tensors_of,
@@ -138,77 +136,22 @@ def test_numbers_of_two_bytes_come_back(tmp_path: Path) -> None:
     check_is_equal(back, saved)
 
 
-def add_layers_of_further_tokens(saved: Path, num: int) -> None:
-    """Add layers as they are on the hub: like the last of the decoder, and what only they have."""
-    tensors, last = tensors_of(saved), f"model.layers.{NUM_LAYERS - 1}."
-    generator = torch.Generator().manual_seed(7)
-    hidden = DEEPSEEK["hidden_size"]
-    for number in range(num):
-        layer = f"model.layers.{NUM_LAYERS + number}."
-        shapes: dict[str, tuple[int, ...]] = {
-            name.replace(last, layer): tensor.shape
-            for name, tensor in tensors.items()
-            if name.startswith(last)
-        }
-        shapes |= {f"{layer}{each}.weight": (hidden,) for each in ("enorm", "hnorm")}
-        shapes[f"{layer}shared_head.norm.weight"] = (hidden,)
-        shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
-        for name, shape in shapes.items():
-            values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-            tensors[name] = values + ("norm" in name)
-        tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
-
-
-def save_model(num: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Save a model with layers of further tokens, and return its folder."""
-    # transformers takes layers for those of further tokens by their numbers in DeepSeek-V3.
-    name = "_keys_to_ignore_on_load_unexpected"
-    monkeypatch.setattr(DeepseekV3PreTrainedModel, name, [rf"layers\.[{NUM_LAYERS}-9]\."])
-    config = DeepseekV3Config(**V3 | {"num_nextn_predict_layers": num, "rope_parameters": YARN})
-    saved = folder / "saved"
-    random_model(config).save_pretrained(saved)
-    add_layers_of_further_tokens(saved, num)
-    return saved
-
-
-def further_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return logits [layer, batch, sequence, vocabulary] of transformers, the decoder's first."""
-    places = torch.arange(NUM_TOKENS).expand_as(tokens)
-    further = MtpModel.from_pretrained(model).eval()
-    outputs = model(tokens, output_hidden_states=True)
-    logits, state = [outputs.logits], outputs.hidden_states[-1]
-    for number in range(len(further.layers)):
-        tokens = torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), dim=1)
-        state = further.forward_layer(number, state, places, None, input_ids=tokens)
-        logits.append(model.lm_head(state))
-    return torch.stack(logits)
+def further(num: int) -> DeepseekV3Config:
+    return DeepseekV3Config(**V3 | {"num_nextn_predict_layers": num, "rope_parameters": YARN})
 
 
 @pytest.mark.parametrize("num", [1, pytest.param(2, marks=pytest.mark.rest)])
 def test_layers_of_further_tokens_give_the_same_logits_and_come_back(
     num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_model(num, tmp_path, monkeypatch)
-    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % DEEPSEEK["vocab_size"]
-    with torch.no_grad():
-        expected = further_logits(loaded(saved), tokens)
-    checkpoint, printed = converted(saved, "torch_dist")
-    flags = printed.splitlines()[-1].split()
-    logits = all_logits(flags, checkpoint, tokens, tmp_path / "run")[..., : DEEPSEEK["vocab_size"]]
-    assert len(logits) == len(expected) == 1 + num
-    known = NUM_TOKENS - num  # the tokens after the last are not
-    for ours, theirs in zip(logits, expected, strict=True):
-        assert difference(ours[:, :known], theirs[:, :known]) < TOLERANCE
-    back, _ = converted(checkpoint, "hf")
-    check_is_equal(back, saved)
+    check_further_tokens(further(num), DeepseekV3PreTrainedModel, tmp_path, monkeypatch)
 
 
 def test_copy_that_differs_is_refused_and_one_that_is_absent_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save_model(1, tmp_path, monkeypatch)
+    config = further(1)
+    saved = save_with_further_layers(config, DeepseekV3PreTrainedModel, tmp_path, monkeypatch)
     tensors, name = tensors_of(saved), f"model.layers.{NUM_LAYERS}.shared_head.head.weight"
     path, metadata = saved / "model.safetensors", {"format": "pt"}
     save_file({**tensors, name: tensors[name] + 1}, path, metadata=metadata)

@@ -16,12 +16,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_msca
 
 from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.deepseek import (
-    SPEC,
     attention_config,
     attention_settings,
     rope_config,
     rope_settings,
 )
+from moe_ft.convert.huggingface.shared_experts import SPEC
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.models import (
     PUBLISHED_V2_LITE,

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import (
 
 from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.config_file import FAMILIES
-from moe_ft.convert.huggingface.deepseek import SPEC as DEEPSEEK_SPEC
 from moe_ft.convert.huggingface.query_groups import SPEC as OLMOE_SPEC
+from moe_ft.convert.huggingface.shared_experts import SPEC as DEEPSEEK_SPEC
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.models import (
     PUBLISHED_V2,
