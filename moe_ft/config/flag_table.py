@@ -121,12 +121,13 @@ FLAGS: dict[str, dict[str, str]] = {
             batch_invariant_mode deterministic_mode disable_bf16_reduced_precision_matmul
             first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection fp4
             fp4_quantizer_factory fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len
-            fp8_interval fp8_margin fp8_output_proj fp8_quantizer_factory fp8_recipe fp8_wgrad
+            fp8_interval fp8_margin fp8_output_proj fp8_param_gather fp8_quantizer_factory
+            fp8_recipe fp8_wgrad
             grad_reduce_in_bf16 main_grads_dtype num_layers_at_end_in_bf16
             num_layers_at_start_in_bf16 reuse_grad_buf_for_mxfp8_param_ag te_precision_config_file""",
         "record": """
             hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale""",
-        "refused": "fp4_param_gather fp8_param_gather",
+        "refused": "fp4_param_gather",
     },
     "kernels": {
         "replay": """

@@ -61,6 +61,7 @@ FEATURES = (
     Feature("NCCL", "distributed_backend", "nccl"),
     Feature("Transformer Engine", "transformer_impl", "transformer_engine"),
     Feature("FP8", "fp8"),
+    Feature("FP8 parameters", "fp8_param_gather"),
     Feature("precision-aware optimizer", "use_precision_aware_optimizer"),
     Feature("flex dispatcher", "moe_token_dispatcher_type", "flex"),
     Feature("repair in place", "moe_ft_repair", "auto", "repair", "it has never run on one"),

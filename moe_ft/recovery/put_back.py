@@ -3,7 +3,7 @@
 The exchange is collective; it is the only part of recovery that uses Megatron's own process groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,10 +60,16 @@ def exchange_state(
 
 
 def refresh_weights(optimizer: Any) -> None:
-    """Make the weights that forward uses from this rank's master weights."""
+    """Make the weights that forward uses from this rank's master weights.
+
+    Called by all ranks of a stage: scales of FP8 parameters are of the numbers of all data-parallel ranks.
+    """
     for inner in inner_optimizers(optimizer):
-        has_own_masters = hasattr(inner, "_copy_main_params_to_model_params")
-        if has_own_masters and not is_precision_aware(inner):
+        # MXFP8: masters are only put where gradients are else, and `sync_weights` gathers and casts them.
+        is_staged = getattr(inner.config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        if is_staged and hasattr(inner, "_copy_main_params_to_param_buffer"):
+            inner._copy_main_params_to_param_buffer()
+        elif hasattr(inner, "_copy_main_params_to_model_params") and not is_precision_aware(inner):
             inner._copy_main_params_to_model_params()
 
 
@@ -81,17 +87,22 @@ def put_back(
     catalog: UnitCatalog,
     iteration: int,
     phase_hook: PhaseHook | None,
+    chosen: Callable[[LocalParameter], bool] = lambda local: True,
 ) -> None:
     """Copy fetched slices into the live state: master weights and moments, or weights.
 
     This leaves out what other ranks own, the weights that follow from masters, and the record.
+
+    Args:
+        chosen: says of which parameters.
     """
     for count, unit in enumerate(units):
         if count == len(units) // 2 and phase_hook is not None:
             phase_hook(Phase.RECOVERY, iteration)
         by_name = {local.name: local for local in catalog.parameters_of(unit.unit)}
         for tensor in unit.entry.tensors:
-            _write(by_name[tensor.parameter], tensor, unit.content)
+            if chosen(by_name[tensor.parameter]):
+                _write(by_name[tensor.parameter], tensor, unit.content)
 
 
 def _write(local: LocalParameter, tensor: TensorEntry, content: memoryview) -> None:

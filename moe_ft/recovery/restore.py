@@ -27,6 +27,7 @@ from moe_ft.recovery.meet import Met
 from moe_ft.recovery.put_back import exchange_state, put_back, refresh_weights, sync_weights
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.state import record as records
+from moe_ft.state.slices import follows_masters
 from moe_ft.strategies.interface import JobLoss, Resumed
 from moe_ft.units import Level, UnitId
 
@@ -75,10 +76,16 @@ class Conversion:
         full, compute = self._agreed.fetched.snapshot(position)
         full_slices, compute_slices = self._agreed.slices[position]
         put_back(full, live.catalog, record.iteration, live.phase_hook)
+        # FP8 parameters are cast from masters, in units that are not FULL yet from rounded ones, and with
+        # delayed scaling by scales of the record.
+        put_back(compute, live.catalog, record.iteration, None, follows_masters)
+        records.apply_extra_state(record, model)
         exchange_state(live.parameters, full_slices, Level.FULL, live.groups)
         refresh_weights(optimizer)
-        # After the masters: those of units that are not FULL yet mean nothing.
-        put_back(compute, live.catalog, record.iteration, None)
+        # Other weights come after the masters, which mean nothing in units that are not FULL yet.
+        put_back(
+            compute, live.catalog, record.iteration, None, lambda each: not follows_masters(each)
+        )
         exchange_state(live.parameters, compute_slices, Level.COMPUTE, live.groups)
         self._once(partial(sync_weights, model))  # when the shards of dead ranks are there, too
         records.apply(record, model, optimizer, scheduler, live.parameters)

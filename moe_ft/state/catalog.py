@@ -15,7 +15,7 @@ from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import FROZEN, TensorEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import MASTER_KEYS, describe, live_tensor
+from moe_ft.state.slices import MASTER_KEYS, describe, follows_masters, live_tensor
 from moe_ft.units import Level, UnitId
 
 Slices = Mapping[str, tuple[int, int]]  # flat ranges by parameter name
@@ -85,7 +85,8 @@ class UnitCatalog:
         """Return a tensor with its packing; only fp32 tensors may be packed."""
         part = "master" if tensor.key in MASTER_KEYS else tensor.key
         packing = self._packings.get(part, Packing.EXACT)
-        if packing is Packing.SPLIT and local.parameter.dtype is not torch.bfloat16:
+        has_weights = local.parameter.dtype is torch.bfloat16 and not follows_masters(local)
+        if packing is Packing.SPLIT and not has_weights:
             packing = Packing.EXACT
         if tensor.dtype != "F32" or packing is Packing.EXACT:
             return tensor
@@ -129,9 +130,11 @@ def _checksum_of(parameters: Sequence[LocalParameter]) -> str:
     sums = []
     for local in parameters:
         whole = local if local.is_sharded else local.whole
+        if whole.start == whole.end:
+            continue
         key = "weight" if local.optimizer is None or local.master is None else "param"
         tensor = live_tensor(whole, key)
-        if tensor is not None and whole.start < whole.end:
+        if tensor is not None:
             data = tensor.detach().to("cpu").contiguous().view(torch.uint8)
             sums.append(checksum(data.numpy().data))
     return checksum(" ".join(sums).encode())

@@ -16,6 +16,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_ft.format.encoding import convert_leaves
+from moe_ft.state.quantized import is_quantized, quantized_parts
 from moe_ft.state.tensors import (
     NamedTensors,
     inner_optimizers,
@@ -44,7 +45,7 @@ def digest_state(
     With --overlap-param-gather the parameters that other ranks own are those of the last gather.
     """
     digest = hashlib.sha256()
-    _add_tensors(digest, named_parameters(model))
+    _add_tensors(digest, _plain(named_parameters(model)))
     _add_tensors(digest, named_optimizer_tensors(model, optimizer))
     weights_and_moments = digest.hexdigest()
     _add_tensors(digest, named_buffers(model))
@@ -58,6 +59,15 @@ def digest_state(
     }
     digest.update(json.dumps(scalars, sort_keys=True).encode())
     return StateDigest(sha256=weights_and_moments, sha256_all=digest.hexdigest())
+
+
+def _plain(tensors: NamedTensors) -> NamedTensors:
+    """Yield FP8 parameters as what they are, bytes and scales, and others as they come."""
+    for name, tensor in tensors:
+        if is_quantized(tensor):
+            yield from ((f"{name}/{part}", each) for part, each in quantized_parts(tensor))
+        else:
+            yield name, tensor
 
 
 def _add_tensors(digest: Any, tensors: NamedTensors) -> None:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from moe_ft.format.entries import GlobalPlace, ModelPlaces
 from moe_ft.state.parameters import HomePart, LocalParameter, home_part
+from moe_ft.state.quantized import is_quantized
 from moe_ft.state.slices import dtype_name
 from moe_ft.state.tensors import buffer_places
 
@@ -113,6 +114,10 @@ def _of_home(part: HomePart, of_slot: GlobalPlace) -> GlobalPlace:
 
 def _places_of(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[GlobalPlace]:
     whole = sharded.data
+    if isinstance(sharded, ShardedTensorFactory) and is_quantized(whole):
+        # It cuts the numbers, which would make copies of them: have it cut memory that nobody touches.
+        whole = torch.empty(whole.shape, dtype=whole.dtype, device="cpu")
+        sharded = replace(sharded, data=whole)
     parts = (
         nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
     )

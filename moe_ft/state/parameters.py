@@ -13,6 +13,7 @@ import torch
 
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
+from moe_ft.state.quantized import is_quantized
 from moe_ft.state.tensors import inner_optimizers, owned_parameters
 from moe_ft.units import UnitId, UnitKind
 
@@ -159,6 +160,11 @@ def local_parameters(
             unit, name = global_name(local_name, modules)
             _check_kind(unit, name, parameter)
             inner, master, slice_ = owners.get(parameter, (None, None, None))
+            if inner is None and is_quantized(parameter):
+                raise ConfigError(
+                    f"parameter {name} is kept in FP8 (--fp8-param-gather) and not trained, so it has no "
+                    "masters that could be saved. Train it, keep it in BF16, or use --moe-ft-strategy none."
+                )
             if (part := home_part(parameter)) is not None:
                 slice_ = part.start, part.end
             found.append((unit, name, parameter, inner, master, slice_))

@@ -307,13 +307,18 @@ def apply(
             buffer.copy_(value)
         else:  # the router converts its expert bias to fp32 in the first forward pass
             buffer.data = value.to(buffer.device)
-    _apply_extra_state(record, model)
+    apply_extra_state(record, model)
     schedule.put_back(record, optimizer, scheduler)
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
         _apply_optimizer(inner, saved, parameters)
 
 
-def _apply_extra_state(record: IterationRecord, model: Sequence[torch.nn.Module]) -> None:
+def apply_extra_state(record: IterationRecord, model: Sequence[torch.nn.Module]) -> None:
+    """Put back the FP8 scales and histories of a record.
+
+    Raises:
+        ConfigError: if the model has no place for them.
+    """
     modules = fp8_state.modules_with_extra_state(model)
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in modules}
     for name, packed in record.extra_state.items():

@@ -13,6 +13,7 @@ import torch
 from moe_ft.format import packings
 from moe_ft.format.entries import TensorEntry
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.state.quantized import is_quantized
 from moe_ft.state.tensors import raw_tensor
 from moe_ft.units import Level, Part
 
@@ -35,6 +36,18 @@ def is_precision_aware(optimizer: Any) -> bool:
     """Return whether Transformer Engine's FusedAdam holds the master weights."""
     config = getattr(optimizer, "config", None)
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def follows_masters(local: LocalParameter) -> bool:
+    """Return whether the weight that forward uses is taken from the masters, and written into them.
+
+    FP8 parameters are cast from masters. Where the gather of MXFP8 parameters uses the memory of gradients
+    and overlaps with forward, Megatron writes all other weights only as the next iteration begins, too.
+    """
+    if local.optimizer is None:
+        return False
+    is_staged = getattr(local.optimizer.config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+    return is_staged or is_quantized(local.parameter)
 
 
 def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> list[TensorEntry]:
@@ -90,11 +103,14 @@ def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
 
 
 def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
-    """Return the tensor of the model or the optimizer that a slice is cut from, as it is now."""
+    """Return the tensor of the model or the optimizer that a slice is cut from, as it is now.
+
+    A weight that follows masters is these: a copy rounds them to the type that `describe` names.
+    """
+    if key == "param" or (key == "weight" and follows_masters(local)):
+        return local.master
     if key == "weight":
         return local.parameter
-    if key == "param":
-        return local.master
     found: torch.Tensor | None = local.optimizer.optimizer.state.get(local.master, {}).get(key)
     return None if found is None else raw_tensor(found)
 
@@ -102,7 +118,8 @@ def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
 def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, flat."""
     flat = whole.detach().view(-1)
-    if key != "weight" and local.is_sharded:  # the distributed optimizer holds slices only
+    is_of_optimizer = key != "weight" or whole is local.master
+    if is_of_optimizer and local.is_sharded:  # the distributed optimizer holds slices only
         return flat[: local.end - local.start]  # a home may be longer
     return flat[local.start - local.offset : local.end - local.offset]
 

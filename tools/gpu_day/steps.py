@@ -277,6 +277,10 @@ _GROUPED = f"{_EXACT} --moe-grouped-gemm"
 _FP8 = f"{_GROUPED} --moe-router-padding-for-quantization"
 _DELAYED = f"{_FP8} --fp8-format hybrid --fp8-recipe delayed"
 _BLOCKWISE = f"{_FP8} --fp8-format e4m3 --fp8-recipe blockwise"
+_WEIGHTS = (
+    f"{_BLOCKWISE} --fp8-param-gather --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16"
+)
 _FUSED = f"{_GROUPED} --moe-permute-fusion"
 _GRAPHS = f"{_EXACT} --te-rng-tracker --cuda-graph-modules attn --cuda-graph-impl"
 _GRAPHS_ALLOWED = f"{_DENSE} --moe-ft-allow-untested cuda-graphs"
@@ -309,6 +313,14 @@ TE = Day(
         _te("te-delayed", "does a job train in FP8 with delayed scales?", _DELAYED),
         _te("te-delayed-sparse", f"{_KILLED} (delayed scales)?", f"{_DELAYED} {_SPARSE_2}",
             fault="kill:0@7:backward", of="te-delayed"),
+        _te("te-weights", "does a job train with FP8 parameters?", _WEIGHTS),
+        _te("te-weights-sparse", f"{_KILLED} (FP8 parameters)?", f"{_WEIGHTS} {_SPARSE_2}",
+            fault="kill:0@7:backward", of="te-weights"),
+        _te("te-delayed-weights", "do FP8 parameters train with delayed scales?",
+            f"{_DELAYED} --fp8-param-gather"),
+        _te("te-delayed-weights-dense", f"{_KILLED} (FP8 parameters, delayed scales)?",
+            f"{_DELAYED} --fp8-param-gather {_DENSE}",
+            fault="kill:0@6:backward", of="te-delayed-weights"),
         _te("te-permute", "does a job train with fused permutation?", _FUSED),
         _te("te-permute-dense", f"{_KILLED} (permutation)?", f"{_FUSED} {_DENSE}",
             fault="kill:0@6:backward", of="te-permute"),

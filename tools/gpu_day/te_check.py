@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch  # before Transformer Engine, whose library is linked to the NCCL that torch loads
 
+from moe_ft.state.quantized import quantized_parts
 from tools.gpu_day.results import note
 
 _TOKENS, _IN, _OUT = 256, 512, 256
@@ -34,6 +35,11 @@ def main() -> None:
         layer(value, [_TOKENS // 4] * 4).sum().backward()
         return "ok"
 
+    def weights() -> str:
+        with te.fp8_model_init(enabled=True, recipe=recipe.Float8BlockScaling()):
+            layer = te.Linear(_IN, _OUT, bias=False, params_dtype=torch.bfloat16).cuda()
+        return " ".join(name for name, _ in quantized_parts(layer.weight))
+
     def permute() -> str:
         from transformer_engine.pytorch.permutation import moe_permute, moe_unpermute
 
@@ -50,6 +56,7 @@ def main() -> None:
         "FP8 delayed": lambda: linear(recipe.DelayedScaling()),
         "FP8 current": lambda: linear(recipe.Float8CurrentScaling()),
         "FP8 blockwise": lambda: linear(recipe.Float8BlockScaling()),
+        "FP8 parameters": weights,
     }
     found = {}
     for name, part in parts.items():

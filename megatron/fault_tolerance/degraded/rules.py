@@ -108,6 +108,10 @@ _RULES = (
     _rule("ddp_average_in_collective", "the mean would be that of the live ranks"),
     _rule("reduce_scatter_with_fp32_accumulation", "it is made of collectives without an answer"),
     _rule("use_precision_aware_optimizer", "shards of it are not built again"),
+    _rule(
+        "fp8_param_gather",
+        "casting the weights of a played role takes collectives that the others do not join",
+    ),
     _rule("variable_seq_lengths", "stages expect tensors of one shape"),
     _rule("num_microbatches_with_partial_activation_checkpoints", "it counts the usual order"),
     _rule("fine_grained_activation_offloading", "it counts the usual order"),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.untested import GRAPHS
@@ -75,6 +77,26 @@ def _has_graphs(args: Any) -> bool:
     return args.cuda_graph_impl not in (None, "none")
 
 
+def _casts_in_optimizer(args: Any) -> bool:
+    has_own_masters = args.fp8_recipe != "delayed" and args.main_params_dtype in _FP32
+    return args.use_precision_aware_optimizer and not has_own_masters
+
+
+def _fp8_parameters(
+    other: str, is_given: Callable[[Any], bool], reason: str, remedy: str = "Leave one of them out"
+) -> Rule:
+    """Return a rule that refuses FP8 parameters together with something else."""
+    return Rule(
+        "fp8_param_gather",
+        f"--fp8-param-gather with {other}",
+        lambda args: bool(getattr(args, "fp8_param_gather", False)) and is_given(args),
+        reason,
+        remedy,
+        _any,
+    )
+
+
+_FP32 = ("fp32", torch.float32)  # as parsed, and as validated
 _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
 
 SEAM_REFUSALS: tuple[Rule, ...] = (
@@ -110,23 +132,27 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         _NO_UNITS,
         "Use one instance",
     ),
-    Rule(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: (
-            args.reuse_grad_buf_for_mxfp8_param_ag and getattr(args, "fp8_param_gather", 0)
-        ),
-        _NO_UNITS,
-        "Leave one of the two out",
+    _fp8_parameters(
+        "--fp8-recipe custom",
+        lambda args: args.fp8_recipe == "custom",
+        "scales may then depend on more than masters and the state of modules",
     ),
-    *(
-        refused_flag(
-            f"{kind.lower()}_param_gather",
-            f"parameters kept in {kind} cannot be restored bit for bit yet",
-            f"Leave it out; {kind} compute with bf16 parameters does not need it",
-            _any,
-        )
-        for kind in ("FP8", "FP4")
+    _fp8_parameters(
+        "--use-precision-aware-optimizer, and --fp8-recipe delayed or --main-params-dtype fp16",
+        _casts_in_optimizer,
+        "Transformer Engine's optimizer then keeps the masters, and casts weights in a step alone",
+    ),
+    _fp8_parameters(
+        "--fp16",
+        lambda args: args.fp16,
+        "a step that is left out for its loss scale leaves weights that older scales have cast",
+        "Use --bf16",
+    ),
+    refused_flag(
+        "fp4_param_gather",
+        "weights of two numbers a byte, with two levels of scales, have no digest that covers them",
+        "Leave it out; FP4 compute with bf16 parameters does not need it",
+        _any,
     ),
     refused_flag("moe_single_grouped_weight", _NO_UNITS, _OWN_PARAMETERS),
     refused_flag("moe_single_grouped_bias", _NO_UNITS, _OWN_PARAMETERS),

@@ -172,6 +172,8 @@ def _quiet(loop: LoopParts) -> Iterator[None]:
         for config in {id(each.config): each.config for each in optimizers}.values():
             patches.set(config, "timers", None)
             patches.set(config, "log_num_zeros_in_grad", False)
+            # MXFP8: it stages masters for the gather only where that is not overlapped.
+            patches.set(config, "overlap_param_gather", False)
         yield
 
 

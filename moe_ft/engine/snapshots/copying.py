@@ -19,7 +19,7 @@ from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import TensorEntry, tensor_pieces
 from moe_ft.format.packings import Packing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.slices import DTYPES, own_slice, whole_tensor
+from moe_ft.state.slices import DTYPES, dtype_name, follows_masters, own_slice, whole_tensor
 
 _BATCH = 256
 
@@ -239,7 +239,8 @@ class _Copy:
             self.whole, self.address = whole, address
             self.source = own_slice(self.local, self.entry.key, whole)
             expected = DTYPES[self.entry.dtype]
-            if self.source.dtype != expected:
+            is_rounded = self.entry.key == "weight" and follows_masters(self.local)
+            if self.source.dtype != expected and not is_rounded:
                 raise SnapshotError(
                     f"{self.local.name}/{self.entry.key} is {self.source.dtype}, expected {expected}"
                 )
@@ -255,12 +256,16 @@ class _Copy:
 
     def part(self, source: torch.Tensor, weights: torch.Tensor | None) -> PackedPart:
         """Return what to pack, with its target."""
+        dtype, packing = self.entry.dtype, Packing(self.entry.packing)
+        if source.dtype != DTYPES[dtype]:  # masters, of weights that follow them
+            packing = {"BF16": Packing.BF16, "F16": Packing.FP16}[dtype]
+            dtype = dtype_name(source.dtype)
         return PackedPart(
             name=f"{self.local.name}/{self.entry.key}",
             source=source,
             weights=weights,
-            dtype=self.entry.dtype,
-            packing=Packing(self.entry.packing),
+            dtype=dtype,
+            packing=packing,
             file=self.file.mapping,
             offset=self.offset,
         )

@@ -136,7 +136,7 @@ def test_log_of_what_crosses_stages_needs_stages() -> None:
     [
         ("--cuda-graph-impl", "full_iteration"),
         ("--optimizer", "muon"),
-        ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
+        ("--fp8-param-gather", "--fp8-recipe", "custom", "--moe-ft-strategy", "dense"),
     ],
 )
 def test_unsupported_value_or_combination_is_refused_by_its_flag(flags: tuple[str, ...]) -> None:
