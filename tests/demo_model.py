@@ -69,6 +69,16 @@ DEEPSEEK: dict[str, str | int | float | bool] = {
     "moe_router_group_topk": 1,
     "mtp_num_layers": 1,
 }
+# As in DeepSeek-V3.2, with fewer keys for each query than there are tokens, and an indexer that is trained.
+INDEXER: dict[str, str | bool] = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": "2",
+    "dsa_indexer_head_dim": "16",
+    "dsa_indexer_topk": "8",
+    "dsa_indexer_k_norm_epsilon": "1e-6",
+    "no_dsa_indexer_rotate_activation": True,
+    "dsa_indexer_loss_coeff": "0.1",
+}
 
 
 NO_EXPERTS: dict[str, bool] = {

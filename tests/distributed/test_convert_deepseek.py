@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_ft.convert.conversion import Request, convert
 from moe_ft.convert.huggingface.shared_experts import SPEC
-from tests.demo_model import DEEPSEEK, deepseek_flags
+from tests.demo_model import DEEPSEEK, INDEXER, deepseek_flags
 from tests.jobs import CheckpointJob
 from tests.megatron_logits import megatron_logits
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, str | bool]]] = {
     "tensors": ({"tp": 2, "etp": 1}, {"sequence_parallel": True}),
     "experts, layers of ours": ({"ep": 2}, V2),
     "stages, queries not compressed": ({"pp": 2}, {"q_lora_rank": False}),
+    "stages, sparse attention": ({"pp": 2}, INDEXER),
 }
 
 

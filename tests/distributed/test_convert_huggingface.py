@@ -14,6 +14,7 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -83,6 +84,12 @@ MODELS: dict[str, PreTrainedConfig] = {
         topk_method="group_limited_greedy",
     ),
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, num_nextn_predict_layers=0),
+    "glm4_moe": Glm4MoeConfig(
+        **SMALL | {"n_routed_experts": 4, "moe_intermediate_size": 24},
+        attention_bias=True,
+        use_qk_norm=True,
+        num_nextn_predict_layers=0,
+    ),
 }
 QUICK = "mixtral"  # in `make test`, on two ranks
 TRAINING = [

@@ -1,10 +1,11 @@
 """Models like DeepSeek, and sequences that ranks share, train and recover like all others."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.demo_model import DEEPSEEK
+from tests.demo_model import DEEPSEEK, INDEXER
 from tests.jobs import CheckpointJob, refusal
 from tests.recount import Recount
 from tests.watched_replays import replays_of, train_watched
@@ -18,12 +19,12 @@ SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
 PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-router-log", "--moe-ft-interval", "2")
 
 
-def set_model(job: CheckpointJob, layout: dict[str, int]) -> None:
+def set_model(job: CheckpointJob, layout: dict[str, int], *features: str, **changes: Any) -> None:
     """Make a job train a model like DeepSeek in a layout of two ranks."""
-    features = ["--sequence-parallel"] if "tp" in layout else RECOMPUTE
-    job.set_model(
-        2, layout, *features, **{**DEEPSEEK, "train_iters": 8, "global_batch_size": BATCH}
-    )
+    if not features:
+        features = ("--sequence-parallel",) if "tp" in layout else RECOMPUTE
+    model = {**DEEPSEEK, "train_iters": 8, "global_batch_size": BATCH}
+    job.set_model(2, layout, *features, **model, **changes)
 
 
 def check_replay(job: CheckpointJob) -> list[str]:
@@ -60,6 +61,20 @@ def test_deepseek_model_recovers_bit_for_bit_from_dense_and_from_sparse_snapshot
     assert not [
         name for name in frozen if name.startswith("embedding.")
     ]  # because of the copy in MTP
+    assert job.digests() == job.reference()
+
+
+@pytest.mark.rest
+def test_indexer_of_sparse_attention_recovers_bit_for_bit_from_dense_and_from_sparse_snapshots(
+    job: CheckpointJob,
+) -> None:
+    set_model(job, PIPELINE, "--calculate-per-token-loss", **INDEXER)
+    job.run("--moe-ft-inject-fault", "kill:1@2:backward")
+    job.run(*SPARSE, "--moe-ft-inject-fault", "kill:0@7:before-step")
+    frozen = check_replay(job)
+    assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in frozen
+    # Tensor-parallel ranks average its gradients, as those of norms.
+    assert not [name for name in frozen if "indexer" in name]
     assert job.digests() == job.reference()
 
 
