@@ -170,13 +170,13 @@ def _sleep_instead(seconds: float) -> None:
 
 def _copy_over_link(bytes_per_s: float) -> None:
     """Have copies take longer, as over PCIe; the two ranks have a link each."""
-    copy_all = copying._copy_all
+    copy_all = copying.StateCopier._copy_all
 
-    def copy_slowly(copies: Sequence[Any], **options: Any) -> set[tuple[str, str]]:
+    def copy_slowly(copier: Any, copies: Sequence[Any]) -> set[tuple[str, str]]:
         start = time.perf_counter()
-        absent = copy_all(copies, **options)
+        absent = copy_all(copier, copies)
         seconds = sum(copy.target.nbytes for copy in copies) / bytes_per_s
         time.sleep(max(0.0, start + seconds - time.perf_counter()))
         return absent
 
-    _patches.set(copying, "_copy_all", copy_slowly)
+    _patches.set(copying.StateCopier, "_copy_all", copy_slowly)

@@ -216,10 +216,10 @@ FLAGS: dict[str, dict[str, str]] = {
             skip_train validation_set_names""",
     },
     "optimizer": {
-        "fingerprint": "optimizer",
+        "fingerprint": "optimizer optimizer_cpu_offload optimizer_offload_fraction",
         "fingerprint untested": """
             apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker no_weight_decay_cond_type
-            te_rng_tracker use_precision_aware_optimizer""",
+            te_rng_tracker use_precision_aware_optimizer use_torch_optimizer_for_cpu_offload""",
         "replay": "clip_grad",
         "record": """
             adam_beta1 adam_beta2 adam_eps end_weight_decay lr lr_decay_iters lr_decay_samples
@@ -229,9 +229,8 @@ FLAGS: dict[str, dict[str, str]] = {
             weight_decay weight_decay_incr_style""",
         "record untested": """
             decoupled_min_lr lion_beta1 lion_beta2 sgd_momentum""",
-        "neutral": "warmup",
-        "neutral untested": "dump_param_to_param_group_map",
-        "refused": "optimizer_cpu_offload",
+        "neutral": "overlap_cpu_optimizer_d2h_h2d warmup",
+        "neutral untested": "dump_param_to_param_group_map pin_cpu_grads pin_cpu_params",
     },
     REFUSED_HERE: {
         "record untested": "full_validation",
@@ -259,9 +258,8 @@ FLAGS: dict[str, dict[str, str]] = {
     "only with optimizers that are refused": {
         "neutral": """
             muon_{coefficient_type extra_scale_factor fp32_matmul_prec momentum nesterov
-            num_ns_steps scalar_optimizer scale_mode split_qkv tp_mode} optimizer_offload_fraction
-            overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params use_layer_wise_param_layout
-            use_torch_optimizer_for_cpu_offload""",
+            num_ns_steps scalar_optimizer scale_mode split_qkv tp_mode}
+            use_layer_wise_param_layout""",
     },
     "Megatron's checkpoints": {
         "beginning": """
@@ -368,9 +366,10 @@ FLAGS: dict[str, dict[str, str]] = {
             offset_sampling_seed_by_dp_rank use_legacy_static_engine""",
     },
     NEWER: {
-        "refused": """
-            chunked_optimizer_state_offload disable_param_buffers_cpu_backup
-            dynamic_context_parallel offload_optimizer_states""",
+        "neutral untested": """
+            chunked_optimizer_state_offload offload_optimizer_states
+            optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction""",
+        "refused": "disable_param_buffers_cpu_backup dynamic_context_parallel",
     },
 }
 

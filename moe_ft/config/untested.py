@@ -63,6 +63,7 @@ FEATURES = (
     Feature("FP8", "fp8"),
     Feature("FP8 parameters", "fp8_param_gather"),
     Feature("precision-aware optimizer", "use_precision_aware_optimizer"),
+    Feature("optimizer offload", "optimizer_cpu_offload"),
     Feature("flex dispatcher", "moe_token_dispatcher_type", "flex"),
     Feature("repair in place", "moe_ft_repair", "auto", "repair", "it has never run on one"),
     Feature("crowding", "moe_ft_without_spare", "crowd"),

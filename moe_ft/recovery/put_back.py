@@ -15,6 +15,7 @@ from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.faults import Phase
 from moe_ft.format.entries import TensorEntry
 from moe_ft.recovery.readers import FetchedUnit
+from moe_ft.state import offloaded
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import (
@@ -65,6 +66,9 @@ def refresh_weights(optimizer: Any) -> None:
     Called by all ranks of a stage: scales of FP8 parameters are of the numbers of all data-parallel ranks.
     """
     for inner in inner_optimizers(optimizer):
+        if offloaded.is_hybrid(inner.optimizer):
+            offloaded.copy_to_weights(inner.optimizer)
+            continue
         # MXFP8: masters are only put where gradients are else, and `sync_weights` gathers and casts them.
         is_staged = getattr(inner.config, "reuse_grad_buf_for_mxfp8_param_ag", False)
         if is_staged and hasattr(inner, "_copy_main_params_to_param_buffer"):

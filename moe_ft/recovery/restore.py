@@ -26,8 +26,10 @@ from moe_ft.recovery.left import version_of
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.put_back import exchange_state, put_back, refresh_weights, sync_weights
 from moe_ft.recovery.readers import Readers, StateReader
+from moe_ft.state import offloaded
 from moe_ft.state import record as records
 from moe_ft.state.slices import follows_masters
+from moe_ft.state.tensors import inner_optimizers
 from moe_ft.strategies.interface import JobLoss, Resumed
 from moe_ft.units import Level, UnitId
 
@@ -73,6 +75,8 @@ class Conversion:
         """
         live, record = self._live, self.records[position]
         model, optimizer, scheduler = live.built
+        for inner in inner_optimizers(optimizer):
+            offloaded.bring_back(inner)
         full, compute = self._agreed.fetched.snapshot(position)
         full_slices, compute_slices = self._agreed.slices[position]
         put_back(full, live.catalog, record.iteration, live.phase_hook)

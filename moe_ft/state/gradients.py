@@ -13,6 +13,7 @@ import torch
 from moe_ft.config.fields import flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.format.updates import AdamStep
+from moe_ft.state import offloaded
 from moe_ft.state.parameters import LocalParameter, StatePlaces
 from moe_ft.state.slices import dtype_name, own_slice
 
@@ -41,6 +42,12 @@ def check_repeatable(
                 f"{_FLAG} cannot be used with --use-precision-aware-optimizer: its fused Adam rounds to few "
                 "bits on the device. A peer's CPU computes other last bits of fp32, and would round some "
                 f"numbers the other way. Leave one of them out, or: {remedy}."
+            )
+        if offloaded.offloader_of(inner) is not None:
+            raise ConfigError(
+                f"{_FLAG} cannot be used with optimizer states that are offloaded between steps "
+                "(--offload-optimizer-states, --chunked-optimizer-state-offload): where they lie when "
+                f"gradients are taken is not known. Leave one of them out, or: {remedy}."
             )
         if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) and not (
             _is_of_libraries(inner.optimizer)

@@ -17,7 +17,7 @@ from megatron.core import num_microbatches_calculator
 from moe_ft.errors import ConfigError, SnapshotError
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import IterationRecord, JobNumbers, OptimizerRecord
-from moe_ft.state import fp8_state, schedule
+from moe_ft.state import fp8_state, offloaded, schedule
 from moe_ft.state.packed_values import copied, from_json, on_cpu, pack, to_json, unpack
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.random_states import Randomness, capture_rng, encode_rng
@@ -165,13 +165,13 @@ def _capture_found_inf(inner: Any) -> torch.Tensor | None:
 
 def _capture_per_parameter(inner: Any, owned: Sequence[LocalParameter]) -> dict[str, Any]:
     torch_optimizer = inner.optimizer
-    states = ((each.name, torch_optimizer.state.get(each.master)) for each in owned)
+    steps = {
+        each.name: offloaded.step_count(torch_optimizer, each.master)
+        for each in owned
+        if each.master is not None
+    }
     return {
-        "steps": {
-            name: float(state["step"])
-            for name, state in states
-            if state and isinstance(state.get("step"), torch.Tensor)
-        },
+        "steps": {name: count for name, count in steps.items() if count is not None},
         "scales": {
             f"{each.name}/{key}": scale.detach().clone()
             for each in owned
@@ -344,13 +344,9 @@ def _apply_optimizer(
     by_name = {each.name: each for each in parameters if each.optimizer is inner}
     for name, local in by_name.items():
         step = saved.steps.get("*", saved.steps.get(name))
-        state = torch_optimizer.state.get(local.master)
-        if step is None or state is None:
-            continue
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].fill_(step)
-        else:
-            state["step"] = torch.tensor(step, dtype=torch.float32)
+        master = local.master
+        if step is not None and master is not None and master in torch_optimizer.state:
+            offloaded.set_step_count(torch_optimizer, master, step)
     _apply_scales(torch_optimizer, saved, by_name)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from moe_ft.format import packings
 from moe_ft.format.entries import TensorEntry
+from moe_ft.state import offloaded
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.quantized import is_quantized
 from moe_ft.state.tensors import raw_tensor
@@ -35,7 +36,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def is_precision_aware(optimizer: Any) -> bool:
     """Return whether Transformer Engine's FusedAdam holds the master weights."""
     config = getattr(optimizer, "config", None)
-    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+    return not offloaded.is_hybrid(getattr(optimizer, "optimizer", None)) and bool(
+        getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    )
 
 
 def follows_masters(local: LocalParameter) -> bool:
@@ -88,7 +91,9 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
         return
     for key in _STATE_KEYS[config.optimizer]:
         # With some FP8 recipes Megatron keeps the masters itself, while moments are still in few bits.
+        # Optimizers that are offloaded to the CPU keep everything in fp32, whatever the flags say.
         is_native = getattr(config, "use_precision_aware_optimizer", False)
+        is_native = is_native and not offloaded.is_hybrid(local.optimizer.optimizer)
         yield key, getattr(config, f"{key}_dtype") if is_native else torch.float32
 
 
@@ -108,17 +113,23 @@ def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
     A weight that follows masters is these: a copy rounds them to the type that `describe` names.
     """
     if key == "param" or (key == "weight" and follows_masters(local)):
-        return local.master
+        if local.master is None or local.optimizer is None:
+            return local.master
+        stepped = offloaded.stepped_tensor(local.optimizer.optimizer, local.master)
+        return offloaded.held_by(local.optimizer, local.master, "param", stepped)
     if key == "weight":
         return local.parameter
+    if local.master is None:
+        return None
     found: torch.Tensor | None = local.optimizer.optimizer.state.get(local.master, {}).get(key)
+    found = offloaded.held_by(local.optimizer, local.master, key, found)
     return None if found is None else raw_tensor(found)
 
 
 def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, flat."""
     flat = whole.detach().view(-1)
-    is_of_optimizer = key != "weight" or whole is local.master
+    is_of_optimizer = key != "weight" or follows_masters(local)
     if is_of_optimizer and local.is_sharded:  # the distributed optimizer holds slices only
         return flat[: local.end - local.start]  # a home may be longer
     return flat[local.start - local.offset : local.end - local.offset]
@@ -129,17 +140,22 @@ def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
     master = local.master
     assert master is not None
     torch_optimizer = local.optimizer.optimizer
-    state = torch_optimizer.state[master]
+    state = offloaded.state_to_fill(torch_optimizer, master)
     keeps_few_bits = getattr(local.optimizer.config, "use_precision_aware_optimizer", False)
     if key not in state and keeps_few_bits and hasattr(torch_optimizer, "initialize_state"):
         # This also creates the scales. Only BF16 weights have remainders; other masters are whole.
         has_remainders = getattr(torch_optimizer, "store_param_remainders", False)
         torch_optimizer.initialize_state(master, has_remainders and master.dtype is torch.bfloat16)
     elif key not in state:
-        state[key] = torch.zeros_like(master, dtype=dtype)
+        stepped = offloaded.stepped_tensor(torch_optimizer, master)
+        is_hybrid = offloaded.is_hybrid(torch_optimizer)
+        # Masters may be parked on the host, where no step finds moments that were made there.
+        device = stepped.device if is_hybrid else local.parameter.device
+        state[key] = torch.zeros_like(stepped, dtype=dtype, device=device)
+    offloaded.note_state(local.optimizer)
 
 
 def drop_state(local: LocalParameter) -> None:
     """Remove a parameter's optimizer tensors, because the snapshot was taken before they existed."""
     if local.optimizer is not None and local.master is not None:
-        local.optimizer.optimizer.state.pop(local.master, None)
+        offloaded.drop_state(local.optimizer.optimizer, local.master)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from moe_ft.state import offloaded
+
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -101,12 +103,15 @@ def named_optimizer_tensors(model: Sequence[torch.nn.Module], optimizer: Any) ->
     """
     names = {parameter: name for name, parameter in named_parameters(model)}
     for inner in inner_optimizers(optimizer):
+        offloaded.settle([inner])
         for parameter, master, _ in owned_parameters(inner):
-            if master is not parameter:
-                yield f"{names[parameter]}/param", master
-            for key, value in inner.optimizer.state.get(master, {}).items():
+            state = inner.optimizer.state.get(master, {})
+            tensors = state if master is parameter else {"param": master, **state}
+            for key, value in tensors.items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{names[parameter]}/{key}", raw_tensor(value)
+                    held = offloaded.held_by(inner, master, key, value)
+                    assert held is not None
+                    yield f"{names[parameter]}/{key}", raw_tensor(held)
             for key, value in state_scales(inner.optimizer, master).items():
                 yield f"{names[parameter]}/{key}.scale", value
 

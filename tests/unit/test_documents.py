@@ -91,7 +91,9 @@ def known_flags() -> frozenset[str]:
     megatron = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(megatron)
     found = {*megatron._option_string_actions, *get_args_parser()._option_string_actions}
-    found.update("--" + name.replace("_", "-") for name in names_in(FLAGS[NEWER]["refused"]))
+    found.update(
+        "--" + name.replace("_", "-") for name in names_in(" ".join(FLAGS[NEWER].values()))
+    )
     for parser in commands().values():
         found.update(parser._option_string_actions)
     for path in text_files():

@@ -1,19 +1,23 @@
-"""Fixes for loading checkpoints into Megatron's distributed optimizer with torch's own Adam.
+"""Fixes for Megatron's optimizers on a CPU, with torch's own Adam.
 
-Without Apex and Transformer Engine, megatron-core 0.19.2 cannot `--load` a torch_dist checkpoint.
+Without Apex and Transformer Engine, megatron-core 0.19.2 cannot `--load` a torch_dist checkpoint. Without a
+GPU, its --optimizer-cpu-offload finds nothing to offload.
 """
 
 import functools
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, override
 
 import torch
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch.overrides import TorchFunctionMode
 
 _installed = False
 
 
 def install() -> None:
-    """Wrap the three methods of DistributedOptimizer that loading calls, permanently."""
+    """Wrap three methods of DistributedOptimizer that loading calls, and one that offloads, permanently."""
     global _installed
     if _installed or distrib_optimizer.HAVE_APEX_OR_TE:
         return
@@ -24,6 +28,44 @@ def install() -> None:
     optimizer_type._set_main_param_and_optimizer_states = _with_any_step(
         optimizer_type._set_main_param_and_optimizer_states
     )
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _on_two_devices(
+        HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    )
+
+
+class _TwoDevices(TorchFunctionMode):
+    """Lets tensors appear on a GPU, except for what `cpu` returns and what is made from that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_host: dict[int, torch.Tensor] = {}
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_on_host = bool(args) and id(args[0]) in self._on_host
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not is_on_host
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and (is_on_host or func == torch.Tensor.cpu):
+            self._on_host[id(found)] = found
+        return found
+
+
+def _on_two_devices(original: Any) -> Any:
+    """Divide parameters by --optimizer-offload-fraction, as if all were on a GPU."""
+
+    @functools.wraps(original)
+    def divide(optimizer: Any, offload_fraction: float) -> Any:
+        with _TwoDevices():
+            return original(optimizer, offload_fraction)
+
+    return divide
 
 
 def _with_moments(original: Any) -> Any:

@@ -404,8 +404,8 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _describe_optimizer(given: argparse.Namespace, optimizer: Any) -> None:
     """Let the optimizer say what Transformer Engine's Adam would keep."""
-    if not given.use_precision_aware_optimizer:
-        return
+    if not given.use_precision_aware_optimizer or given.optimizer_cpu_offload:
+        return  # one that is offloaded keeps everything in fp32
     for inner in inner_optimizers(optimizer):
         inner.config.use_precision_aware_optimizer = True
         inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True

@@ -22,10 +22,6 @@ from moe_ft.strategies.registry import kind_of, kinds
 Strategies = Callable[[StrategyKind], bool]
 
 _NO_UNITS = "its state cannot be divided into units"
-_ON_THE_HOST = (
-    "between steps Megatron keeps moments and masters in memory of the host, and frees the tensors that a "
-    "snapshot reads"
-)
 _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
@@ -52,6 +48,19 @@ def _sharded(name: str, size: str) -> Rule:
     reason = "snapshots do not know the process groups of its weight shards"
     remedy = f"Leave it out, or raise {of_size} instead"
     return Rule(dest, f"{flag} above {of_size}", is_broken, reason, remedy, _any)
+
+
+def _parked(dest: str) -> Rule:
+    """Return a rule against state in few bits or of other optimizers that is parked on the host."""
+
+    def is_broken(args: Any) -> bool:
+        few_bits = "fp8" in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
+        return bool(getattr(args, dest)) and (few_bits or args.optimizer != "adam")
+
+    flag = "--" + dest.replace("_", "-")
+    reason = "of others it is not known which numbers on the host are the state"
+    remedy = "Use --optimizer adam with moments in fp32, fp16 or bf16, or leave it out"
+    return Rule(dest, f"{flag} with FP8 moments or another optimizer", is_broken, reason, remedy)
 
 
 def _any(kind: StrategyKind) -> bool:
@@ -118,9 +127,14 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         _NO_UNITS,
         "Use --optimizer adam",
     ),
-    refused_flag("optimizer_cpu_offload", _NO_UNITS),
-    refused_flag("offload_optimizer_states", _ON_THE_HOST),
-    refused_flag("chunked_optimizer_state_offload", _ON_THE_HOST),
+    Rule(
+        "optimizer_cpu_offload",
+        "--optimizer-cpu-offload with --fp8-param-gather",
+        lambda args: bool(args.optimizer_cpu_offload and getattr(args, "fp8_param_gather", None)),
+        "no test has had FP8 weights of masters on the host",
+        "Leave one of the two out",
+    ),
+    *map(_parked, ("offload_optimizer_states", "chunked_optimizer_state_offload")),
     refused_flag(
         "disable_param_buffers_cpu_backup",
         "weights then have no memory while the script pauses it, and a snapshot may read them at any time",

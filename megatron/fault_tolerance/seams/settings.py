@@ -211,6 +211,13 @@ def check_arguments(args: argparse.Namespace, refusals: Sequence[Rule] = SCRIPT_
     check_folders(args)
 
 
+_OFFLOADS = (
+    "optimizer_cpu_offload",
+    "offload_optimizer_states",
+    "chunked_optimizer_state_offload",
+)
+
+
 def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> None:
     """Raise ConfigError if a part of the state cannot be kept in the format that a flag names for it."""
     kept = {
@@ -222,7 +229,12 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
         if packing is Packing.EXACT:
             continue
         problem = ""
-        if part not in _PARTS_OF_OPTIMIZERS.get(args.optimizer, ("master",)):
+        if flag := next((each for each in _OFFLOADS if getattr(args, each, False)), ""):
+            problem = (
+                f"with --{flag.replace('_', '-')} the state lies in memory of the host, and is packed only "
+                "on a device. Leave one of them out."
+            )
+        elif part not in _PARTS_OF_OPTIMIZERS.get(args.optimizer, ("master",)):
             problem = f"--optimizer {args.optimizer} keeps no {part}. Leave it out of the list."
         elif kept[part] != "fp32":
             flag = "main-params" if part == "master" else part.replace("_", "-")

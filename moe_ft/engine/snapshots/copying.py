@@ -18,6 +18,7 @@ from moe_ft.engine.snapshots.staging import Chunk, PackedPart, Staging, cut_into
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import TensorEntry, tensor_pieces
 from moe_ft.format.packings import Packing
+from moe_ft.state import offloaded
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES, dtype_name, follows_masters, own_slice, whole_tensor
 
@@ -37,6 +38,8 @@ class StateCopier:
         self._pool, self._staging_bytes = pool, staging_bytes
         self._staging: Staging | None = None
         self._stream: Any = None
+        optimizers = {id(each.optimizer): each.optimizer for each in parameters}
+        self._offloading = [each for each in optimizers.values() if offloaded.offloader_of(each)]
         self._known: dict[tuple[int, int], tuple[FileLayout, _Copies]] = {}
         self._chunks: list[Chunk] = []
 
@@ -48,6 +51,13 @@ class StateCopier:
         if self._staging_bytes and devices:
             self._staging = Staging(self._staging_bytes, devices.pop())
             self._staging.warm_up()
+        for optimizer in self._offloading:
+            offloaded.watch(optimizer)
+
+    def park(self) -> None:
+        """Start what Megatron itself will copy to the host before the next step: it is read there."""
+        for optimizer in self._offloading:
+            offloaded.park(optimizer)
 
     def mark_ready(self) -> Any:
         """Return the event after which the state may be read, None if it may be at once."""
@@ -84,6 +94,9 @@ class StateCopier:
                 stream.synchronize()
             if self._staging is not None:
                 self._staging.wait()
+        if self._offloading:  # else these would keep memory of the device that Megatron frees
+            for copy in (copy for group in copies for copy in group.copies):
+                copy.forget_source()
         return absent
 
     def check(self) -> None:
@@ -94,9 +107,30 @@ class StateCopier:
     def _copy_each(self, copies: Sequence["_Copies"], at_half: Callable[[], None]) -> Absent:
         each = [copy for group in copies for copy in group.copies]
         half = len(each) // 2
-        absent = _copy_all(each[:half], non_blocking=self._stream is not None)
+        absent = self._copy_all(each[:half])
         at_half()
-        return absent | _copy_all(each[half:], non_blocking=self._stream is not None)
+        return absent | self._copy_all(each[half:])
+
+    def _copy_all(self, copies: Sequence["_Copy"]) -> Absent:
+        absent: Absent = set()
+        for start in range(0, len(copies), _BATCH):
+            sources, targets = [], []
+            for copy in copies[start : start + _BATCH]:
+                source = copy.find_source()
+                if source is None:
+                    absent.add((copy.local.name, copy.entry.key))
+                else:
+                    sources.append(source)
+                    targets.append(copy.target)
+            # Now, because Megatron may have moved some of them since the batch before.
+            offloaded.settle(self._offloading, self._stream)
+            # What lies on the host is copied by this thread, after copies from the device were queued.
+            for is_on_device in (True, False):
+                chosen = [at for at, each in enumerate(sources) if each.is_cuda == is_on_device]
+                batch = [targets[at] for at in chosen], [sources[at] for at in chosen]
+                if chosen:
+                    torch._foreach_copy_(*batch, self._stream is not None)
+        return absent
 
     def _copy_packed(
         self, staging: Staging, copies: Sequence["_Copies"], at_half: Callable[[], None]
@@ -181,22 +215,6 @@ class _Copies:
         return self._chunks, absent
 
 
-def _copy_all(copies: Sequence["_Copy"], *, non_blocking: bool) -> Absent:
-    absent: Absent = set()
-    for start in range(0, len(copies), _BATCH):
-        sources, targets = [], []
-        for copy in copies[start : start + _BATCH]:
-            source = copy.find_source()
-            if source is None:
-                absent.add((copy.local.name, copy.entry.key))
-            else:
-                sources.append(source)
-                targets.append(copy.target)
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking)
-    return absent
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Copy:
     """Copy of one tensor into a region or a slot.
@@ -245,6 +263,10 @@ class _Copy:
                     f"{self.local.name}/{self.entry.key} is {self.source.dtype}, expected {expected}"
                 )
         return self.source
+
+    def forget_source(self) -> None:
+        """Let go of the tensor."""
+        self.whole = self.source = None
 
     def find_weights(self) -> torch.Tensor | None:
         """Return the weights that forward uses, if masters are split into these and remainders."""

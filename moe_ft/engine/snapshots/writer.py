@@ -72,6 +72,7 @@ class SnapshotWriter:
         lent = None
         if self.gradients is not None and request.is_sent_to_peers:
             lent = self.gradients.lend(request.iteration)
+        self._copier.park()
         ready = self._copier.mark_ready()
         commit = partial(self._commit, request, ready, copied, abandoned, lent)
         result = self._worker.submit(partial(self._report_failure, request.iteration, commit))

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     """Return Megatron's parser on a CPU, with what the table names of newer versions."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     megatron: argparse.ArgumentParser = megatron_arguments.add_megatron_arguments(parser)
-    for name in names_in(FLAGS[NEWER]["refused"]):
+    for name in names_in(" ".join(FLAGS[NEWER].values())):
         if not any(each.dest == name for each in megatron._actions):
             megatron.add_argument("--" + name.replace("_", "-"), action="store_true")
     set_cpu_defaults(megatron)

@@ -57,7 +57,16 @@ def test_settings_are_divided_by_what_depends_on_them() -> None:
 @pytest.mark.parametrize(
     ("megatron", "settings", "message"),
     [
-        (changed(optimizer_cpu_offload=True), {}, "--optimizer-cpu-offload is not supported: its"),
+        (
+            changed(optimizer_cpu_offload=True),
+            {"state_dtype": "exp_avg=bf16", "allow_lossy": True},
+            "--moe-ft-state-dtype=exp_avg=bf16: with --optimizer-cpu-offload the state lies in memory",
+        ),
+        (
+            changed(offload_optimizer_states=True, exp_avg_dtype="fp8"),
+            {},
+            "--offload-optimizer-states with FP8 moments or another optimizer is not supported",
+        ),
         (changed(optimizer="muon"), {}, "--optimizer with a layer-wise optimizer .* not supported"),
         (
             changed(cuda_graph_impl="local"),

@@ -82,7 +82,7 @@ def local(kind: str) -> LocalParameter:
         parameter=made(kind),
         start=1000,
         end=1010,
-        optimizer=SimpleNamespace(config=config),
+        optimizer=SimpleNamespace(config=config, optimizer=None),
         master=torch.arange(10.0) + 0.001,
         is_sharded=True,
         is_expert=False,
