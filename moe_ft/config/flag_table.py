@@ -38,31 +38,29 @@ FLAGS: dict[str, dict[str, str]] = {
     },
     "model": {
         "fingerprint": """
-            add_bias_linear add_qkv_bias ffn_hidden_size group_query_attention hidden_size
-            kv_channels kv_lora_rank layernorm_epsilon max_position_embeddings mscale
-            mscale_all_dim mtp_num_layers multi_latent_attention normalization num_attention_heads
-            num_layers num_query_groups padded_vocab_size position_embedding_type q_lora_rank
-            qk_head_dim qk_layernorm qk_pos_emb_head_dim rope_type rotary_base rotary_percent
-            rotary_scaling_factor rotary_seq_len_interpolation_factor seq_length spec swiglu
-            transformer_impl untie_embeddings_and_output_weights use_rope_scaling v_head_dim
-            vocab_size""",
+            activation_func_clamp_value add_bias_linear add_qkv_bias ffn_hidden_size
+            glu_linear_offset group_query_attention hidden_size kv_channels kv_lora_rank
+            layernorm_epsilon max_position_embeddings mscale mscale_all_dim mtp_num_layers
+            multi_latent_attention normalization num_attention_heads num_layers num_query_groups
+            padded_vocab_size position_embedding_type q_lora_rank qk_head_dim qk_layernorm
+            qk_pos_emb_head_dim quick_geglu rope_type rotary_base rotary_percent
+            rotary_scaling_factor rotary_seq_len_interpolation_factor seq_length softmax_type spec
+            swiglu transformer_impl untie_embeddings_and_output_weights use_rope_scaling v_head_dim
+            vocab_size window_attn_skip_freq window_size yarn_beta_fast yarn_beta_slow
+            yarn_correction_range_round_to_int yarn_original_max_position_embeddings""",
         "fingerprint untested": """
-            activation_func_clamp_value add_position_embedding apply_query_key_layer_scaling
-            attention_output_gate decoder_seq_length dsa_indexer_head_dim
-            dsa_indexer_k_norm_epsilon dsa_indexer_n_heads dsa_indexer_rope_interleaved
-            dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-            dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers encoder_seq_length
-            experimental_attention_variant freeze_all_layers glu_linear_offset
+            add_position_embedding apply_query_key_layer_scaling attention_output_gate
+            decoder_seq_length dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_n_heads
+            dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+            dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers
+            encoder_seq_length experimental_attention_variant freeze_all_layers
             heterogeneous_layers_config_encoded_json layernorm_zero_centered_gamma
             linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
             linear_num_value_heads linear_value_head_dim mla_down_proj_fusion mrope_section
             mtp_use_repeated_layer mup_attn_scale_power mup_base_head_dim mup_base_hidden_size
-            mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size
-            qk_l2_norm quick_geglu relative_attention_max_distance relative_attention_num_buckets
-            rope_scaling_factor rotary_interleaved softmax_type squared_relu use_mup
-            use_transformer_engine_op_fuser window_attn_skip_freq window_size yarn_beta_fast
-            yarn_beta_slow yarn_correction_range_round_to_int
-            yarn_original_max_position_embeddings""",
+            mup_embedding_mult mup_output_mult mup_width_mult no_rope_freq pad_vocab_size qk_l2_norm
+            relative_attention_max_distance relative_attention_num_buckets rope_scaling_factor
+            rotary_interleaved squared_relu use_mup use_transformer_engine_op_fuser""",
         "replay": """
             attention_backend attention_dropout calculate_per_token_loss hidden_dropout
             mtp_loss_scaling_factor""",
@@ -380,9 +378,10 @@ _VALUES = """
     moe_router_dtype=fp32 moe_router_load_balancing_type=aux_loss,none,seq_aux_loss
     moe_router_score_function=sigmoid,softmax moe_token_dispatcher_type=allgather,alltoall
     moe_token_drop_policy=position,probs normalization=LayerNorm,RMSNorm optimizer=adam,sgd
-    position_embedding_type=learned_absolute,rope recompute_granularity=full,selective
+    position_embedding_type=learned_absolute,rope,yarn recompute_granularity=full,selective
     recompute_method=uniform recompute_modules=core_attn,moe rope_type=rope,yarn
-    tokenizer_type=NullTokenizer transformer_impl=local weight_decay_incr_style=constant
+    softmax_type=learnable,vanilla tokenizer_type=NullTokenizer transformer_impl=local
+    weight_decay_incr_style=constant
 """
 TESTED_VALUES = {
     name: frozenset(values.split(","))

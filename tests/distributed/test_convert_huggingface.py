@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -78,6 +80,8 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=20),
     "qwen3_moe": Qwen3MoeConfig(**QWEN),
     "olmoe": OlmoeConfig(**SMALL, num_experts=4),
+    "minimax_m2": MiniMaxM2Config(**SMALL, num_local_experts=4, head_dim=8),
+    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=4, head_dim=8, sliding_window=8),
     "deepseek_v2": DeepseekV2Config(
         **DEEPSEEK | {"max_position_embeddings": 163840, "rope_parameters": YARN},
         q_lora_rank=None,

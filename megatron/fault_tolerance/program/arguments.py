@@ -114,10 +114,16 @@ _LOCAL = (
     Rule(
         "num_experts",
         "--num-experts",
-        lambda args: args.num_experts and args.transformer_impl == "local" and args.add_bias_linear,
-        "Megatron's local experts fail to add a bias",
-        "Add the flag, or use --transformer-impl transformer_engine",
-        problem="with --transformer-impl=local needs --disable-bias-linear",
+        lambda args: (
+            args.num_experts
+            and args.transformer_impl == "local"
+            and args.add_bias_linear
+            and args.swiglu
+            and args.bias_swiglu_fusion
+        ),
+        "Megatron 0.19.2 adds no bias of experts in its fused SwiGLU, and fails",
+        "Add one of the flags",
+        problem="with --swiglu needs --disable-bias-linear or --no-bias-swiglu-fusion",
     ),
     Rule(
         "",

@@ -7,7 +7,8 @@ Megatron's `--spec MODULE NAME` takes them, with any implementation:
 With groups of experts and softmax scores, as in DeepSeek-V2, a group has the score of its best expert;
 Megatron adds the scores of several. Without --q-lora-rank, as in DeepSeek-V2-Lite, --qk-layernorm is for keys
 and values alone; Megatron normalizes the input of the queries a second time. Layers of multi-token prediction
-stay Megatron's: `--spec` does not reach them.
+stay Megatron's: `--spec` does not reach them. --yarn-beta-fast and the like, which Megatron reads without
+multi-latent attention alone, are read, as Kimi-K2 needs them.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.training import global_vars
 
 from megatron.fault_tolerance.program import model
 from megatron.fault_tolerance.program.local_attention import LatentAttention
@@ -69,10 +71,20 @@ class BestOfGroupsRouter(TopKRouter):  # type: ignore[misc]
         self.router_replay = BestOfGroups()
 
 
+def _read_yarn(transformer: Any) -> None:
+    """Give a configuration the values of YaRN on the command line, before layers are built from it."""
+    args = global_vars._GLOBAL_ARGS
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+        value = getattr(args, f"yarn_{name}", None)
+        if value is not None:
+            setattr(transformer, name, value)
+
+
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's spec of a virtual stage with these layers."""
     spec = model.layer_spec(config, vp_stage)
     transformer = config.transformer
+    _read_yarn(transformer)
     has_groups = transformer.moe_router_group_topk and (
         transformer.moe_router_score_function == "softmax"
     )

@@ -11,17 +11,25 @@ from typing import Any
 
 from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
 from moe_ft.convert.huggingface.config_values import RULES, CheckedConfig
-from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3
+from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from moe_ft.convert.huggingface.glm import Glm4Moe
+from moe_ft.convert.huggingface.gpt_oss import GptOss
 from moe_ft.convert.huggingface.mapping import Config, Family
-from moe_ft.convert.huggingface.query_groups import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe, Qwen3VlMoe
+from moe_ft.convert.huggingface.query_groups import (
+    MiniMaxM2,
+    Mixtral,
+    Olmoe,
+    Qwen2Moe,
+    Qwen3Moe,
+    Qwen3VlMoe,
+)
 from moe_ft.convert.huggingface.sparse_attention import DeepseekV32, GlmMoeDsa
 from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 
 _FAMILIES = (
-    *(Mixtral(), Qwen2Moe(), Qwen3Moe(), Olmoe(), Qwen3VlMoe()),
-    *(DeepseekV2(), DeepseekV3(), DeepseekV32(), Glm4Moe(), GlmMoeDsa()),
+    *(Mixtral(), Qwen2Moe(), Qwen3Moe(), Olmoe(), Qwen3VlMoe(), MiniMaxM2(), GptOss()),
+    *(DeepseekV2(), DeepseekV3(), KimiK2(), DeepseekV32(), Glm4Moe(), GlmMoeDsa()),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for each in _FAMILIES})
 CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"

@@ -17,7 +17,7 @@ from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 
 _MOST = 1 << 40
-_COUNTED, _LONGEST = "the number of tensors", "the longest dimension of the tensors"
+COUNTED, LONGEST = "the number of tensors", "the longest dimension of the tensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +58,8 @@ class Rule:
         return f"a value of the type {' or '.join([*names, 'null'][: len(types)])}"
 
 
-_COUNT = Rule(least=1, limit=_COUNTED)
-_SIZE = Rule(least=1, limit=_LONGEST)
+_COUNT = Rule(least=1, limit=COUNTED)
+_SIZE = Rule(least=1, limit=LONGEST)
 _NUMBER = Rule(types=(int, float))
 
 
@@ -67,6 +67,10 @@ def _optional(rule: Rule, **changes: Any) -> Rule:
     return replace(rule, is_optional=True, **changes)
 
 
+# Of a family whose experts are stacked: they are no tensors of their own.
+STACKED: Mapping[str, Rule] = MappingProxyType(
+    dict.fromkeys(("num_local_experts", "num_experts"), _optional(_SIZE))
+)
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(("num_hidden_layers", "num_experts_per_tok"), _COUNT),
@@ -129,7 +133,7 @@ class CheckedConfig(Mapping[str, Any]):
         self.read: set[str] = set()
         if places is not None:
             longest = max((length for each in places for length in each.shape), default=0)
-            self._limits = {_COUNTED: len(places), _LONGEST: longest}
+            self._limits = {COUNTED: len(places), LONGEST: longest}
 
     @override
     def __getitem__(self, key: str) -> Any:

@@ -165,10 +165,19 @@ def shared_config(settings: Settings) -> dict[str, Any]:
 
 
 def decoder_settings(
-    config: Config, family: str, expected: Mapping[str, Any] = PLAIN_CONFIG
+    config: Config,
+    family: str,
+    expected: Mapping[str, Any] = PLAIN_CONFIG,
+    rotation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings that families with query groups share."""
+    """Return the settings that families with query groups share.
+
+    Args:
+        rotation: settings of the rotary embedding; None for the plain one.
+    """
     expect_config(config, family, expected)
+    if rotation is None:
+        rotation = {"--rotary-base": rope_base(config, family)}
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     return {
@@ -178,8 +187,8 @@ def decoder_settings(
         "--kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
         "--max-position-embeddings": config["max_position_embeddings"],
         "--position-embedding-type": "rope",
-        "--rotary-base": rope_base(config, family),
         "--rotary-percent": 1.0,
+        **rotation,
         "--layernorm-epsilon": config["rms_norm_eps"],
         "--moe-router-score-function": "softmax",
     }
@@ -206,14 +215,19 @@ def shared_settings(config: Config, features: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def rope_base(config: Config, family: str) -> int:
-    """Return --rotary-base, from either place where `config.json` may have it."""
+def rope_base(config: Config, family: str, *, is_partial: bool = False) -> int:
+    """Return --rotary-base, from either place that has it; a rotation of a part is refused or not."""
     parameters = config.get("rope_parameters") or {}
     for scaling in (parameters, config.get("rope_scaling") or {}):
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         expect_config({"rope_scaling": kind}, family, {"rope_scaling": "default"})
-        expect_config(scaling, family, {"partial_rotary_factor": (1.0, None)})
-    base = parameters.get("rope_theta", config.get("rope_theta"))
+        if not is_partial:
+            expect_config(scaling, family, {"partial_rotary_factor": (1.0, None)})
+    return whole_base(parameters.get("rope_theta", config.get("rope_theta")))
+
+
+def whole_base(base: Any) -> int:
+    """Return --rotary-base of a `rope_theta`; raises ConfigError unless it is a whole number."""
     if base is None or int(base) != base:
         raise ConfigError(
             f"config.json has rope_theta={base}, and Megatron's --rotary-base is a whole number. There is no "
@@ -382,8 +396,7 @@ def stacked_experts(
         is_transposed: whether the last dimension of a weight there is its output; None if the files decide.
         is_interleaved: whether rows of gate and up take turns there; else gate is above up.
     """
-    num, size = int(settings["--num-experts"]), expert_size(settings)
-    hidden = int(settings["--hidden-size"])
+    num, size, hidden = settings["--num-experts"], expert_size(settings), settings["--hidden-size"]
     both, down = (2 * size, hidden), (hidden, size)
 
     def turned(part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -421,11 +434,15 @@ def stacked_experts(
 
 
 def experts(
-    settings: Settings, ours: str, theirs: str, names: tuple[str, str, str] = _GATE_UP_DOWN
+    settings: Settings,
+    ours: str,
+    theirs: str,
+    names: tuple[str, str, str] = _GATE_UP_DOWN,
+    **of_router: str,
 ) -> Iterator[Mapped]:
-    """Yield the router and the experts of a layer; the arguments are those of `mlp`."""
+    """Yield the router and the experts of a layer; the arguments are those of `mlp` and `router`."""
     size = expert_size(settings)
-    yield from router(settings, ours, theirs)
+    yield from router(settings, ours, theirs, **of_router)
     for expert in range(int(settings["--num-experts"])):
         prefixes = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
         yield from mlp(settings, *prefixes, size, names)

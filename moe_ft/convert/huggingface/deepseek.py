@@ -33,8 +33,13 @@ _ATTENTION_SIZES = {
     "qk_rope_head_dim": "--qk-pos-emb-head-dim",
     "v_head_dim": "--v-head-dim",
 }
-# Megatron 0.19.2 has no flags for these with multi-latent attention.
-_FIXED = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+# Megatron 0.19.2 reads these flags without multi-latent attention alone, and has its defaults with it. The
+# layers of shared_experts.SPEC read them.
+_YARN: Mapping[str, tuple[str, int]] = {
+    "original_max_position_embeddings": ("--yarn-original-max-position-embeddings", 4096),
+    "beta_fast": ("--yarn-beta-fast", 32),
+    "beta_slow": ("--yarn-beta-slow", 1),
+}
 _THETA = 10000
 _PLAIN = "default"
 _FEATURES = {
@@ -134,6 +139,13 @@ class DeepseekV3(_Deepseek):
         }
 
 
+class KimiK2(DeepseekV3):
+    """DeepSeek-V3 with another name, of which transformers has no code and published files have their own."""
+
+    model_type = "kimi_k2"
+    is_by_name = True
+
+
 def common_config(settings: Settings, family: str, **attention: Any) -> dict[str, Any]:
     """Return the keys of `config.json` that V2 and V3 have; the options are those of `attention_config`."""
     attention_and_rope = {
@@ -155,7 +167,7 @@ def common_settings(config: Config, family: str, **attention: Any) -> dict[str, 
         **decoder.shared_settings(config, _FEATURES),
         **shared_experts.experts_settings(config, family),
         **attention_settings(config, family, **attention),
-        **rope_settings(config, family),
+        **rope_settings(config, family, has_own_layers=not attention.get("variant")),
     }
 
 
@@ -240,7 +252,7 @@ def rope_config(settings: Settings, family: str) -> dict[str, Any]:
         rope = {
             "type": "yarn",
             "factor": settings["--rotary-scaling-factor"],
-            **_FIXED,
+            **_yarn_config(settings),
             "mscale": settings["--mscale"],
             "mscale_all_dim": settings["--mscale-all-dim"],
         }
@@ -254,8 +266,20 @@ def rope_config(settings: Settings, family: str) -> dict[str, Any]:
     return {"rope_theta": settings["--rotary-base"], "rope_scaling": rope or None}
 
 
-def rope_settings(config: Config, family: str) -> dict[str, Any]:
-    """Return Megatron's settings."""
+def _yarn_config(settings: Settings) -> dict[str, Any]:
+    reads_flags = settings.get("--spec") == shared_experts.SPEC
+    given = {key: settings.get(flag) if reads_flags else None for key, (flag, _) in _YARN.items()}
+    return {
+        key: default if given[key] is None else given[key] for key, (_, default) in _YARN.items()
+    }
+
+
+def rope_settings(config: Config, family: str, *, has_own_layers: bool = True) -> dict[str, Any]:
+    """Return Megatron's settings.
+
+    Args:
+        has_own_layers: whether the layers of shared_experts.SPEC can be those of the model.
+    """
     rope = config.get("rope_parameters") or {
         **(config.get("rope_scaling") or {}),
         "rope_theta": config.get("rope_theta", _THETA),
@@ -266,9 +290,11 @@ def rope_settings(config: Config, family: str) -> dict[str, Any]:
     length = config["max_position_embeddings"]
     given = {"original_max_position_embeddings": length, **rope, "rope_type": kind}
     fixed = {"partial_rotary_factor": (1.0, None), "truncate": True}
-    expect_config(
-        given, family, {"rope_type": (_PLAIN, "yarn"), **fixed, **(_FIXED if is_yarn else {})}
-    )
+    expect_config(given, family, {"rope_type": (_PLAIN, "yarn"), **fixed})
+    own = {key: (given.get(key) or default) for key, (_, default) in _YARN.items()}
+    is_own = is_yarn and any(own[key] != default for key, (_, default) in _YARN.items())
+    if is_own and not has_own_layers:
+        expect_config(own, family, {key: default for key, (_, default) in _YARN.items()})
     expect_config(rope, family, {"rope_theta": int(theta)})  # --rotary-base is a whole number
     has_both = is_yarn and rope.get("mscale") and rope.get("mscale_all_dim")
     settings = {
@@ -282,6 +308,9 @@ def rope_settings(config: Config, family: str) -> dict[str, Any]:
         "--mscale": rope["mscale"] if has_both else 1.0,
         "--mscale-all-dim": (is_yarn and rope.get("mscale_all_dim")) or 0.0,
     }
+    if is_own:
+        settings |= {flag: own[key] for key, (flag, _) in _YARN.items()}
+        settings["--spec"] = shared_experts.SPEC
     if _factors_of_transformers(rope if is_yarn else {}) != _factors_of_megatron(settings):
         keys = ("mscale", "mscale_all_dim", "attention_factor")
         raise ConfigError(

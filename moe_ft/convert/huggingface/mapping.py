@@ -27,6 +27,12 @@ _SPELLED = {
     "--dsa-indexer-scoring-relu": "--no-dsa-indexer-scoring-relu",
 }
 
+# Flags that a command line has for False, where None is Megatron's default.
+_NEGATED = {
+    f"--{flag}": f"--no-{flag}"
+    for flag in ("bias-gelu-fusion", "yarn-correction-range-round-to-int")
+}
+
 Settings = Mapping[str, Any]
 Config = Mapping[str, Any]
 Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
@@ -77,6 +83,7 @@ class Family:
         text_key: of the text model in `config.json`, whose settings are a configuration of their own; empty
             if there is nothing else in the model.
         left_out: beginnings of the names of tensors that are no part of the text model.
+        is_by_name: whether only --family chooses it, as another family has the same models.
         is_written: whether a model of Megatron can become one; the text part of a larger model cannot.
     """
 
@@ -85,7 +92,12 @@ class Family:
     rules: Mapping[str, Rule] = MappingProxyType({})
     text_key: str = ""
     left_out: tuple[str, ...] = ()
+    is_by_name: bool = False
     is_written: bool = True
+
+    def names_left_out(self, config: Config) -> tuple[str, ...]:
+        """Return beginnings of the names of tensors that are not converted."""
+        return self.left_out
 
     def check(self, settings: Settings) -> None:
         """Raise ConfigError that names the first feature which the family cannot express."""
@@ -229,7 +241,8 @@ def flags_of(settings: Settings) -> list[str]:
     """Return the flags that make a model of the settings; a setting that is None needs none."""
     words = []
     for flag, value in settings.items():
-        word = _SPELLED.get(flag, flag)
+        words_of = _NEGATED if value is False and flag in _NEGATED else _SPELLED
+        word = words_of.get(flag, flag)
         if isinstance(value, bool):
             is_negative = word.startswith(("--no-", "--disable-"))
             words += [word] if value is not is_negative else []
@@ -239,7 +252,9 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 def _values(value: Any) -> list[str]:
-    """Return the words of a value: a list of numbers is one word, a list of words is several."""
+    """Return the words of a value: a list or tuple of numbers is one word, a list of words is several."""
+    if isinstance(value, tuple):
+        return [",".join(map(str, value))]
     if not isinstance(value, list | tuple):
         return [str(value)]
     if all(isinstance(each, str) for each in value):

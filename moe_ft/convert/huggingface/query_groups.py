@@ -1,9 +1,11 @@
-"""Families with query groups: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE. decoder.py has what they share."""
+"""Families with query groups: Mixtral, Qwen-MoE, OLMoE, MiniMax-M2. decoder.py has what they share."""
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, override
 
 from moe_ft.convert.huggingface import decoder
+from moe_ft.convert.huggingface.config_values import COUNTED, LONGEST, STACKED, Rule
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Family,
@@ -18,6 +20,7 @@ from moe_ft.convert.huggingface.mapping import (
 
 # Megatron has norms over all queries and keys only with layers from elsewhere: these are ours.
 SPEC = ["megatron.fault_tolerance.program.projection_norm", "layer_spec"]
+_SIGMOID = {"--moe-router-score-function": "sigmoid", "--moe-router-enable-expert-bias": True}
 _SHARED_SIZE = "--moe-shared-expert-intermediate-size"
 _SHARED_GATE = "--moe-shared-expert-gate"
 
@@ -54,10 +57,11 @@ class _QueryGroups(Family):
         *,
         is_normalized: bool,
         expected: Mapping[str, Any] = decoder.PLAIN_CONFIG,
+        rotation: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the settings of experts in all layers, of the size of a dense MLP."""
         return {
-            **decoder.decoder_settings(config, self.model_type, expected),
+            **decoder.decoder_settings(config, self.model_type, expected, rotation),
             **decoder.router_settings(is_normalized, config["num_experts_per_tok"]),
             "--ffn-hidden-size": config["intermediate_size"],
             "--moe-ffn-hidden-size": config["intermediate_size"],
@@ -65,9 +69,11 @@ class _QueryGroups(Family):
             "--moe-layer-freq": 1,
         }
 
-    def _check_has_experts_everywhere(self, settings: Settings, features: Settings) -> None:
+    def _check_has_experts_everywhere(
+        self, settings: Settings, features: Settings, plain: Settings = decoder.PLAIN
+    ) -> None:
         pattern = decoder.layer_frequency(decoder.moe_layers(settings))
-        features = {**decoder.PLAIN, **features, "--moe-layer-freq": 1}
+        features = {**plain, **features, "--moe-layer-freq": 1}
         decoder.check_decoder({**settings, "--moe-layer-freq": pattern}, self.model_type, features)
 
 
@@ -183,6 +189,7 @@ class Qwen3VlMoe(Qwen3Moe):
     text_key = "text_config"
     left_out = ("model.visual.",)
     is_written = False
+    rules = STACKED
 
     @override
     def settings(self, config: Config) -> dict[str, Any]:
@@ -246,5 +253,82 @@ class Olmoe(_QueryGroups):
 
     @override
     def _attention(self, settings: Settings) -> Mapping[str, Any]:
-        size, heads = decoder.head_size(settings), int(settings["--num-attention-heads"])
-        return {"norms": (heads * size, decoder.query_groups(settings) * size)}
+        return {"norms": _norms_of_projections(settings)}
+
+
+class MiniMaxM2(_QueryGroups):
+    """Sigmoid scores with a bias for the choice, norms as OLMoE's, and a rotation of a part of each head."""
+
+    architecture = "MiniMaxM2ForCausalLM"
+    model_type = "minimax_m2"
+    rules = MappingProxyType(
+        {
+            "rotary_dim": Rule(least=2, limit=LONGEST, is_optional=True),
+            "num_mtp_modules": Rule(least=0, limit=COUNTED, is_optional=True),
+        }
+    )
+
+    @override
+    def names_left_out(self, config: Config) -> tuple[str, ...]:
+        # Layers of further tokens are not part of the model that transformers has.
+        num_layers, num_further = config["num_hidden_layers"], config.get("num_mtp_modules") or 0
+        return tuple(f"model.layers.{num_layers + number}." for number in range(num_further))
+
+    @override
+    def check(self, settings: Settings) -> None:
+        features = {**_SIGMOID, "--qk-layernorm": True, "--spec": SPEC}
+        plain = decoder.without(decoder.PLAIN, "--rotary-percent")
+        self._check_has_experts_everywhere(settings, features, plain)
+        decoder.router_settings(True, settings["--moe-router-topk"])
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        share = settings.get("--rotary-percent")
+        return {
+            **decoder.decoder_config(settings),
+            "intermediate_size": decoder.expert_size(settings),
+            "num_local_experts": settings["--num-experts"],
+            "rotary_dim": int(decoder.head_size(settings) * (1.0 if share is None else share)),
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        fixed = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
+        others = {"use_routing_bias": True, "shared_intermediate_size": (0, None)}
+        expect_config(config, self.model_type, {**fixed, **others})
+        parameters = config.get("rope_parameters") or {}
+        share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if share is None:
+            size = config["head_dim"]
+            share = (config.get("rotary_dim") or size) / size
+        base = decoder.rope_base(config, self.model_type, is_partial=True)
+        return {
+            **self._settings(
+                config,
+                is_normalized=True,
+                expected=decoder.without(decoder.PLAIN_CONFIG, "partial_rotary_factor"),
+                rotation={"--rotary-base": base, "--rotary-percent": share},
+            ),
+            **_SIGMOID,
+            "--moe-router-dtype": "fp32",
+            "--qk-layernorm": True,
+            "--spec": SPEC,
+        }
+
+    @override
+    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+        return {"norms": _norms_of_projections(settings)}
+
+    @override
+    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        names, theirs = ("w1", "w3", "w2"), f"{theirs}.block_sparse_moe"
+        return decoder.experts(settings, ours, theirs, names, bias="e_score_correction_bias")
+
+
+def _norms_of_projections(settings: Settings) -> tuple[int, int]:
+    size, heads = decoder.head_size(settings), int(settings["--num-attention-heads"])
+    return heads * size, decoder.query_groups(settings) * size

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import prod
 from typing import Any, override
 
@@ -115,13 +114,15 @@ def open_release(folder: AnyPath) -> Release:
     index = _read_optional(folder, INDEX_NAME)
     generation = _read_optional(folder, GENERATION_NAME)
     found = _find_places(folder, index)
-    own = {name: each for name, each in found.items() if not name.startswith(family.left_out)}
+    left_out = family.names_left_out(
+        check_values(str(folder / CONFIG_NAME), config, found.values(), family)
+    )
+    own = {name: each for name, each in found.items() if not name.startswith(left_out)}
     places, made = made_places(str(folder / CONFIG_NAME), config, own)
     checked = check_values(str(folder / CONFIG_NAME), config, places.values(), family)
     try:
         settings = family.settings(with_values(checked, {"quantization_config": None}))
-        # Each is at least one tensor of the files: more are not all there, which `_check` says.
-        listed = list(islice(family.tensors(settings), len(places) + 1))
+        listed = list(_at_most(family.tensors(settings), len(places)))
     except KeyError as error:
         raise ConfigError(
             f"{folder / CONFIG_NAME} must have {error.args[0]} for a model of {family.model_type}, and "
@@ -143,16 +144,26 @@ def open_release(folder: AnyPath) -> Release:
         signature=signature_of({each.path for each in found.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
-        notes=(*_notes(family, len(found) - len(own)), *[made] * bool(made)),
+        notes=(*_notes(family, left_out, len(found) - len(own)), *[made] * bool(made)),
     )
 
 
-def _notes(family: Family, num_left_out: int) -> Iterator[str]:
-    if family.text_key:
+def _at_most(tensors: Iterator[Mapped], num_names: int) -> Iterator[Mapped]:
+    """Yield tensors up to the first with more names than there are in the files, which `_check` then says."""
+    names: set[str] = set()
+    for mapped in tensors:
+        yield mapped
+        names.update(mapped.names)
+        if len(names) > num_names:
+            return
+
+
+def _notes(family: Family, left_out: tuple[str, ...], num_left_out: int) -> Iterator[str]:
+    if num_left_out:
+        part = "TEXT PART ONLY" if family.text_key else "NOT CONVERTED"
         yield (
-            f"TEXT PART ONLY: {num_left_out} tensors of {family.architecture} are not converted, called "
-            f"{' or '.join(f'{each}*' for each in family.left_out)}. Megatron's model knows no pictures, and "
-            f"cannot become a {family.model_type} again."
+            f"{part}: {num_left_out} tensors of {family.architecture} are not converted, called "
+            f"{' or '.join(f'{each}*' for each in left_out)}: no {family.model_type} that comes back has them"
         )
 
 

@@ -157,6 +157,7 @@ def choose_family(model: Model, name: str | None) -> Family:
         _check(written[name], model)
         return written[name]
     problems: dict[str, str] = {}
+    written = {key: family for key, family in written.items() if not family.is_by_name}
     for model_type, family in written.items():
         try:
             _check(family, model)

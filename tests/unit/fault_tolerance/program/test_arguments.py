@@ -337,10 +337,13 @@ def test_blend_of_weights_and_prefixes_is_checked_prefix_by_prefix() -> None:
         check_program(parsing.parse("--data-path", "0.3", "/nowhere/b"))
 
 
-def test_local_experts_with_a_bias_are_refused() -> None:
+def test_local_experts_with_a_bias_and_fused_swiglu_are_refused() -> None:
     args = parsing.parse("--mock-data")
-    args.add_bias_linear = True
-    with pytest.raises(ConfigError, match="--transformer-impl=local needs --disable-bias-linear"):
+    args.add_bias_linear = args.swiglu = True
+    args.bias_swiglu_fusion = False
+    check_program(args)
+    args.bias_swiglu_fusion = True
+    with pytest.raises(ConfigError, match="--swiglu needs --disable-bias-linear or --no-bias-swi"):
         check_program(args)
 
 

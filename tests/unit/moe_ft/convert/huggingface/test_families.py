@@ -106,6 +106,10 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "V3 without compressed queries, tied": DeepseekV3Config(
         **V3 | {"q_lora_rank": None, "tie_word_embeddings": True}
     ),
+    "V3, YaRN of a Kimi-K2": DeepseekV3Config(
+        **V3
+        | {"rope_parameters": YARN | {"beta_fast": 1, "original_max_position_embeddings": 2048}}
+    ),
     "V3, YaRN without factors": DeepseekV3Config(
         **V3 | {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": 0.0}}
     ),

@@ -99,6 +99,8 @@ KNOWN = {
     "other name": scaled(type="", rope_type="yarn"),
     "without betas": scaled(beta_fast="", beta_slow=""),
     "no growth": scaled(factor=1.0),
+    "Kimi-K2": scaled(beta_fast=1.0, beta_slow=1.0, factor=32.0),
+    "length of all": scaled(original_max_position_embeddings=""),
     "one dictionary": {"rope_parameters": {**scaled()["rope_scaling"], "rope_theta": 500000.0}},
     "plain": {"rope_theta": 10000},
     "plain, one dictionary": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -146,10 +148,7 @@ def test_settings_of_another_rotation_are_refused(changes: dict[str, Any], text:
     [
         (scaled(mscale=""), "mscale=None, mscale_all_dim=1.0, attention_factor=None"),
         (scaled(attention_factor=1.2), "mscale=1.0, mscale_all_dim=1.0, attention_factor=1.2"),
-        (scaled(beta_fast=16), "beta_fast=16"),
-        (scaled(beta_slow=2), "beta_slow=2"),
         (scaled(truncate=False), "truncate=False"),
-        (scaled(original_max_position_embeddings=""), "original_max_position_embeddings=163840"),
         (scaled(type="linear"), "rope_type=linear"),
         ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -158,6 +157,17 @@ def test_settings_of_another_rotation_are_refused(changes: dict[str, Any], text:
 def test_config_of_another_rotation_is_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=f"config.json has {text}"):
         rope_settings({"max_position_embeddings": LENGTH, **config}, FAMILY)
+
+
+def test_values_of_yarn_that_megatron_ignores_are_for_layers_of_ours() -> None:
+    config = {"max_position_embeddings": LENGTH, **KNOWN["Kimi-K2"]}
+    settings = rope_settings(config, FAMILY)
+    assert (settings["--yarn-beta-fast"], settings["--spec"]) == (1.0, SPEC)
+    assert rope_config(settings, FAMILY)["rope_scaling"]["beta_fast"] == 1.0
+    others = {**settings, "--spec": None}
+    assert rope_config(others, FAMILY)["rope_scaling"]["beta_fast"] == 32
+    with pytest.raises(ConfigError, match=r"beta_fast=1\.0, and of a model"):
+        rope_settings(config, FAMILY, has_own_layers=False)
 
 
 def test_megatrons_default_is_yarn() -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from moe_ft.convert.conversion import Request, convert, open_model
+from moe_ft.convert.huggingface.config_file import FAMILIES
 from moe_ft.convert.huggingface.release import open_release
 from moe_ft.convert.huggingface.writing import HuggingFace, choose_family
 from moe_ft.convert.model import Item, Model
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.errors import ConfigError
+from tests.unit.moe_ft.convert.huggingface.models import V3
 from tests.unit.moe_ft.convert.huggingface.round_trip import converted, loaded, tensors_of
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
@@ -42,6 +44,14 @@ def test_model_of_no_family_is_refused_with_the_reason_of_each(checkpoint: Path)
     model = opened(checkpoint, **{"--swiglu": False})
     with pytest.raises(ConfigError, match=r"(?s)of none:.*mixtral: --swiglu=False.*qwen3_moe: "):
         choose_family(model, None)
+
+
+def test_family_that_another_has_too_is_chosen_by_its_name_alone(checkpoint: Path) -> None:
+    model = replace(opened(checkpoint), settings=V3)
+    assert choose_family(model, None).model_type == "deepseek_v3"
+    kimi = choose_family(model, "kimi_k2")
+    assert (kimi.model_type, kimi.architecture) == ("kimi_k2", "DeepseekV3ForCausalLM")
+    assert kimi.config(V3) == FAMILIES["deepseek_v3"].config(V3)
 
 
 @pytest.mark.parametrize(
