@@ -95,6 +95,14 @@ MODELS: dict[str, PreTrainedConfig] = {
         num_nextn_predict_layers=0,
     ),
 }
+# Flags that a job of gpt-oss runs with.
+OF_GPT_OSS = [
+    *("--softmax-type", "learnable", "--window-size", "7,0", "--window-attn-skip-freq", "2"),
+    *("--quick-geglu", "--glu-linear-offset", "1.0", "--activation-func-clamp-value", "7.0"),
+    *("--position-embedding-type", "yarn", "--yarn-original-max-position-embeddings", "4096"),
+    *("--yarn-beta-fast", "32.0", "--yarn-beta-slow", "1.0"),
+    "--no-yarn-correction-range-round-to-int",
+]
 QUICK = "mixtral"  # in `make test`, on two ranks
 TRAINING = [
     *("--seq-length", str(SEQUENCE), "--micro-batch-size", "2", "--global-batch-size", "16"),
@@ -150,6 +158,7 @@ def trained(
     model.save_pretrained(tmp_path / "saved")
     checkpoint, printed = converted(tmp_path / "saved", "torch_dist")
     flags = printed.splitlines()[-1]
+    assert ({*OF_GPT_OSS} <= {*flags.split()}) is (request.param == "gpt_oss")
     places = [
         *("--load", str(checkpoint), "--save", str(tmp_path / "stock")),
         *(

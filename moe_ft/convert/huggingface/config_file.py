@@ -4,13 +4,14 @@ config_values.py has the rules for its values.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
-from moe_ft.convert.huggingface.config_values import RULES, CheckedConfig
+from moe_ft.convert.huggingface.config_values import RULES, CheckedConfig, ComparedConfig
 from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3, KimiK2
 from moe_ft.convert.huggingface.glm import Glm4Moe
 from moe_ft.convert.huggingface.gpt_oss import GptOss
@@ -25,7 +26,7 @@ from moe_ft.convert.huggingface.query_groups import (
 )
 from moe_ft.convert.huggingface.sparse_attention import DeepseekV32, GlmMoeDsa
 from moe_ft.convert.safetensors_set import Place
-from moe_ft.errors import ConfigError
+from moe_ft.errors import ConfigError, MoeFtError
 
 _FAMILIES = (
     *(Mixtral(), Qwen2Moe(), Qwen3Moe(), Olmoe(), Qwen3VlMoe(), MiniMaxM2(), GptOss()),
@@ -35,6 +36,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for eac
 CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 _FACT, _TOKENS = "generation", ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_BYTES = 16 << 20
+_LISTED = 6  # of what is different
+_COST_OF_END = 24
+# Keys that no layer follows from.
+_SAYS_NOTHING = re.compile(
+    r"_.*|.*(_token|_token_id|_id|_ids|_version|_size_limit|dtype|_coef|_dropout|_range)|auto_map|architectures"
+    r"|model_type|use_cache|output_.*|return_.*|quantization_config|pretraining_tp|ep_size|is_.*|.*_length.*"
+)
 
 
 def read_config(folder: AnyPath) -> tuple[dict[str, Any], Family]:
@@ -56,7 +64,7 @@ def find_family(path: str, config: dict[str, Any]) -> tuple[dict[str, Any], Fami
     if model_type not in FAMILIES:
         raise ConfigError(
             f"{path} has model_type={model_type}, but conversions know only {', '.join(sorted(FAMILIES))}. "
-            "There is no conversion of this model."
+            f"{_nearest(config)} There is no conversion of this model."
         )
     family, architectures = FAMILIES[model_type], config.get("architectures")
     check_values(path, config, None).get("architectures")
@@ -70,6 +78,44 @@ def find_family(path: str, config: dict[str, Any]) -> tuple[dict[str, Any], Fami
     text = check_values(path, config, None, family)[family.text_key]
     ours = ("tie_word_embeddings", "quantization_config", *_TOKENS)
     return {**{key: config[key] for key in ours if key in config}, **text}, family
+
+
+def _nearest(config: dict[str, Any]) -> str:
+    """Return a sentence on the family whose models are most like one, and on what is different."""
+    inner = config.get("text_config")
+    text = {**(inner if isinstance(inner, dict) else config), "quantization_config": None}
+    best, most = "", 0
+    for family in FAMILIES.values():
+        compared, cost = ComparedConfig(text, {**RULES, **family.rules}), 0
+        try:
+            family.settings(compared)
+        except (
+            MoeFtError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            compared.differences.append(
+                str(error).partition(". ")[0].removeprefix("config.json has ")
+            )
+        different, read = [*dict.fromkeys(compared.differences)], compared.read
+        points = 3 * len(read.intersection(text)) - 4 * len(different) - cost
+        if points <= most or family.is_by_name or family.text_key:
+            continue
+        most = points
+        others = sorted(key for key in text.keys() - read if not _SAYS_NOTHING.fullmatch(key))
+        best = (
+            f"The nearest is {family.model_type}; what differs: {_some(different) or 'none of its keys'}; "
+            f"keys that it does not read: {_some(others) or 'none'}."
+        )
+    return best
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:_LISTED])
+    return f"{listed} and {len(names) - _LISTED} more" if len(names) > _LISTED else listed
 
 
 def check_values(

@@ -159,3 +159,36 @@ class CheckedConfig(Mapping[str, Any]):
     @override
     def __len__(self) -> int:
         return len(self._config)
+
+
+class ComparedConfig(CheckedConfig):
+    """A configuration that no family has to accept: what keeps one from it is noted, not raised.
+
+    Attributes:
+        differences: from the models of the family, for people.
+    """
+
+    def __init__(self, config: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:
+        super().__init__("", config, None, rules)
+        self.differences: list[str] = []
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            self.differences.append(f"no {key}")
+        except ConfigError:
+            self.differences.append(f"{key}={self._config[key]!r:.60}")
+        return 1
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self._config
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        if key not in self:  # not missing, as in `self[key]`
+            return default
+        return self[key]

@@ -77,6 +77,7 @@ class GptOss(Family):
         settings = {**settings, "--moe-layer-freq": pattern}
         decoder.check_decoder(settings, self.model_type, _FEATURES)
         decoder.check_number(settings, self.model_type, "--activation-func-clamp-value")
+        decoder.router_settings(True, settings["--moe-router-topk"])
         window = list(settings.get("--window-size") or ())
         if len(window) != 2 or window[0] < 0 or window[1] != 0:
             raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.convert.huggingface.config_values import Rule
+from moe_ft.convert.huggingface.config_values import ComparedConfig, Rule
 from moe_ft.errors import ConfigError
 
 # Flags that a command line does not spell as their `dest` is.
@@ -222,7 +222,11 @@ def expect_config(config: Config, family: str, values: Mapping[str, Any]) -> Non
     for key, value in values.items():
         allowed = _all_of(value)
         found = config.get(key, allowed[0])
-        if not _is_among(found, allowed):
+        if _is_among(found, allowed):
+            continue
+        if isinstance(config, ComparedConfig):
+            config.differences.append(f"{key}={found!r:.60}")
+        else:
             raise ConfigError(
                 f"config.json has {key}={found}, and of a model of {family} Megatron can express only "
                 f"{' or '.join(map(str, allowed))}. There is no conversion of this model."

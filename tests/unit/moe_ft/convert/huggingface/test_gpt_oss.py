@@ -3,8 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import GptOssConfig, MiniMaxM2Config
 
+from moe_ft.convert.huggingface.config_file import FAMILIES
+from moe_ft.convert.huggingface.gpt_oss import GptOss
+from moe_ft.convert.huggingface.mapping import flags_of
+from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import SMALL, check_round_trip, tensors_of
 
 YARN = {
@@ -39,3 +44,89 @@ def test_gpt_oss_has_the_same_logits_and_comes_back(tmp_path: Path) -> None:
 def test_minimax_has_the_same_logits_and_comes_back(tmp_path: Path) -> None:
     back = check_round_trip(MiniMaxM2Config(**MINIMAX), tmp_path)
     assert "model.layers.1.block_sparse_moe.e_score_correction_bias" in tensors_of(back)
+
+
+GPT, MINI = GptOssConfig(**GPT_OSS).to_dict(), MiniMaxM2Config(**MINIMAX).to_dict()
+
+
+@pytest.mark.parametrize("config", [GPT, MINI], ids=lambda config: str(config["model_type"]))
+def test_settings_give_a_config_that_gives_the_settings(config: dict[str, Any]) -> None:
+    family = FAMILIES[config["model_type"]]
+    settings = family.settings(config)
+    family.check(settings)
+    assert family.settings(family.config(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("config", "flag", "value", "rule"),
+    [
+        (GPT, "--softmax-type", "vanilla", "must be learnable"),
+        (GPT, "--add-bias-linear", False, "must be True"),
+        (GPT, "--glu-linear-offset", 0.0, "must be 1.0"),
+        (GPT, "--bias-gelu-fusion", True, "must be off"),
+        (GPT, "--swiglu", True, "must be off"),
+        (GPT, "--activation-func-clamp-value", None, "must be a number"),
+        (GPT, "--window-size", None, "must be a number of earlier tokens"),
+        (GPT, "--window-size", [7, 2], "must be a number of earlier tokens"),
+        (GPT, "--mscale-all-dim", 1.0, "must be off"),
+        (GPT, "--moe-router-pre-softmax", True, "must be off"),
+        (GPT, "--moe-router-topk", 1, "weight"),
+        (MINI, "--spec", None, "must be"),
+        (MINI, "--qk-layernorm", False, "must be True"),
+        (MINI, "--moe-router-score-function", "softmax", "must be sigmoid"),
+        (MINI, "--moe-router-topk-scaling-factor", 2.5, "must be"),
+        (MINI, "--moe-router-num-groups", 2, "must be off"),
+        (MINI, "--moe-router-topk", 1, "weight"),
+    ],
+)
+def test_feature_that_a_family_has_not_is_refused_by_flag(
+    config: dict[str, Any], flag: str, value: Any, rule: str
+) -> None:
+    family = FAMILIES[config["model_type"]]
+    with pytest.raises(ConfigError) as refusal:
+        family.check({**family.settings(config), flag: value})
+    assert rule in str(refusal.value)
+    assert f"{flag}={value}" in str(refusal.value) or "num_experts_per_tok=1" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (GPT, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        (GPT, {"attention_bias": False}, "attention_bias=False"),
+        (GPT, {"layer_types": ["full_attention"]}, "1 layer_types and num_hidden_layers=3"),
+        (GPT, {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+        (GPT, {"rope_parameters": YARN | {"rope_type": "llama3"}}, "rope_type=llama3"),
+        (GPT, {"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor=1.5"),
+        (MINI, {"scoring_func": "softmax"}, "scoring_func=softmax"),
+        (MINI, {"qk_norm_type": "per_head"}, "qk_norm_type=per_head"),
+        (MINI, {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+        (MINI, {"use_qk_norm": False}, "use_qk_norm=False"),
+    ],
+)
+def test_config_that_megatron_cannot_express_is_refused_by_key(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[config["model_type"]].settings({**config, **changes})
+
+
+def test_windows_in_other_layers_are_listed() -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    settings = GptOss().settings({**GPT, "layer_types": types})
+    assert settings["--window-attn-skip-freq"] == [0, 1, 1]
+    assert FAMILIES["gpt_oss"].config(settings)["layer_types"] == types
+    words = flags_of(settings)
+    assert words[words.index("--window-size") + 1] == "7,0"
+    assert words[words.index("--window-attn-skip-freq") + 1] == "[0,1,1]"
+    assert {"--no-bias-gelu-fusion", "--no-yarn-correction-range-round-to-int"} <= {*words}
+
+
+def test_layers_of_further_tokens_of_minimax_are_left_out() -> None:
+    names = FAMILIES["minimax_m2"].names_left_out({**MINI, "num_mtp_modules": 2})
+    assert names == ("model.layers.2.", "model.layers.3.")
+
+
+def test_published_share_of_the_rotation_is_read() -> None:
+    published = {**MINI, "rope_parameters": None, "rope_theta": 500, "rotary_dim": 4}
+    assert FAMILIES["minimax_m2"].settings(published)["--rotary-percent"] == 4 / 12
