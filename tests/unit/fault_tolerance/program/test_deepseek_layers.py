@@ -1,5 +1,6 @@
 """Layers of DeepSeek's models. That the numbers are those of transformers is test_families.py."""
 
+import argparse
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training import global_vars
 from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.fault_tolerance.program.deepseek_layers import (
@@ -84,3 +86,14 @@ def test_other_choices_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -
     setattr(config, flag, True)
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} must be off with --spec"):
         BestOfGroupsRouter(config)
+
+
+def test_values_of_yarn_on_the_command_line_are_those_of_the_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = argparse.Namespace(yarn_beta_fast=1.0, yarn_beta_slow=None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", given)
+    config = config_of()
+    routers(config, monkeypatch)
+    assert (config.beta_fast, config.beta_slow) == (1.0, 1)
+    assert config.original_max_position_embeddings == 4096

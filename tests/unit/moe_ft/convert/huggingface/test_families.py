@@ -1,5 +1,6 @@
 """Models of transformers give the same logits in Megatron, also of further tokens, and come back exactly."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,24 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from moe_ft.errors import ConfigError
+from tests.megatron_logits import megatron_logits
 from tests.unit.moe_ft.convert.huggingface.further_tokens import (
     check_further_tokens,
     save_with_further_layers,
 )
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
+    NUM_TOKENS,
     SMALL,
+    TOLERANCE,
     check_is_equal,
     check_round_trip,
     converted,
+    difference,
     loaded,
     random_model,
     tensors_of,
 )
+from tests.unit.moe_ft.convert.huggingface.test_release import change_config
 
 QWEN = SMALL | {"num_experts": 4, "moe_intermediate_size": 24}
 QWEN2 = QWEN | {"shared_expert_intermediate_size": 20}
@@ -80,7 +86,6 @@ V3 = DEEPSEEK | {"num_nextn_predict_layers": 0}
 CASES: dict[str, tuple[PreTrainedConfig, str]] = {
     "mixtral": (MIXTRAL, "block_sparse_moe.experts.3.w1"),
     "qwen2_moe": (Qwen2MoeConfig(**QWEN2, mlp_only_layers=[0]), "mlp.shared_expert_gate"),
-    "olmoe": (OlmoeConfig(**OLMOE, num_experts=4), "mlp.experts.3.gate_proj"),
     "qwen3_moe": (
         Qwen3MoeConfig(**QWEN, norm_topk_prob=True, decoder_sparse_step=2),
         "self_attn.q_norm",
@@ -93,6 +98,7 @@ CASES: dict[str, tuple[PreTrainedConfig, str]] = {
     "V3 with groups": (DeepseekV3Config(**V3), "self_attn.q_a_proj"),
 }
 OTHERS: dict[str, PreTrainedConfig] = {
+    "olmoe": OlmoeConfig(**OLMOE, num_experts=4),
     "mixtral, tied": MixtralConfig(**SMALL, num_local_experts=3, tie_word_embeddings=True),
     "qwen2_moe without biases": Qwen2MoeConfig(**QWEN2, qkv_bias=False, norm_topk_prob=True),
     "qwen3_moe without groups": Qwen3MoeConfig(**(QWEN | {"num_key_value_heads": 4})),
@@ -106,10 +112,6 @@ OTHERS: dict[str, PreTrainedConfig] = {
     "V3 without compressed queries, tied": DeepseekV3Config(
         **V3 | {"q_lora_rank": None, "tie_word_embeddings": True}
     ),
-    "V3, YaRN of a Kimi-K2": DeepseekV3Config(
-        **V3
-        | {"rope_parameters": YARN | {"beta_fast": 1, "original_max_position_embeddings": 2048}}
-    ),
     "V3, YaRN without factors": DeepseekV3Config(
         **V3 | {"rope_parameters": YARN | {"mscale": None, "mscale_all_dim": 0.0}}
     ),
@@ -122,6 +124,24 @@ def test_megatron_gives_the_same_logits_and_the_model_comes_back(name: str, tmp_
     back = check_round_trip(config, tmp_path)
     assert f"model.layers.1.{tensor}.weight" in tensors_of(back)
     assert len(list(back.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.rest
+def test_kimi_k2_has_the_same_logits_and_comes_back_by_its_name(tmp_path: Path) -> None:
+    rope = YARN | {"beta_fast": 1, "original_max_position_embeddings": 2048}
+    model = random_model(DeepseekV3Config(**V3 | {"rope_parameters": rope}))
+    saved = tmp_path / "saved"
+    model.save_pretrained(saved)
+    change_config(saved, model_type="kimi_k2")
+    checkpoint, printed = converted(saved, "torch_dist")
+    tokens = torch.arange(2 * NUM_TOKENS).view(2, -1) * 7 % 101
+    logits = megatron_logits(printed.splitlines()[-1], checkpoint, tokens, tmp_path / "run")
+    with torch.no_grad():
+        assert difference(logits[..., :101], model(tokens).logits) < TOLERANCE
+    back, _ = converted(checkpoint, "hf", family="kimi_k2")
+    check_is_equal(back, saved)
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["rope_scaling"]["beta_fast"]) == ("kimi_k2", 1)
 
 
 @pytest.mark.rest

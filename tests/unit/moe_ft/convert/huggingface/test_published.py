@@ -95,10 +95,17 @@ def test_at_least_twenty_of_the_published_models_are_converted() -> None:
     assert len(ACCEPTED) >= 23
 
 
+QUICK = ("gpt-oss-20b", "mixtral-8x7b-v0-1", "kimi-k2-instruct")
 ONE_OF_EACH_SIZE = {PUBLISHED[name].counted: name for name in ACCEPTED if PUBLISHED[name].counted}
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH_SIZE.values())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in QUICK else pytest.mark.rest)
+        for each in ONE_OF_EACH_SIZE.values()
+    ],
+)
 def test_model_has_as_many_parameters_in_megatron_as_in_transformers(name: str) -> None:
     family, settings = settings_of(name)
     if family.text_key:

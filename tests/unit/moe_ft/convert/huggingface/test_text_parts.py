@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
     SMALL,
     TOLERANCE,
+    check_is_equal,
     check_logits,
     converted,
     difference,
     loaded,
     random_model,
+    tensors_of,
 )
 
 VISION = {
@@ -39,29 +42,33 @@ TEXT: dict[str, Any] = SMALL | {
 }
 
 
-@pytest.fixture
-def qwen() -> Any:
-    """Return a small Qwen3-VL."""
+def test_text_part_of_qwen3_vl_has_the_same_logits_and_becomes_a_qwen3(tmp_path: Path) -> None:
     config = Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION, tie_word_embeddings=False)
-    return random_model(config, AutoModelForImageTextToText)
-
-
-def test_text_part_of_qwen3_vl_has_the_same_logits_and_becomes_a_qwen3(
-    qwen: Any, tmp_path: Path
-) -> None:
+    qwen = random_model(config, AutoModelForImageTextToText)
     checkpoint, tokens, expected = check_logits(qwen, tmp_path)
     with torch.no_grad():
         back = loaded(converted(checkpoint, "hf")[0])
         assert back.config.model_type == "qwen3_moe"
         assert difference(back(tokens).logits, expected) < TOLERANCE
-
-
-def test_command_says_that_pictures_are_left_out(qwen: Any, tmp_path: Path) -> None:
-    qwen.save_pretrained(tmp_path / "saved")
-    checkpoint, printed = converted(tmp_path / "saved", "torch_dist")
-    assert "TEXT PART ONLY: " in printed
-    assert (
-        " of Qwen3VLMoeForConditionalGeneration are not converted, called model.visual.*" in printed
-    )
     with pytest.raises(ConfigError, match="--family=qwen3_vl_moe must be one of .*qwen3_moe"):
         converted(checkpoint, "hf", family="qwen3_vl_moe")
+
+
+def test_experts_as_published_are_turned_and_pictures_are_left_out_loudly(tmp_path: Path) -> None:
+    config = Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION, tie_word_embeddings=False)
+    random_model(config, AutoModelForImageTextToText).save_pretrained(tmp_path / "saved")
+    checkpoint, printed = converted(tmp_path / "saved", "torch_dist")
+    assert "TEXT PART ONLY: " in printed
+    wanted = " of Qwen3VLMoeForConditionalGeneration are not converted, called model.visual.*: no "
+    assert wanted in printed
+    tensors = tensors_of(tmp_path / "saved")
+    turned = {
+        name: each.mT.contiguous() if ".experts." in name else each
+        for name, each in tensors.items()
+    }
+    path = tmp_path / "published"
+    path.mkdir()
+    (path / "config.json").write_bytes((tmp_path / "saved" / "config.json").read_bytes())
+    save_file(turned, path / "model.safetensors")
+    published, _ = converted(path, "torch_dist")
+    check_is_equal(converted(published, "hf")[0], converted(checkpoint, "hf")[0])
