@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,17 +25,25 @@ RUN_FLAGS = (
 
 
 def megatron_logits(
-    flags: Sequence[str] | str, checkpoint: Path, tokens: torch.Tensor, folder: Path
+    flags: Sequence[str] | str,
+    checkpoint: Path,
+    tokens: torch.Tensor,
+    folder: Path,
+    prepare: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Return logits [batch, sequence, vocabulary with padding] from a new process with one rank.
 
     Args: as those of `all_logits`.
     """
-    return all_logits(flags, checkpoint, tokens, folder)[0]
+    return all_logits(flags, checkpoint, tokens, folder, prepare)[0]
 
 
 def all_logits(
-    flags: Sequence[str] | str, checkpoint: Path, tokens: torch.Tensor, folder: Path
+    flags: Sequence[str] | str,
+    checkpoint: Path,
+    tokens: torch.Tensor,
+    folder: Path,
+    prepare: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Return logits [layer, batch, sequence, vocabulary with padding] from a new process with one rank.
 
@@ -44,6 +52,7 @@ def all_logits(
     Args:
         flags: of the model, which has the type fp32.
         tokens: [batch, sequence].
+        prepare: called in the new process first; a function of a module.
     """
     words = shlex.split(flags) if isinstance(flags, str) else list(flags)
     length = str(tokens.shape[1])
@@ -52,12 +61,16 @@ def all_logits(
     words += ["--load", str(checkpoint)]
     words.append("--exit-on-missing-checkpoint")
     path = folder / "logits.pt"
-    run_ranks(_write_logits, 1, words, tokens.tolist(), str(path), log_dir=folder).check()
+    run_ranks(_write_logits, 1, words, tokens.tolist(), str(path), prepare, log_dir=folder).check()
     found: torch.Tensor = torch.load(path)
     return found
 
 
-def _write_logits(flags: list[str], tokens: list[list[int]], path: str) -> None:
+def _write_logits(
+    flags: list[str], tokens: list[list[int]], path: str, prepare: Callable[[], None] | None
+) -> None:
+    if prepare is not None:
+        prepare()
     prepare_environment()
     args, _ = parse_arguments(flags)
     config, _ = build_config(args)

@@ -44,8 +44,6 @@ LONELY = {
     "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
-    "megatron/fault_tolerance/program/local_variants.py": "layers: its user chooses among them",
-    "moe_ft/convert/huggingface/glm.py": "a family: the list of families alone imports it",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "moe_ft/kernels/pack_table.py": "imports Triton late, which imports packing",

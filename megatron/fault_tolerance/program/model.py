@@ -3,7 +3,8 @@
 Megatron's local implementation uses a torch norm that refuses sequence parallelism, because nothing would
 reduce its gradients over the tensor-parallel group. The norm here is the same torch module, with parameters
 marked so that Megatron reduces them. local_attention.py replaces the attention for multi-latent attention and
-context parallelism, and local_variants.py that for sparse attention.
+context parallelism, and local_variants.py that for sparse attention
+and delta nets.
 """
 
 import argparse
@@ -114,7 +115,7 @@ def sequence_parallel_norm(
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's default spec for a virtual stage, without the parts that would refuse the layout."""
     transformer = config.transformer
-    if transformer.transformer_impl == "local" and local_variants.is_sparse(transformer):
+    if transformer.transformer_impl == "local" and local_variants.has_variant(transformer):
         spec = local_variants.layers_of(transformer, vp_stage)
     else:
         spec = gpt.default_layer_spec(config, vp_stage)
@@ -123,7 +124,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def mtp_spec(config: Any, layer: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's spec of multi-token prediction for decoder layers, with the same parts replaced."""
-    if local_variants.is_sparse(config.transformer):
+    if local_variants.has_variant(config.transformer):
         spec = local_variants.mtp_layers_of(config.transformer, vp_stage)
     else:
         spec = _megatrons_mtp_spec(config, layer, vp_stage)
@@ -133,9 +134,11 @@ def mtp_spec(config: Any, layer: Any, vp_stage: int | None = None) -> Any:
 def _replacements(config: Any) -> dict[Any, Any]:
     """Return the replacement of each part of Megatron's local implementation that has one."""
     replacements: dict[Any, Any] = {}
+    is_local = config.transformer_impl == "local"
     if config.sequence_parallel:
         replacements[WrappedTorchNorm] = sequence_parallel_norm
-    is_local = config.transformer_impl == "local"
+    if config.layernorm_zero_centered_gamma and is_local:
+        replacements[WrappedTorchNorm] = local_variants.ZeroCenteredNorm
     if is_local and (config.multi_latent_attention or config.context_parallel_size > 1):
         replacements[DotProductAttention] = LocalAttention
         replacements[MLASelfAttention] = LocalLatentAttention

@@ -13,6 +13,7 @@ from typing import Any
 from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
 from moe_ft.convert.huggingface.config_values import RULES, CheckedConfig, ComparedConfig
 from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3, KimiK2
+from moe_ft.convert.huggingface.gated_delta import Qwen35Moe
 from moe_ft.convert.huggingface.glm import Glm4Moe
 from moe_ft.convert.huggingface.gpt_oss import GptOss
 from moe_ft.convert.huggingface.mapping import Config, Family
@@ -31,6 +32,7 @@ from moe_ft.errors import ConfigError, MoeFtError
 _FAMILIES = (
     *(Mixtral(), Qwen2Moe(), Qwen3Moe(), Olmoe(), Qwen3VlMoe(), MiniMaxM2(), GptOss()),
     *(DeepseekV2(), DeepseekV3(), KimiK2(), DeepseekV32(), Glm4Moe(), GlmMoeDsa()),
+    Qwen35Moe(),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.model_type: each for each in _FAMILIES})
 CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"

@@ -86,7 +86,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("shared_expert_intermediate_size", "num_attention_heads"), _SIZE),
         **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), _SIZE),
         **dict.fromkeys(("v_head_dim", "index_n_heads", "index_head_dim"), _SIZE),
-        **dict.fromkeys(("index_topk", "index_topk_freq"), Rule(least=1)),
+        **dict.fromkeys(
+            ("index_topk", "index_topk_freq", "full_attention_interval"), Rule(least=1)
+        ),
+        **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim"), _SIZE),
+        **dict.fromkeys(("linear_value_head_dim", "linear_num_key_heads"), _SIZE),
+        "linear_num_value_heads": _SIZE,
         "index_skip_topk_offset": Rule(least=0),
         **dict.fromkeys(("num_key_value_heads", "head_dim"), _optional(_SIZE)),
         "q_lora_rank": _optional(_SIZE, least=0),
@@ -100,7 +105,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "text_config": Rule(types=(dict,)),
         **dict.fromkeys(("rope_scaling", "rope_parameters"), _optional(Rule(types=(dict,)))),
         **dict.fromkeys(("mlp_only_layers", "architectures"), _optional(Rule(types=(list,)))),
-        "indexer_types": _optional(Rule(types=(list,))),
+        **dict.fromkeys(("indexer_types", "layer_types"), _optional(Rule(types=(list,)))),
         "index_topk_pattern": _optional(Rule(types=(str, list))),
     }
 )

@@ -1,7 +1,7 @@
 """Decoders with experts, as far as all families are the same: settings, and the tensors of their parts.
 
-Attention is with query groups or multi-latent, with rotary embeddings; norms are RMSNorm; MLPs are SwiGLU
-without biases. The files of the families say what differs.
+Attention is with query groups and rotary embeddings (multi-latent: deepseek.py); norms are RMSNorm; MLPs are
+SwiGLU without biases. The files of the families say what differs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -288,12 +288,14 @@ def attention(
     theirs: str,
     *,
     has_bias: bool = False,
+    has_gate: bool = False,
     norms: tuple[int, int] | None = None,
 ) -> Iterator[Mapped]:
     """Yield the norm before the attention of a layer, and its tensors.
 
     Args:
         has_bias: of queries, keys and values.
+        has_gate: whether each query has a gate.
         norms: sizes of those of queries and keys.
     """
     heads, groups = int(settings["--num-attention-heads"]), query_groups(settings)
@@ -309,38 +311,12 @@ def attention(
             groups=groups,
             head_dim=size,
             columns=columns,
+            has_gate=has_gate,
         )
     for each, norm_size in zip("qk", norms or (), strict=norms is not None):
         name = f"{theirs}.{each}_norm.weight"
         yield same(f"{ours}.{each}_layernorm.weight", name, (norm_size,))
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size))
-
-
-def latent_attention(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:
-    """Yield the tensors of a layer's multi-latent attention; `megatron` and `hub` are its names there."""
-    hidden, heads = settings["--hidden-size"], settings["--num-attention-heads"]
-    queries, latent = settings.get("--q-lora-rank"), settings["--kv-lora-rank"]
-    plain, rotary = settings["--qk-head-dim"], settings["--qk-pos-emb-head-dim"]
-    values = settings["--v-head-dim"]
-
-    def weight(ours: str, theirs: str, *shape: int) -> Mapped:
-        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", shape)
-
-    def norm(ours: str, fused: str, theirs: str, size: int) -> Mapped:
-        others = (f"{megatron}.{fused}.layer_norm_weight",)  # with Transformer Engine
-        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", (size,), others=others)
-
-    query_rows = heads * (plain + rotary)
-    if queries:
-        yield weight("linear_q_down_proj", "q_a_proj", queries, hidden)
-        yield norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", queries)
-        yield weight("linear_q_up_proj", "q_b_proj", query_rows, queries)
-    else:
-        yield weight("linear_q_proj", "q_proj", query_rows, hidden)
-    yield weight("linear_kv_down_proj", "kv_a_proj_with_mqa", latent + rotary, hidden)
-    yield norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", latent)
-    yield weight("linear_kv_up_proj", "kv_b_proj", heads * (plain + values), latent)
-    yield weight("linear_proj", "o_proj", hidden, heads * values)
 
 
 def norm_before_mlp(settings: Settings, ours: str, theirs: str, *, has_experts: bool) -> Mapped:

@@ -76,7 +76,7 @@ class _Deepseek(Family):
         norm = f"{megatron}.input_layernorm.weight"
         yield same(norm, f"{hub}.input_layernorm.weight", hidden)
         attention = f"{megatron}.self_attention", f"{hub}.self_attn"
-        yield from decoder.latent_attention(settings, *attention)
+        yield from latent_attention(settings, *attention)
         # Transformer Engine has the norm before a dense MLP in its first projection.
         fused = (f"{megatron}.mlp.linear_fc1.layer_norm_weight",) if is_dense else ()
         norm = f"{megatron}.pre_mlp_layernorm.weight"
@@ -169,6 +169,33 @@ def common_settings(config: Config, family: str, **attention: Any) -> dict[str, 
         **attention_settings(config, family, **attention),
         **rope_settings(config, family, has_own_layers=not attention.get("variant")),
     }
+
+
+def latent_attention(settings: Settings, megatron: str, hub: str) -> Iterator[Mapped]:
+    """Yield the tensors of a layer's multi-latent attention; `megatron` and `hub` are its names there."""
+    hidden, heads = settings["--hidden-size"], settings["--num-attention-heads"]
+    queries, latent = settings.get("--q-lora-rank"), settings["--kv-lora-rank"]
+    plain, rotary = settings["--qk-head-dim"], settings["--qk-pos-emb-head-dim"]
+    values = settings["--v-head-dim"]
+
+    def weight(ours: str, theirs: str, *shape: int) -> Mapped:
+        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", shape)
+
+    def norm(ours: str, fused: str, theirs: str, size: int) -> Mapped:
+        others = (f"{megatron}.{fused}.layer_norm_weight",)  # with Transformer Engine
+        return same(f"{megatron}.{ours}.weight", f"{hub}.{theirs}.weight", (size,), others=others)
+
+    query_rows = heads * (plain + rotary)
+    if queries:
+        yield weight("linear_q_down_proj", "q_a_proj", queries, hidden)
+        yield norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", queries)
+        yield weight("linear_q_up_proj", "q_b_proj", query_rows, queries)
+    else:
+        yield weight("linear_q_proj", "q_proj", query_rows, hidden)
+    yield weight("linear_kv_down_proj", "kv_a_proj_with_mqa", latent + rotary, hidden)
+    yield norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", latent)
+    yield weight("linear_kv_up_proj", "kv_b_proj", heads * (plain + values), latent)
+    yield weight("linear_proj", "o_proj", hidden, heads * values)
 
 
 def attention_config(

@@ -45,7 +45,7 @@ class Glm4Moe(Family):
     @override
     def settings(self, config: Config) -> dict[str, Any]:
         plain = decoder.without(decoder.PLAIN_CONFIG, "attention_bias", _ROTARY)
-        percent, config = _rotary_factor(config)
+        percent, config = rotary_factor(config, 0.5)
         return {
             **decoder.decoder_settings(config, self.model_type, plain),
             **shared_experts.experts_settings(config, self.model_type),
@@ -68,10 +68,10 @@ def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> It
     yield from shared_experts.mlp(settings, f"{megatron}.mlp", f"{hub}.mlp", is_dense=is_dense)
 
 
-def _rotary_factor(config: Config) -> tuple[float, Config]:
-    """Return the part of a head that is rotated, and the configuration without it; 0.5 if none is given."""
+def rotary_factor(config: Config, default: float) -> tuple[float, Config]:
+    """Return the part of a head that is rotated, and the configuration without it."""
     places = [config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
-    given = [each[_ROTARY] for each in places if each.get(_ROTARY) is not None] or [0.5]
+    given = [each[_ROTARY] for each in places if each.get(_ROTARY) is not None] or [default]
     wrong = [each for each in given if not isinstance(each, int | float) or not 0 < each <= 1]
     if wrong or len(set(given)) > 1:
         raise ConfigError(

@@ -60,6 +60,7 @@ class Mapped:
         stack: index and length of the first dimension of the tensors in `names`, where these hold one tensor
             for each expert: `split` makes what is at the index. None for tensors of their own.
         is_either_way: whether files have the tensors transposed or not, which their shapes say.
+        instead: what the tensor is in files that have it under other names; it is only read.
     """
 
     tensor: str
@@ -73,6 +74,7 @@ class Mapped:
     is_vocabulary: bool = False
     stack: tuple[int, int] | None = None
     is_either_way: bool = False
+    instead: "Mapped | None" = field(default=None, repr=False)
 
 
 class Family:
@@ -139,6 +141,7 @@ def renamed(mapped: Mapped, beginnings: Mapping[str, str]) -> Mapped:
         names=rename(mapped.names),
         copies=rename(mapped.copies),
         duplicates=rename(mapped.duplicates),
+        instead=mapped.instead and renamed(mapped.instead, beginnings),
     )
 
 
@@ -163,26 +166,41 @@ def stacked(tensor: str, names: Sequence[str], shape: Sequence[int]) -> Mapped:
 
 
 def query_key_value(
-    tensor: str, names: Sequence[str], *, heads: int, groups: int, head_dim: int, columns: int = 0
+    tensor: str,
+    names: Sequence[str],
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    columns: int = 0,
+    has_gate: bool = False,
 ) -> Mapped:
     """Return `linear_qkv`, whose rows are those of each query group: its queries, its key, its value.
 
     Args:
         columns: of the weight; 0 for a bias.
+        has_gate: whether the gates of a group come after its queries; on the hub each after its query.
     """
     rest = (columns,) if columns else ()
-    per_group = heads // groups
+    per_group, of_queries = heads // groups, heads // groups * (1 + has_gate)
+
+    def turned(queries: torch.Tensor, first: int, second: int) -> torch.Tensor:
+        """Return queries and gates, which take turns or not, in the other order."""
+        both = queries.reshape(groups, first, second, head_dim, *rest).transpose(1, 2)
+        return both.reshape(groups, of_queries, head_dim, *rest)
 
     def split(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        by_group = whole.reshape(groups, per_group + 2, head_dim, *rest)
-        parts = by_group.split((per_group, 1, 1), dim=1)
+        by_group = whole.reshape(groups, of_queries + 2, head_dim, *rest)
+        queries, *others = by_group.split((of_queries, 1, 1), dim=1)
+        parts = (turned(queries, 2, per_group) if has_gate else queries, *others)
         return tuple(part.reshape(-1, *rest) for part in parts)
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        by_group = [part.reshape(groups, -1, head_dim, *rest) for part in parts]
+        queries, *others = (part.reshape(groups, -1, head_dim, *rest) for part in parts)
+        by_group = (turned(queries, per_group, 2) if has_gate else queries, *others)
         return torch.cat(by_group, dim=1).reshape(-1, *rest)
 
-    rows = groups * (per_group + 2) * head_dim
+    rows = groups * (of_queries + 2) * head_dim
     return Mapped(tensor=tensor, names=tuple(names), shape=(rows, *rest), split=split, join=join)
 
 

@@ -122,7 +122,7 @@ def open_release(folder: AnyPath) -> Release:
     checked = check_values(str(folder / CONFIG_NAME), config, places.values(), family)
     try:
         settings = family.settings(with_values(checked, {"quantization_config": None}))
-        listed = list(_at_most(family.tensors(settings), len(places)))
+        listed = list(_at_most(_as_named(family.tensors(settings), places), len(places)))
     except KeyError as error:
         raise ConfigError(
             f"{folder / CONFIG_NAME} must have {error.args[0]} for a model of {family.model_type}, and "
@@ -146,6 +146,12 @@ def open_release(folder: AnyPath) -> Release:
         places=places,
         notes=(*_notes(family, left_out, len(found) - len(own)), *[made] * bool(made)),
     )
+
+
+def _as_named(tensors: Iterator[Mapped], places: Mapping[str, Place]) -> Iterator[Mapped]:
+    """Yield tensors as the files have them, where a family knows two forms."""
+    for mapped in tensors:
+        yield (mapped.names[0] not in places and mapped.instead) or mapped
 
 
 def _at_most(tensors: Iterator[Mapped], num_names: int) -> Iterator[Mapped]:
@@ -232,7 +238,12 @@ def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place
 
 def _module_states(names: Mapping[str, Mapped], num_experts: int) -> Iterator[str]:
     """Yield the keys of all module states that Megatron's implementations of these layers look for."""
-    modules = {name.rpartition(".")[0] for name in names if name.startswith(("decoder.", "mtp."))}
+    # Megatron saves some weights in several parts, whose names follow that of the weight.
+    modules = {
+        name.rpartition(".")[0].removesuffix(".weight")
+        for name in names
+        if name.startswith(("decoder.", "mtp."))
+    }
     projection = ".self_attention.linear_proj"
     attention = {
         f"{module.rpartition('.')[0]}.core_attention"

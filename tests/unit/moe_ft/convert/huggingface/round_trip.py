@@ -1,5 +1,6 @@
 """A small random model of transformers on its way to Megatron and back."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,15 @@ def check_round_trip(config: PreTrainedConfig, folder: Path, *flags: str) -> Pat
 
 
 def check_logits(
-    model: PreTrainedModel, folder: Path, *flags: str
+    model: PreTrainedModel,
+    folder: Path,
+    *flags: str,
+    prepare: Callable[[], None] | None = None,
 ) -> tuple[Path, torch.Tensor, torch.Tensor]:
     """Check that Megatron gives the logits of a model, which is saved in a folder.
+
+    Args:
+        prepare: as that of `all_logits`.
 
     Returns:
         The folder of Megatron's checkpoint, tokens, and their logits.
@@ -114,7 +121,8 @@ def check_logits(
         expected = model(tokens).logits
     checkpoint, printed = converted(saved, "torch_dist")
     printed_flags = printed.splitlines()[-1].split()
-    logits = megatron_logits([*printed_flags, *flags], checkpoint, tokens, folder / "run")
+    words, run = [*printed_flags, *flags], folder / "run"
+    logits = megatron_logits(words, checkpoint, tokens, run, prepare)
     assert logits[..., size:].abs().max() == 0
     assert difference(logits[..., :size], expected) < TOLERANCE
     return checkpoint, tokens, expected

@@ -14,10 +14,10 @@ from transformers import DeepseekV3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.deepseek import (
     attention_config,
     attention_settings,
+    latent_attention,
     rope_config,
     rope_settings,
 )
@@ -35,7 +35,7 @@ FAMILY = "deepseek_v3"
 def test_norms_have_other_names_with_transformer_engine() -> None:
     others = [
         other
-        for mapped in decoder.latent_attention(V3, "attention", "self_attn")
+        for mapped in latent_attention(V3, "attention", "self_attn")
         for other in mapped.other_tensors
     ]
     assert others == [
