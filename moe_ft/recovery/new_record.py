@@ -15,6 +15,7 @@ from moe_ft.format.records import IterationRecord, OptimizerRecord, RecordTensor
 from moe_ft.recovery.meet import Met
 from moe_ft.state.packed_values import copied, to_json
 from moe_ft.state.parameters import SLOT_BUFFERS
+from moe_ft.state.quantized import is_quantized
 from moe_ft.state.random_states import seeded_states
 from moe_ft.state.record import current_num_microbatches
 from moe_ft.state.tensors import inner_optimizers
@@ -41,6 +42,9 @@ def make_record(indexes: Mapping[int, Index], met: Met, position: int) -> Iterat
     first = records[min(records)]
     if any(each.loop_state != first.loop_state for each in records.values()):
         raise PlanError("state of its own that the training loop keeps on each rank")
+    has_scales = any(each.extra_state for each in records.values())
+    if has_scales and any(is_quantized(each.parameter) for each in met.live.parameters):
+        raise PlanError("scale with which a module casts its FP8 parameters (--fp8-recipe delayed)")
     microbatches = current_num_microbatches()
     if microbatches is None and first is not indexes[min(records)].records[-1]:
         raise PlanError("window of a loop that does not say how many microbatches it has now")

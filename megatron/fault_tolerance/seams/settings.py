@@ -247,6 +247,11 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
                 "with --use-precision-aware-optimizer masters are the optimizer's own, and snapshots hold "
                 "them as they are. Leave master out of the list."
             )
+        elif packing is Packing.SPLIT and getattr(args, "fp8_param_gather", False):
+            problem = (
+                "with --fp8-param-gather forward uses no BF16 weights that masters could be split into. Use "
+                "master=exact."
+            )
         elif packing is Packing.SPLIT and not args.bf16:
             problem = (
                 "masters can be split only where forward uses BF16 weights. Add --bf16, or use "

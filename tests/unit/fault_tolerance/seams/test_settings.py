@@ -16,6 +16,7 @@ from megatron.fault_tolerance.seams.settings import (
     check_arguments,
     check_experts,
     check_model,
+    check_state_dtype,
     checked_config,
     config_from_arguments,
     is_off,
@@ -26,6 +27,7 @@ from megatron.fault_tolerance.seams.settings import (
 from megatron.fault_tolerance.seams.stack import Seam
 from moe_ft.cluster import member
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.strategy import PrecisionConfig
 from moe_ft.config.untested import FEATURES
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
@@ -174,6 +176,37 @@ def test_graphs_that_hide_the_tokens_of_experts_are_refused_with_partial_snapsho
     flags = ("--mock-data", "--moe-ft-strategy", "partial", "--cuda-graph-impl", "local")
     with pytest.raises(ConfigError, match="the tokens that a failure loses could not be counted"):
         check_arguments(parse(*flags))
+
+
+BF16_MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--fp8-recipe", "custom"), "--fp8-recipe custom is not supported"),
+        (("--fp16",), "--fp16 is not supported .* Use --bf16"),
+        (BF16_MOMENTS, "Transformer Engine's optimizer then keeps the masters"),
+        (
+            (*BF16_MOMENTS, "--fp8-recipe", "mxfp8", "--main-params-dtype", "fp16"),
+            "Transformer Engine's optimizer then keeps the masters",
+        ),
+    ],
+)
+def test_fp8_parameters_are_refused_where_masters_alone_do_not_make_them(
+    flags: tuple[str, ...], message: str
+) -> None:
+    fp8 = ("--mock-data", "--moe-ft-strategy", "sparse", "--fp8-param-gather")
+    for others in ((), ("--fp8-recipe", "blockwise", *BF16_MOMENTS)):
+        check_refusals(parse(*fp8, *others))
+    with pytest.raises(ConfigError, match=f"--fp8-param-gather with .*{message}"):
+        check_refusals(parse(*fp8, *flags))
+
+
+def test_masters_of_fp8_parameters_are_not_split() -> None:
+    args = parse("--mock-data", "--bf16", "--fp8-param-gather", "--fp8-recipe", "mxfp8")
+    with pytest.raises(ConfigError, match="forward uses no BF16 weights"):
+        check_state_dtype(args, PrecisionConfig(state_dtype="master=split"))
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,16 @@ def test_state_of_a_loop_is_taken_over_if_all_ranks_have_the_same() -> None:
 
 def test_microbatches_are_those_of_this_layout() -> None:
     assert make_record({0: index_of(4)}, met(), -1).num_microbatches == 6
+
+
+def test_scales_that_cast_fp8_parameters_belong_to_their_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = index_of(4, extra_state={"layer/scaling_fwd.scale": BIAS})
+    own = met(DENSE, layers=(4,))
+    own.live.parameters = [SimpleNamespace(parameter="weight")]
+    assert make_record({0: index}, own, -1).extra_state == {}  # of parameters in BF16
+    monkeypatch.setattr(new_record, "is_quantized", lambda parameter: parameter == "weight")
+    with pytest.raises(PlanError, match="casts its FP8 parameters"):
+        make_record({0: index}, own, -1)
+    make_record({0: index_of(4)}, own, -1)

@@ -12,8 +12,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from moe_ft.format.entries import GlobalPlace, ModelPlaces
+from moe_ft.state import global_places
 from moe_ft.state.global_places import find_places, model_places, with_places
 from moe_ft.units import UnitId, UnitKind
+from tests import fp8_tensors
 from tests.unit.moe_ft.builders import make_parameter
 
 STACK = "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
@@ -54,6 +56,18 @@ class Model(torch.nn.Module):
 @pytest.fixture
 def model() -> Model:
     return Model()
+
+
+def test_halves_of_an_fp8_parameter_have_the_places_of_other_parameters(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = find_places([model], "group").of[model.gate_up]
+    monkeypatch.setattr(
+        global_places, "is_quantized", lambda each: isinstance(each, fp8_tensors.QuantizedTensor)
+    )
+    numbers = torch.zeros(4, 5, dtype=torch.bfloat16)
+    model.gate_up = torch.nn.Parameter(fp8_tensors.Float8BlockQuantizer().make(numbers))
+    assert find_places([model], "group").of[model.gate_up] == expected
 
 
 def test_block_of_a_tensor_parallel_rank_has_its_offset(model: Model) -> None:
