@@ -39,6 +39,7 @@ CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 _FACT, _TOKENS = "generation", ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_BYTES = 16 << 20
 _LISTED = 6  # of what is different
+_ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of odd values
 _COST_OF_END = 24
 # Keys that no layer follows from.
 _SAYS_NOTHING = re.compile(

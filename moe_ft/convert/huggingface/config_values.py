@@ -17,6 +17,7 @@ from moe_ft.convert.safetensors_set import Place
 from moe_ft.errors import ConfigError
 
 _MOST = 1 << 40
+_MOST_COMPARED = 1 << 20  # of what lists are made, where no files limit it
 COUNTED, LONGEST = "the number of tensors", "the longest dimension of the tensors"
 
 
@@ -175,6 +176,7 @@ class ComparedConfig(CheckedConfig):
 
     def __init__(self, config: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:
         super().__init__("", config, None, rules)
+        self._limits = {COUNTED: _MOST_COMPARED, LONGEST: _MOST_COMPARED}
         self.differences: list[str] = []
 
     @override

@@ -2,9 +2,10 @@
 
 Attention with a sink is Megatron's `--softmax-type learnable`, whose offsets are the sinks. The activation is
 --quick-geglu with --glu-linear-offset and --activation-func-clamp-value; the hub has its factor 1.702 as a
-number, and Megatron has no other. Megatron's fused form limits values before it adds the bias (0.19.2), so
-that --no-bias-gelu-fusion is needed. The experts of a layer are two tensors on the hub, with biases, where
-rows of gate and up take turns. Published weights of experts are in MXFP4, which quantized.py reads.
+number, and Megatron has no other. Megatron's fused form limits values before it adds the bias (0.19.2), but
+for --moe-grouped-gemm of Transformer Engine, which has added it: else --no-bias-gelu-fusion is needed. The
+experts of a layer are two tensors on the hub, with biases, where rows of gate and up take turns. Published
+weights of experts are in MXFP4, which quantized.py reads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from moe_ft.errors import ConfigError
 
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 _ALPHA = 1.702
+_FUSION = "--bias-gelu-fusion"
 # Megatron's settings of YaRN by the keys of `rope_scaling`, and what transformers takes without a key.
 _YARN: Mapping[str, tuple[str, Any]] = {
     "factor": ("--rotary-scaling-factor", None),
@@ -42,7 +44,7 @@ _LAYERS: Mapping[str, Any] = {
     "--swiglu": False,
     "--quick-geglu": True,
     "--glu-linear-offset": 1.0,
-    "--bias-gelu-fusion": False,
+    _FUSION: False,
     "--softmax-type": "learnable",
     "--position-embedding-type": "yarn",
     "--mscale": 1.0,
@@ -75,7 +77,11 @@ class GptOss(Family):
     def check(self, settings: Settings) -> None:
         pattern = decoder.layer_frequency(decoder.moe_layers(settings))
         settings = {**settings, "--moe-layer-freq": pattern}
-        decoder.check_decoder(settings, self.model_type, _FEATURES)
+        is_added = (
+            settings.get("--moe-grouped-gemm") and settings.get("--transformer-impl") != "local"
+        )
+        features = decoder.without(_FEATURES, *[_FUSION] * bool(is_added))
+        decoder.check_decoder(settings, self.model_type, features)
         decoder.check_number(settings, self.model_type, "--activation-func-clamp-value")
         decoder.router_settings(True, settings["--moe-router-topk"])
         window = list(settings.get("--window-size") or ())

@@ -126,7 +126,7 @@ def made_places(path: str, config: Config, places: Places) -> tuple[Places, str]
     Raises:
         ConfigError: for another way, and for weights or scales that have not each other or do not fit.
     """
-    made, name = reader_of(path, config), ""
+    made = reader_of(path, config)
     found = dict(made(path, places)) if made else dict(places)
     for name, place in found.items():
         if place.dtype.startswith("F8"):
@@ -181,7 +181,7 @@ def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
 def _fp8(path: str, places: Places, block: tuple[int, int]) -> Iterator[tuple[str, Place]]:
     ending = "_scale_inv"
     for name, place in places.items():
-        if place.dtype == _FP8:
+        if place.dtype == _FP8 and len(place.shape) > 1:
             shape = (*place.shape[:-2], *map(ceil, _ratios(place.shape[-2:], block)))
             scales = _scales_of(path, places, f"{name}{ending}", name, shape, _SCALE_TYPES)
             yield name, Fp8Place(_MADE, place.shape, place.path, place.start, place, scales, block)

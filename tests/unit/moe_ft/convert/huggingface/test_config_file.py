@@ -11,6 +11,7 @@ from moe_ft.convert.huggingface.config_file import (
     GENERATION_NAME,
     check_values,
     facts_of_generation,
+    find_family,
     tokens_of,
     write_generation,
 )
@@ -119,3 +120,18 @@ def test_nothing_is_written_where_nothing_is_known(tmp_path: Path) -> None:
     facts = facts_of_generation(NONE, {})
     write_generation(tmp_path, facts)
     assert (facts, tokens_of(facts), list(tmp_path.iterdir())) == ({}, {}, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1 << 39},
+        {"num_hidden_layers": "many", "rope_theta": "much", "num_attention_heads": []},
+        {"text_config": {"num_hidden_layers": None, "rope_parameters": {"rope_theta": "x"}}},
+        {"rope_parameters": 5, "mlp_only_layers": 7, "layer_types": 3},
+    ],
+    ids=str,
+)
+def test_unknown_model_is_refused_whatever_its_values_are(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="has model_type=new, but conversions know only"):
+        find_family("config.json", {**CONFIG, "model_type": "new", **changes})

@@ -4,13 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GptOssConfig, MiniMaxM2Config
 
 from moe_ft.convert.huggingface.config_file import FAMILIES
 from moe_ft.convert.huggingface.gpt_oss import GptOss
 from moe_ft.convert.huggingface.mapping import flags_of
+from moe_ft.convert.huggingface.release import open_release
 from moe_ft.errors import ConfigError
-from tests.unit.moe_ft.convert.huggingface.round_trip import SMALL, check_round_trip, tensors_of
+from tests.unit.moe_ft.convert.huggingface.round_trip import (
+    SMALL,
+    check_round_trip,
+    random_model,
+    tensors_of,
+)
+from tests.unit.moe_ft.convert.huggingface.test_release import change_config, change_tensors
 
 YARN = {
     "rope_type": "yarn",
@@ -111,6 +119,13 @@ def test_config_that_megatron_cannot_express_is_refused_by_key(
         FAMILIES[config["model_type"]].settings({**config, **changes})
 
 
+def test_fused_activation_is_accepted_where_the_bias_is_in_its_input() -> None:
+    settings = GptOss().settings(GPT) | {"--bias-gelu-fusion": True, "--moe-grouped-gemm": True}
+    GptOss().check({**settings, "--transformer-impl": "transformer_engine"})
+    with pytest.raises(ConfigError, match="--bias-gelu-fusion=True must be off"):
+        GptOss().check({**settings, "--transformer-impl": "local"})
+
+
 def test_windows_in_other_layers_are_listed() -> None:
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     settings = GptOss().settings({**GPT, "layer_types": types})
@@ -122,9 +137,17 @@ def test_windows_in_other_layers_are_listed() -> None:
     assert {"--no-bias-gelu-fusion", "--no-yarn-correction-range-round-to-int"} <= {*words}
 
 
-def test_layers_of_further_tokens_of_minimax_are_left_out() -> None:
-    names = FAMILIES["minimax_m2"].names_left_out({**MINI, "num_mtp_modules": 2})
-    assert names == ("model.layers.2.", "model.layers.3.")
+def test_layers_of_further_tokens_of_minimax_are_left_out_loudly(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    random_model(MiniMaxM2Config(**MINIMAX)).save_pretrained(saved)
+    further = {f"model.layers.{layer}.eh_proj.weight": torch.ones(2) for layer in (2, 3)}
+    change_tensors(saved, lambda tensors: tensors.update(further))
+    with pytest.raises(ConfigError, match="has an unknown tensor: model.layers.2.eh_proj.weight"):
+        open_release(saved)
+    change_config(saved, num_mtp_modules=2)
+    (note,) = open_release(saved).notes
+    assert note.startswith("NOT CONVERTED: 2 tensors of MiniMaxM2ForCausalLM are not converted, ")
+    assert "called model.layers.2.* or model.layers.3.*" in note
 
 
 def test_published_share_of_the_rotation_is_read() -> None:

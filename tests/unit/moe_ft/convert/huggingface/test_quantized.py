@@ -119,6 +119,7 @@ def test_scales_of_two_bytes_are_read_too(fp8: Path) -> None:
         ({SCALES: torch.ones(3, 2).half()}, "must have the shape .* and has .* and F16"),
         ({Q: torch.ones(48, 32)}, f"has {SCALES} without a tensor of the type F8_E4M3"),
         ({Q: torch.ones(48, 32).to(torch.float8_e5m2), SCALES: None}, "type F8_E5M2 and no scales"),
+        ({Q: torch.ones(48).to(torch.float8_e4m3fn)}, "q_proj.weight has the type F8_E4M3 and no"),
     ],
 )
 def test_weights_and_scales_that_have_not_each_other_are_named(
