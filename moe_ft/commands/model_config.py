@@ -26,28 +26,30 @@ from moe_ft.errors import ConfigError
 
 _MOST_PARAMETERS = 1e15
 _MOST_EXPERTS = 1_000_000  # of all layers: each is built
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
-_BLOCKS = ("layers_block_type", "hybrid_override_pattern")
+_LAYERS, _BLOCKS = "num_hidden_layers", ("layers_block_type", "hybrid_override_pattern")
 _LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+# The names that a value has in different families.
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_top_k", "moe_k"),
+    *("moe_topk", "moe_top_k", "moe_k", "num_selected_experts"),
 )
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _DENSE_SIZE = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+_LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
+_GATED_SIZE = "shared_expert_intermediate_size"
 _SHARED_SIZE = (
-    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *(_GATED_SIZE, "moe_shared_expert_intermediate_size"),
     *("shared_intermediate_size", "share_expert_dim"),
 )
-_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert")
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _STEP = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-_LATENT_SIZE = ("moe_latent_size", "routed_expert_hidden_size")
 _ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
-# What these families have and their files do not say.
-_HAS_HEAD_NORMS, _HAS_QUERY_BIAS = ("qwen3", "gemma4"), ("qwen2_moe",)
-_HAS_SHARED_EXPERT = ("llama4",)  # of the size of an expert
+# Families that have what their files do not say: norms of heads, biases of queries, of all linear layers, and
+# an expert that all tokens pass.
+_HAS_NORMS, _HAS_BIAS, _HAS_BIASES = ("qwen3", "gemma4"), ("qwen2_moe",), ("gpt_oss",)
+_HAS_SHARED = ("llama4",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +103,9 @@ class _Description:
         self._fields, self._type = fields, str(fields.get("model_type"))
         if fields.get(*_EXPERTS) is None:
             raise ConfigError(
-                f"--model={path} has none of {', '.join(_EXPERTS)}: it is no decoder with experts "
-                f"(model_type={self._type:.40}). Name one that has, or give Megatron's flags after the --."
+                f"--model={path} has none of {', '.join(_EXPERTS)} (model_type={self._type:.40}): it is no "
+                "decoder with experts, or counts them otherwise. Name another, or give Megatron's flags "
+                "after the --."
             )
         self._num_experts = fields.whole(*_EXPERTS, most=100_000)
         self._top_k = fields.whole(*_TOP_K, most=self._num_experts)
@@ -120,9 +123,9 @@ class _Description:
         latents = 2 * self._size * self._latent if self._latent != self._size else 0
         # All but experts and MLPs, and what is left out.
         self._others = sum(of_kind[each] for each in self._mixers) + self._num_moe * latents
-        kinds = fields.items("indexer_types") or ["full"] * self._num_layers
-        is_counted = fields.get("compress_ratios") is not None
-        self._indexers = 0 if is_counted else kinds.count("full") * indexer(fields)
+        self._period = fields.whole("index_topk_freq", default=1)
+        self._offset = fields.whole("index_skip_topk_offset", default=2, least=0)
+        self._indexers = self._num_indexers() * indexer(fields)
         of_one = attention(fields)
         self._is_exact = (
             {*of_kind.values()} == {of_one}
@@ -157,15 +160,17 @@ class _Description:
         fields = self._fields
         blocks = [_LETTERS.get(each, f"{each}") for each in fields.items(*_BLOCKS)]
         if {"moe", "mlp"} & {*blocks}:  # each block is a layer, and MLPs are blocks
-            num_layers, lengths = fields.whole(*_LAYERS, default=len(blocks)), {len(blocks)}
+            num_layers, lengths = fields.whole(_LAYERS, default=len(blocks)), {len(blocks)}
             mixers = [each for each in blocks if each not in ("moe", "mlp")]
             has_experts = [each == "moe" for each in blocks if each in ("moe", "mlp")]
         else:
-            num_layers = fields.whole(*_LAYERS, most=10_000)
+            num_layers = fields.whole(_LAYERS, most=10_000)
             mixers, has_experts = blocks or self._kinds(num_layers), self._moe_layers(num_layers)
             lengths = {len(mixers), len(has_experts)}
         if lengths != {num_layers}:
-            raise fields.refusal(_LAYERS, f"must be the length of each list of layers: {lengths}")
+            raise fields.refusal(
+                (_LAYERS,), f"must be the length of each list of layers: {lengths}"
+            )
         return mixers, has_experts
 
     def _kinds(self, num_layers: int) -> list[str]:
@@ -175,6 +180,8 @@ class _Description:
             return [f"{each}" for each in given]
         if is_sliding := fields.items("hybrid_layer_pattern"):
             return ["sliding" if each else "full" for each in is_sliding]
+        if is_full := fields.items("attn_type_list"):
+            return ["full" if each else "lightning" for each in is_full]
         if ratios := fields.items("compress_ratios"):  # those of further layers follow
             return [f"compressed {each}" for each in ratios[:num_layers]]
         linear = {*fields.inner("linear_attn_config").items("kda_layers")}
@@ -201,9 +208,18 @@ class _Description:
         fields = self._fields
         if fields.get("enable_moe_block"):  # Gemma 4 keeps its dense MLP
             return self._dense_size
-        default = int(self._type.startswith(_HAS_SHARED_EXPERT))
+        default = int(self._type.startswith(_HAS_SHARED))
         number = fields.whole(*_NUM_SHARED, default=default, least=0)
         return fields.whole(*_SHARED_SIZE, default=number * self._expert_size, least=0)
+
+    def _num_indexers(self) -> int:
+        """Return the layers with an indexer of their own; those of compressed attention count with it."""
+        if self._fields.get("compress_ratios") is not None:
+            return 0
+        if kinds := self._fields.items("indexer_types"):
+            return kinds.count("full")
+        after = (max(0, n - max(1, self._offset)) for n in range(1, self._num_layers + 1))
+        return sum(each % self._period == 0 for each in after)
 
     def _mixer(self, kind: str) -> int:
         """Return the weights of what mixes the tokens in a layer."""
@@ -222,10 +238,10 @@ class _Description:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of Megatron; those that are None or False need no flag."""
-        fields, frequency = self._fields, [int(each) for each in self._has_experts]
+        fields, layers = self._fields, [int(each) for each in self._has_experts]
+        frequency = 1 if all(layers) else json.dumps(layers, separators=(",", ":"))
         base = fields.number("rope_theta") or fields.inner("rope_parameters").number("rope_theta")
-        has_modules = ("num_mtp_modules",) if fields.get("use_mtp") else ()
-        further = ("num_nextn_predict_layers", "mtp_num_hidden_layers", *has_modules)
+        further = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
         positions = ("max_position_embeddings", "model_max_length")
         return {
             "--num-layers": self._num_layers,
@@ -233,12 +249,10 @@ class _Description:
             "--ffn-hidden-size": self._dense_size,
             "--num-experts": self._num_experts,
             "--moe-ffn-hidden-size": max(1, round(self._expert_size * self._latent / self._size)),
-            "--moe-layer-freq": 1
-            if all(frequency)
-            else json.dumps(frequency, separators=(",", ":")),
+            "--moe-layer-freq": frequency,
             "--moe-router-topk": self._top_k,
             "--moe-shared-expert-intermediate-size": self._shared_size or None,
-            "--moe-shared-expert-gate": bool(self._shared_size and fields.get(_SHARED_SIZE[0])),
+            "--moe-shared-expert-gate": bool(self._shared_size and fields.get(_GATED_SIZE)),
             "--mtp-num-layers": fields.whole(*further, default=0, least=0, most=16) or None,
             "--padded-vocab-size": self._vocabulary,
             "--untie-embeddings-and-output-weights": not self._is_tied,
@@ -247,7 +261,7 @@ class _Description:
             "--rotary-base": int(base or 10_000),
             "--normalization": "RMSNorm",
             "--norm-epsilon": fields.number("rms_norm_eps", "layernorm_epsilon", "norm_eps"),
-            "--disable-bias-linear": True,
+            "--disable-bias-linear": self._type not in _HAS_BIASES,
             "--swiglu" if self._is_gated else "--squared-relu": True,
             **(self._latent_attention() if self._is_latent and self._is_exact else self._grouped()),
             **self._router(),
@@ -260,16 +274,16 @@ class _Description:
             weights = 2 * self._size * (queries + groups)
             # An even number, for rotary embeddings.
             dim = 2 * max(1, round(self._others / self._num_layers / weights / 2))
-        norms, bias = fields.get("use_qk_norm"), fields.get("qkv_bias", "attention_bias")
+        norms = fields.get("use_qk_norm")
+        norms = self._type.startswith(_HAS_NORMS) if norms is None else bool(norms)
+        bias = False if self._type in _HAS_BIASES else fields.get("qkv_bias", "attention_bias")
         return {
             "--num-attention-heads": queries,
             "--kv-channels": dim,
             "--group-query-attention": True,
             "--num-query-groups": groups,
-            "--qk-layernorm": bool(
-                self._type.startswith(_HAS_HEAD_NORMS) if norms is None else norms
-            ),
-            "--add-qkv-bias": bool(self._type in _HAS_QUERY_BIAS if bias is None else bias),
+            "--qk-layernorm": norms,
+            "--add-qkv-bias": self._type in _HAS_BIAS if bias is None else bool(bias),
         }
 
     def _latent_attention(self) -> dict[str, Any]:
@@ -287,27 +301,41 @@ class _Description:
             "--v-head-dim": value_dim,
             "--rope-type": "yarn" if is_yarn else "rope",
             "--rotary-scaling-factor": scaling.number("factor") if is_yarn else None,
+            "--mscale": scaling.number("mscale") if is_yarn else None,
+            "--mscale-all-dim": scaling.number("mscale_all_dim") if is_yarn else None,
+            **(self._sparse() if self._indexers else {}),
+        }
+
+    def _sparse(self) -> dict[str, Any]:
+        fields = self._fields
+        return {
+            "--experimental-attention-variant": "dsa",
+            "--dsa-indexer-n-heads": fields.whole("index_n_heads"),
+            "--dsa-indexer-head-dim": fields.whole("index_head_dim"),
+            "--dsa-indexer-topk": fields.whole("index_topk", default=2048),
+            "--dsa-indexer-topk-freq": self._period,
+            "--dsa-indexer-skip-topk-offset": self._offset if self._period > 1 else None,
         }
 
     def _router(self) -> dict[str, Any]:
         fields = self._fields
+        is_corrected = fields.get("topk_method") == "noaux_tc"  # by biases, as in DeepSeek-V3
         function = fields.get("scoring_func", "moe_router_activation_func")
+        function = "sigmoid" if function is None and is_corrected else function
         is_known = function in ("sigmoid", "sqrtsoftplus")
-        biases = ("use_routing_bias", "use_moe_router_bias")
-        has_bias = fields.get("topk_method") == "noaux_tc" or fields.get(*biases)
+        has_bias = is_corrected or fields.get("use_routing_bias", "use_moe_router_bias")
         groups = fields.whole("n_group", "num_expert_group", default=1, least=0)
         chosen = fields.whole("topk_group", default=1, least=0)
         has_groups = 0 < chosen < groups and self._num_experts % groups == 0
+        is_before = self._top_k == 1 or fields.get("norm_topk_prob") is False
+        factor = fields.number("routed_scaling_factor", "moe_router_scaling_factor")
         return {
             "--moe-router-score-function": function if is_known else None,
-            "--moe-router-pre-softmax": not is_known
-            and (self._top_k == 1 or fields.get("norm_topk_prob") is False),
+            "--moe-router-pre-softmax": is_before and not is_known,
             "--moe-router-enable-expert-bias": bool(is_known and has_bias),
             "--moe-router-num-groups": groups if has_groups else None,
             "--moe-router-group-topk": chosen if has_groups else None,
-            "--moe-router-topk-scaling-factor": fields.number(
-                "routed_scaling_factor", "moe_router_scaling_factor"
-            ),
+            "--moe-router-topk-scaling-factor": factor,
         }
 
     def notes(self) -> list[str]:
@@ -325,12 +353,12 @@ class _Description:
                 f"stand-in: experts of as many parameters as those in its latent space of {self._latent}, "
                 "whose projections are counted with attention"
             )
-        if share := self._indexers / self.parameters:
-            found.append(f"left out: indexers of attention, {share:.2%} of the parameters")
+        if self._indexers and not (self._is_latent and self._is_exact):
+            found.append(f"left out: indexers of attention, {self._indexers / 1e9:,.2f} billion")
         if isinstance(method := fields.get("quantization_config"), dict):
-            name = f"{method.get('quant_method')}"
+            name = f"{method.get('quant_method')}"[:40]
             found.append(
-                f"its weights are quantized ({name:.40}): planned in the precision of training"
+                f"its weights are quantized ({name}): planned in the precision of training"
             )
         found += [f"left out: {name}" for name in fields.towers]
         if unused := fields.unused:
@@ -338,6 +366,9 @@ class _Description:
         other = ["sliding windows"] * any("sliding" in each for each in kinds)
         activation = fields.get(*_ACTIVATION)
         other += [f"{activation!s:.40}"] * (self._is_gated and activation not in (None, "silu"))
+        if not (self._is_latent and self._is_exact):
+            names = ("rope_scaling", "partial_rotary_factor", "rotary_dim")
+            other += [name for name in names if fields.get(name) not in (None, 1)]
         if other:
             found.append(f"not in the flags, as no size depends on them: {', '.join(other)}")
         return found

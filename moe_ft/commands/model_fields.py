@@ -14,12 +14,25 @@ _MOST_HEADS = 1 << 16  # and of what one of them has
 _MOST_ITEMS = 10_000  # of a list, which has one for each layer
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
 _OUTSIDE = ("quantization_config", "tie_word_embeddings")  # of the text model too
-# Ends of names of sizes, and sizes of activations, windows and caches, which no parameter depends on.
-_SIZES = ("_size", "_dim", "_rank", "_heads", "_experts", "_layers", "_groups", "_mult")
+# Ends of names of sizes and of kinds of layers, and those among them that no parameter depends on.
+_SIZES = (
+    "_size",
+    "_dim",
+    "_rank",
+    "_heads",
+    "_experts",
+    "_layers",
+    "_groups",
+    "_mult",
+    "_input",
+    "_modules",
+)
+_KINDS = ("_period", "_offset", "_interval", "_frequency", "_pattern", "_types", "_list")
 _NO_PARAMETERS = {
     *("chunk_size", "max_window_layers", "sliding_window_size", "attention_chunk_size", "ep_size"),
     *("chunk_size_feed_forward", "qk_head_dim", "rotary_dim", "vocab_size_per_layer_input"),
-    *("num_hash_layers", "attn_res_block_size", "qk_rope_head_dim"),
+    *("num_hash_layers", "attn_res_block_size", "qk_rope_head_dim", "full_attention_interval"),
+    *("index_skip_topk_offset", "mtp_hybrid_override_pattern"),
 }
 
 
@@ -34,7 +47,7 @@ class Fields:
         self.path, self._asked, self._towers = path, set(_OUTSIDE), set[str]()
         while name := next((each for each in _TEXT if isinstance(values.get(each), dict)), None):
             outside = {key: values[key] for key in _OUTSIDE if key in values}
-            self._towers |= {*values} - {name, *_OUTSIDE}
+            self._towers |= {key for key, value in values.items() if value} - {name, *_OUTSIDE}
             values = outside | values[name]
             self._towers -= {*values}
         self._values = values
@@ -50,6 +63,8 @@ class Fields:
     ) -> int:
         """Return a whole number; raises ConfigError if there is none, nor a default, or it cannot be."""
         value = self.get(*names)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # one for each layer
         if value is None and default is not None:
             return default
         if value is None:
@@ -78,10 +93,9 @@ class Fields:
 
     def inner(self, name: str) -> "Fields":
         """Return the fields of an object, none without; raises ConfigError for another value."""
-        value = self.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.refusal((name,), "must be an object")
-        return Fields(f"{self.path} ({name})", value)
+        if isinstance(value := self.get(name) or {}, dict):
+            return Fields(f"{self.path} ({name})", value)
+        raise self.refusal((name,), "must be an object")
 
     def refusal(self, names: Sequence[str], rule: str) -> ConfigError:
         """Return the error on a value that cannot be."""
@@ -100,12 +114,12 @@ class Fields:
 
     @property
     def unused(self) -> list[str]:
-        """Names of sizes that nobody asked for."""
+        """Names of sizes and kinds of layers that nobody asked for."""
         return sorted(
             key
             for key, value in self._values.items()
-            if key.endswith(_SIZES) and isinstance(value, int) and value > 1
-            if key not in self._asked | _NO_PARAMETERS
+            if key not in self._asked | _NO_PARAMETERS and value
+            if key.endswith(_KINDS) or (key.endswith(_SIZES) and value is not True and value != 1)
         )
 
 
@@ -125,9 +139,9 @@ def heads(fields: Fields, prefix: str = "") -> tuple[int, int, int, int]:
     groups = fields.whole(*of_keys, default=queries)
     if queries % groups:
         raise fields.refusal(of_keys, f"must divide the {queries} attention heads")
-    size = fields.whole("hidden_size")
+    usual = max(1, fields.whole("hidden_size") // queries)
     of_head = (f"{prefix}head_dim", "head_dim", "attention_head_dim")
-    dim = fields.whole(*of_head, default=max(1, size // queries), most=_MOST_HEADS)
+    dim = fields.whole(*of_head, default=usual, most=_MOST_HEADS)
     of_values = (f"{prefix}v_head_dim", "v_head_dim")
     return queries, groups, dim, fields.whole(*of_values, default=dim, most=_MOST_HEADS)
 

@@ -124,10 +124,10 @@ def read_model(name: str) -> Model:
         raise _unknown("--model", name, model_names(), "the path of a config.json")
     common, found = _presets("models")["common"], _presets("models")[name]
     words = " ".join((common["flags"], common[found["like"]], found["flags"]))
-    values = {
-        key: found[key] for key in ("source", "nodes", "parameters", "active") if key in found
-    }
-    return Model(flags=tuple(shlex.split(words)), **values)
+    names = ("source", "nodes", "parameters", "active")
+    values = {key: found[key] for key in names if key in found}
+    notes = tuple(found.get("notes", ()))
+    return Model(flags=tuple(shlex.split(words)), notes=notes, **values)
 
 
 def _published_model(path: Path) -> Model:

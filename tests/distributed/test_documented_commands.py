@@ -56,6 +56,7 @@ _WORDS = {
     "pretrain_gpt_moe.py ...": _PLANNED,
 }
 _PUBLISHED = read_published()["qwen3-vl-30b-a3b-instruct"].config
+_PUBLISHED["text_config"]["num_hidden_layers"] = 4  # a plan builds each layer
 _WORD = re.compile("|".join(rf"(?<![\w/]){re.escape(word)}(?![\w/])" for word in _WORDS))
 _UNKNOWN = re.compile(r"(?<!\S)/\S+|(?<![\w$-])[A-Z]{2}[A-Z_:]*(?![\w=])|\.\.\.")
 _BLOCK = re.compile(r"(?:^    .*\S\n)+", re.MULTILINE)

@@ -1,8 +1,8 @@
-"""Models of Hugging Face that `plan --model` reads by their fields: sizes, flags, and what is refused."""
+"""Models of Hugging Face that `plan --model` reads by their fields: sizes and flags."""
 
 import json
-import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from moe_ft.cli import main
 from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.commands.model_config import Model, model_of
-from moe_ft.commands.model_fields import Fields, linear_attention, state_space
-from moe_ft.commands.plan_inputs import read_model
-from moe_ft.convert.huggingface.config_file import FAMILIES, check_values
+from moe_ft.convert.huggingface.config_file import check_values, find_family
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from tests.unit.moe_ft.commands.published_models import is_printed, read_published
 
 PUBLISHED = read_published()
-MIXTRAL = PUBLISHED["mixtral-8x7b-v0-1"].config
 # Sizes that the converters and this reader both say.
 SIZES = (
     *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-experts", "--mtp-num-layers"),
@@ -30,6 +27,8 @@ SIZES = (
     *("--moe-router-topk", "--num-attention-heads", "--num-query-groups", "--kv-channels"),
     *("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"),
     *("--add-qkv-bias", "--qk-layernorm", "--untie-embeddings-and-output-weights"),
+    *("--dsa-indexer-n-heads", "--dsa-indexer-head-dim", "--dsa-indexer-topk"),
+    *("--dsa-indexer-topk-freq", "--experimental-attention-variant"),
     *("--moe-router-num-groups", "--moe-router-group-topk", "--max-position-embeddings"),
 )
 
@@ -49,6 +48,7 @@ def values_of(model: Model) -> dict[str, Any]:
 def counted(values: Mapping[str, Any], *, top_k: int | None = None) -> int:
     """Return the parameters of Megatron's model, but norms; with `top_k` of so many experts."""
     size, heads = values["--hidden-size"], values["--num-attention-heads"]
+    num_layers, indexers = values["--num-layers"], 0
     if "--multi-latent-attention" in values:
         q_rank, rank = values.get("--q-lora-rank"), values["--kv-lora-rank"]
         nope, rope = values["--qk-head-dim"], values["--qk-pos-emb-head-dim"]
@@ -56,11 +56,20 @@ def counted(values: Mapping[str, Any], *, top_k: int | None = None) -> int:
         width = heads * (nope + rope)
         attention = q_rank * (size + width) if q_rank else size * width
         attention += size * (rank + rope) + heads * (rank * (nope + value) + value * size)
+        chosen, dim = values.get("--dsa-indexer-n-heads"), values.get("--dsa-indexer-head-dim", 0)
+        if chosen:
+            offset, period = (
+                values.get("--dsa-indexer-skip-topk-offset", 1),
+                values["--dsa-indexer-topk-freq"],
+            )
+            num_full = sum(
+                max(layer - offset, 0) % period == 0 for layer in range(1, num_layers + 1)
+            )
+            indexers = num_full * (q_rank * chosen * dim + size * (dim + chosen))
     else:
         groups = values["--num-query-groups"]
         attention = 2 * size * values["--kv-channels"] * (heads + groups)
     frequency = values["--moe-layer-freq"]
-    num_layers = values["--num-layers"]
     num_moe = sum(frequency) if isinstance(frequency, list) else num_layers
     mlp = size * (3 if "--swiglu" in values else 2)
     num_experts = values["--num-experts"]
@@ -70,6 +79,7 @@ def counted(values: Mapping[str, Any], *, top_k: int | None = None) -> int:
     return int(
         matrices * values["--padded-vocab-size"] * size
         + num_layers * attention
+        + indexers
         + num_moe * (experts + shared + num_experts * size)
         + (num_layers - num_moe) * mlp * values["--ffn-hidden-size"]
     )
@@ -89,9 +99,8 @@ def test_config_of_a_published_model_has_its_parameters(name: str) -> None:
     if published.active:
         vocabulary = values["--padded-vocab-size"] * values["--hidden-size"]
         assert is_printed((model.active or 0) - published.without * vocabulary, published.active)
-    # Of indexers, which the flags leave out, is more active than there is of them in all.
     active = counted(values, top_k=values["--moe-router-topk"])
-    assert active == pytest.approx(model.active, rel=0.0225)
+    assert active == pytest.approx(model.active, rel=0.002)
 
 
 def built(model: Model) -> PlannedJob:
@@ -109,10 +118,11 @@ def small(name: str, **changes: Any) -> dict[str, Any]:
 
 
 FEW: dict[str, dict[str, Any]] = {
-    "qwen3-5-35b-a3b": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "num_experts": 8,
+    "glm-5-2": {
+        "num_hidden_layers": 6,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3,
+        "indexer_types": ["full"] * 3 + ["shared"] * 3,
+        "n_routed_experts": 8,
     },
     "nvidia-nemotron-3-super-120b-a12b-fp8": {
         "num_hidden_layers": 7,
@@ -122,8 +132,8 @@ FEW: dict[str, dict[str, Any]] = {
     },
 }
 WHOLE = (
-    *("minimax-m2-5", "qwen3-5-122b-a10b", "gpt-oss-120b", "step-3-7-flash", "deepseek-v3-2"),
-    *("llama-4-maverick-17b-128e-instruct", "gemma-4-26b-a4b", "deepseek-v4-flash"),
+    *("qwen3-5-122b-a10b", "gpt-oss-120b", "gemma-4-26b-a4b"),
+    "llama-4-maverick-17b-128e-instruct",
 )
 
 
@@ -169,18 +179,6 @@ def test_transformers_builds_as_many_parameters_as_the_table_says(name: str) -> 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert sum(each.numel() for each in model.parameters()) == PUBLISHED[name].counted
-
-
-def test_weights_of_a_layer_are_those_counted_by_hand() -> None:
-    sizes = {"hidden_size": 10, "linear_conv_kernel_dim": 4}
-    sizes |= {"linear_num_key_heads": 2, "linear_key_head_dim": 3}
-    sizes |= {"linear_num_value_heads": 4, "linear_value_head_dim": 5}
-    # Keys 6, values 20: q, k, v and the gate z, two numbers of each value head, the output; q, k, v again.
-    assert linear_attention(Fields("x", sizes)) == 10 * (6 + 6 + 20 + 20 + 8) + 20 * 10 + 4 * 32
-    sizes = {"hidden_size": 10, "mamba_num_heads": 4, "mamba_head_dim": 5, "conv_kernel": 4}
-    sizes |= {"n_groups": 2, "ssm_state_size": 3}
-    # Width 20, states 2 * 2 * 3: z, x, B and C, dt; the output; a convolution over x, B and C.
-    assert state_space(Fields("x", sizes)) == 10 * (20 + 20 + 12 + 4) + 20 * 10 + 4 * 32
 
 
 FAMILY_CONFIG: dict[str, dict[str, Any]] = {
@@ -246,18 +244,35 @@ def family_configs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 @given(family_configs())
 def test_sizes_are_those_of_the_converters_where_these_read_a_model(config: dict[str, Any]) -> None:
-    family = FAMILIES[config["model_type"]]
-    theirs = family.settings(check_values("x", config, None, family))
-    ours = values_of(model_of("x", config))
-    theirs.setdefault("--kv-channels", None)
-    if theirs["--kv-channels"] is None and not theirs.get("--multi-latent-attention"):
-        theirs["--kv-channels"] = config["hidden_size"] // config["num_attention_heads"]
+    check_same(config)
+
+
+def check_same(config: dict[str, Any]) -> None:
+    """Check the sizes of a model against those of its converter; raise ConfigError if this refuses it."""
+    inner, family = find_family("x", config)
+    theirs = family.settings(check_values("x", inner, None, family))
+    model = model_of("x", config)
+    ours = values_of(model)
+    if theirs.get("--kv-channels") is None and not theirs.get("--multi-latent-attention"):
+        theirs["--kv-channels"] = inner["hidden_size"] // inner["num_attention_heads"]
+    is_other = "stand-in" in "".join(model.notes)
     for flag in SIZES:
-        if flag in theirs:
+        if flag in theirs and not (is_other and flag in ("--kv-channels", "--moe-ffn-hidden-size")):
             assert (ours.get(flag) or None) == (theirs[flag] or None), flag
     frequency = theirs["--moe-layer-freq"]
     assert ours["--moe-layer-freq"] == (1 if frequency in (None, 1) else frequency)
-    assert ours["--padded-vocab-size"] == config["vocab_size"]
+    assert ours["--padded-vocab-size"] == inner["vocab_size"]
+
+
+def test_sizes_of_published_models_are_those_of_the_converters_that_read_them() -> None:
+    read = []
+    for name, published in PUBLISHED.items():
+        config = dict(published.config)
+        config.pop("quantization_config", None)
+        with suppress(ConfigError, KeyError):  # or it asks for more than the table has
+            check_same(config)
+            read.append(name)
+    assert len(read) >= 7, read
 
 
 @pytest.mark.parametrize(
@@ -267,13 +282,13 @@ def test_sizes_are_those_of_the_converters_where_these_read_a_model(config: dict
             "kimi-k2-5",
             ["quantized (compressed-tensors): planned in the pr", "left out: vision_config"],
         ),
-        ("deepseek-v3-2", ["left out: indexers of attention, 0.13% of the parameters"]),
+        ("minimax-m3", ["left out: sparse_attention_config", "partial_rotary_factor"]),
         ("qwen3-5-397b-a17b", ["mean size of its layers (45 linear_attention, 15 full_attention)"]),
         ("kimi-k3", ["mean size of its layers (69 linear, 24 full)", "latent space of 3584"]),
         ("deepseek-v4-pro", ["not counted, as plan does not know them: hc_mult"]),
         (
             "gemma-4-26b-a4b",
-            ["depends on them: sliding windows, gelu_pytorch_tanh", "audio_config"],
+            ["depends on them: sliding windows, gelu_pytorch_tanh"],
         ),
         ("mixtral-8x7b-v0-1", ["46.70 billion parameters, 12.88 of them active"]),
     ],
@@ -286,137 +301,6 @@ def test_notes_name_what_is_left_out_or_stands_for_something_else(
     assert ("stand-in" in found) == (
         name in ("kimi-k3", "qwen3-5-397b-a17b", "gemma-4-26b-a4b", "deepseek-v4-pro")
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"num_local_experts": None},
-            "has none of num_experts, .* no decoder with experts .*mixtral",
-        ),
-        (
-            {"num_local_experts": "8"},
-            "num_local_experts='8', and it must be a whole number from 1 to",
-        ),
-        ({"num_local_experts": True}, "num_local_experts=True, and it must be a whole number"),
-        (
-            {"num_experts_per_tok": 9},
-            "num_experts_per_tok=9, and it must be a whole number from 1 to 8",
-        ),
-        (
-            {"num_experts_per_tok": None},
-            "has no num_experts_per_tok or num_experts_per_token or .* Add",
-        ),
-        (
-            {"hidden_size": 10**30},
-            "hidden_size=1000.*, and it must be a whole number from 1 to 16777216",
-        ),
-        ({"hidden_size": float("nan")}, "hidden_size=nan, and it must be"),
-        ({"vocab_size": -1}, "vocab_size=-1, and it must be"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan, and it must be a number above 0"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000, and it must be .* to 10000"),
-        (
-            {"num_local_experts": 99_999, "num_hidden_layers": 99},
-            "describes .* experts and .* must be",
-        ),
-        (
-            {"intermediate_size": 1 << 24, "hidden_size": 1 << 24},
-            "describes 256 experts and .* must be",
-        ),
-        ({"first_k_dense_replace": 32}, "describes 0 experts"),
-        (
-            {"num_key_value_heads": 5},
-            "num_key_value_heads=5, and it must divide the 32 attention heads",
-        ),
-        ({"layer_types": ["full_attention"]}, "num_hidden_layers=32, and it must be the length of"),
-        ({"layer_types": ["full_attention"] * 10_001}, "layer_types=.* at most 10000 words"),
-        ({"layer_types": [{}]}, "layer_types=.*, and it must be a list of"),
-        ({"layer_types": ["conv"] * 32}, "has layers of 'conv', and plan knows attention"),
-        ({"layer_types": ["mamba"] * 32}, "has no mamba_num_heads or mamba_n_heads, .* Add it"),
-        ({"linear_attn_config": 3}, "linear_attn_config=3, and it must be an object"),
-        ({"kv_lora_rank": 512}, "has no qk_nope_head_dim, which sizes of the model follow from"),
-    ],
-)
-def test_value_that_cannot_be_is_refused_with_its_name_and_rule(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--model=a/config.json {'' if message[0] == 'd' else '.*'}{message}"
-    ):
-        model_of("a/config.json", {**MIXTRAL, **changes})
-
-
-JUNK: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        10**40,
-        1.5,
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "M*-E",
-        [],
-        {},
-    ),
-    *(
-        [1],
-        ["linear"],
-        [{}],
-        [[]],
-        {"a": 1},
-        {"factor": []},
-        {"num_heads": "x", "kda_layers": [{}]},
-    ),
-)
-
-
-@pytest.mark.parametrize(
-    "name", ["kimi-k3", "deepseek-v4-pro", "nvidia-nemotron-3-super-120b-a12b-fp8"]
-)
-def test_any_value_in_any_field_is_read_or_refused(name: str) -> None:
-    config = PUBLISHED[name].config
-    inside = config.get("text_config", config)
-    for field in (*inside, "text_config", "sparse_attention_config"):
-        for value in JUNK:
-            fields = {**inside, field: value}
-            try:
-                model = model_of(
-                    "x", {**config, "text_config": fields} if inside is not config else fields
-                )
-            except ConfigError as error:
-                assert "--model=x" in str(error) and len(str(error)) < 700
-            else:
-                assert all(isinstance(word, str) for word in (*model.flags, *model.notes))
-                assert 0 < (model.active or 0) <= (model.parameters or 0)
-
-
-def test_file_that_is_no_config_is_refused_by_its_path(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    for text, message in (
-        ("[" * 100_000, "cannot be read"),
-        ("[1]", "must hold a JSON object, and holds a list"),
-        ('{"hidden_size": ' + "9" * 5000 + "}", "cannot be read"),
-        ("\x00", "cannot be read"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=f"--model={path} {message}.* as it was published"):
-            read_model(f"{path}")
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match="must be a config.json or its folder"):
-        read_model(f"{path}")
-
-
-def test_name_of_the_hub_is_answered_with_the_nearest_preset() -> None:
-    with pytest.raises(ConfigError, match="none. Correct the path, .* Did you mean kimi-k2"):
-        read_model("moonshotai/Kimi-K2-Instruct")
 
 
 def test_plan_of_a_quantized_model_has_its_notes_and_the_memory_of_training(
