@@ -24,7 +24,7 @@ from megatron.fault_tolerance.custom.settings import (
 )
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.settings import lines_on_gpus
-from megatron.fault_tolerance.seams.stack import Layers
+from megatron.fault_tolerance.seams.stack import Layer, Layers
 from moe_ft.errors import CallOrderError, ConfigError
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.training_loop import LoopParts
@@ -151,6 +151,7 @@ class Checkpointer:
         layers = self._opened.enter_context(Layers())
         listeners.before_setup()
         self._seams.install(optimizer, layers)
+        layers.put(Layer.LISTENERS, {"_set_capture_start": self._seams.begin_capture})
         for chunk in model:
             self._opened.callback(chunk.register_forward_pre_hook(self._begin_forward).remove)
             self._opened.callback(chunk.register_forward_hook(self._watch_output).remove)

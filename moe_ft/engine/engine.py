@@ -149,6 +149,7 @@ class CheckpointEngine:
         self._writer, self._windows, self._gradients = writer, windows, writer.gradients
         self._storage, self._supervisor = storage, supervisor
         self.breakpoints, self.boundary = breakpoints, boundary
+        self.wait_for_copy = partial(windows.wait_for_copy, clock)  # until nothing reads weights
         self._has_removed_left_overs = False
         self._restored_replica: Replica | None = None
         self._forward_start_s: float | None = None
@@ -208,7 +209,7 @@ class CheckpointEngine:
             self._forward_start_s = None
         with self._stall.counting():
             self._decisions.begin_count(tokens_per_expert, self._iteration)
-            self._windows.wait_for_copy(self._clock)
+            self.wait_for_copy()
         self._decisions.begin(self._votes, self._iteration)
 
     def note_reduced_gradients(self, iteration: int) -> None:

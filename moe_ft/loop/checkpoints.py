@@ -368,6 +368,13 @@ class PipelineLog(LoopListener):
         if self._log is not None and self._loop.is_in_iteration and not self._loop.is_replaying:
             self._log.begin(self._loop.iteration, self._checkpoints.last_numbers())
 
+    def before_capture(self) -> None:
+        """Wait for the copies of snapshots and of what was sent, which other threads have the device make."""
+        if (running := self._checkpoints._running) is not None:
+            running.engine.wait_for_copy()
+        if self._log is not None:
+            self._log.flush()
+
     def before_step(self) -> None:
         """Have the log of the iteration committed: nothing is sent once gradients are ready.
 

@@ -191,6 +191,9 @@ class LoopListener:
     def before_step(self) -> None:
         """Act when gradients are ready and no weight has changed."""
 
+    def before_capture(self) -> None:
+        """Wait until no other thread uses the device: CUDA graphs of layers are captured next."""
+
     def note_reduced_gradients(self) -> None:
         """Act when gradients are reduced, and neither scaled nor clipped."""
 
@@ -264,6 +267,7 @@ class Listeners:
     begin_attempt = of_each(LoopListener.begin_attempt)
     after_repair = of_each(LoopListener.after_repair)
     reject = of_each(LoopListener.reject)
+    before_capture = of_each(LoopListener.before_capture)
     note_reduced_gradients = of_each(LoopListener.note_reduced_gradients)
     note_final_gradients = of_each(LoopListener.note_final_gradients)
 

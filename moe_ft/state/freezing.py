@@ -5,7 +5,7 @@ therefore keep their gradients, which are dropped afterwards.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,20 +34,27 @@ class Freezing:
     """Freezes units of one rank. Owned by the training thread."""
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], *, tp_size: int, is_possible: bool
+        self,
+        parameters: Sequence[LocalParameter],
+        *,
+        tp_size: int,
+        is_possible: Callable[[UnitId], bool],
     ) -> None:
         """Determine which parameters can be frozen.
 
         Args:
             tp_size: number of tensor-parallel ranks.
-            is_possible: whether autograd computes the weight gradients. If not, all gradients are computed
-                and dropped.
+            is_possible: tells whether autograd computes the weight gradients of a unit. If not, they are
+                computed and dropped.
         """
         self._parameters = tuple(parameters)
-        trained = [each for each in parameters if each.parameter.requires_grad]
-        self._freezable = (
-            [each for each in trained if not _is_coupled(each, tp_size)] if is_possible else []
-        )
+        self._freezable = [
+            each
+            for each in parameters
+            if each.parameter.requires_grad
+            and is_possible(each.unit)
+            and not _is_coupled(each, tp_size)
+        ]
 
     @contextmanager
     def frozen(self, units: Collection[UnitId]) -> Iterator[None]:

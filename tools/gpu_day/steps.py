@@ -283,6 +283,7 @@ _WEIGHTS = (
 )
 _FUSED = f"{_GROUPED} --moe-permute-fusion"
 _GRAPHS = f"{_EXACT} --te-rng-tracker --cuda-graph-modules attn --cuda-graph-impl"
+_ROUTER_GRAPHS = f"{_SPARSE} --moe-ft-allow-untested cuda-graphs --cuda-graph-modules attn moe_router"
 _GRAPHS_ALLOWED = f"{_DENSE} --moe-ft-allow-untested cuda-graphs"
 # Flags of published launch scripts of Megatron that one GPU can have; nothing for determinism.
 _RECIPE = (
@@ -329,6 +330,9 @@ TE = Day(
         _te("te-graphs-dense", f"{_KILLED} (its graphs)?",
             f"{_GRAPHS} transformer_engine {_GRAPHS_ALLOWED}",
             fault="kill:0@6:backward", of="te-graphs"),
+        _te("te-graphs-sparse", f"{_KILLED} (window, router in graphs)?",
+            f"{_GRAPHS} transformer_engine {_ROUTER_GRAPHS}",
+            fault="kill:0@7:backward", of="te-graphs"),
         _te("te-local-graphs", "does a job train with graphs of Megatron?", f"{_GRAPHS} local"),
         _te("te-local-graphs-dense", f"{_KILLED} (those)?", f"{_GRAPHS} local {_GRAPHS_ALLOWED}",
             fault="kill:0@6:backward", of="te-local-graphs"),

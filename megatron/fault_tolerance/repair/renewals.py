@@ -20,6 +20,10 @@ from typing import Any
 
 from megatron.core.transformer.moe import fused_a2a
 
+from megatron.fault_tolerance.seams.refusals import has_graphs
+
+_OLDER_MODULES = "cuda_graph_scope_deprecated"  # where Megatron's validation has not run
+_NO_EXPERTS = {"attn", "mlp", "moe_router", "moe_preprocess"}
 # Ranks of a node that DeepEP reaches over NVLink. Beyond them it uses NVSHMEM.
 _NUM_NVLINK_PEERS = 8
 
@@ -61,6 +65,26 @@ def _why_no_deepep(args: argparse.Namespace) -> str:
     )
 
 
+def _why_no_graphs(args: argparse.Namespace) -> str:
+    """Return a reason where captured graphs hold communicators.
+
+    Others hold the memory of weights, gradients and inputs, which stays where it is. A replacement captures
+    its own, alone, and runs without any until then.
+    """
+    given = args.cuda_graph_modules or getattr(args, _OLDER_MODULES, None) or ()
+    modules = {getattr(each, "name", each) for each in given}
+    if args.cuda_graph_impl != "transformer_engine":
+        return "only graphs of layers by Transformer Engine can leave their communicators out"
+    if args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1:
+        return "graphs hold communicators of tensor-parallel or context-parallel ranks"
+    is_flex = args.moe_token_dispatcher_type == "flex"
+    if not modules or modules - _NO_EXPERTS or ("moe_preprocess" in modules and not is_flex):
+        return "graphs hold the communicator of expert-parallel ranks"
+    if "global_aux_loss" in args.moe_router_load_balancing_type:
+        return "graphs of routers hold the communicator of data-parallel ranks"
+    return ""
+
+
 def _let_go_of_deepep() -> None:
     """Have the next dispatch make a buffer; keep the old one for as long as this process lives.
 
@@ -79,6 +103,7 @@ def _let_go_of_hybridep() -> None:
 
 
 HELD = (
+    Held(what="--cuda-graph-impl", is_used=has_graphs, why_not=_why_no_graphs),
     Held(
         what="--moe-flex-dispatcher-backend deepep",
         is_used=_dispatches_with("deepep"),
@@ -100,7 +125,7 @@ HELD = (
     ),
     Held(
         what="--tp-comm-overlap",
-        is_used=lambda args: bool(args.tp_comm_overlap),
+        is_used=lambda args: bool(args.tp_comm_overlap) and args.tensor_model_parallel_size > 1,
         why_not=lambda _: (
             "user buffers of Transformer Engine map the memory of the other tensor-parallel ranks while "
             "Megatron makes its groups (initialize_ub), and a replacement is alone then"

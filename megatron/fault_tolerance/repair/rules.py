@@ -25,7 +25,6 @@ _RULES: Mapping[str, str] = {
     "--hybrid-context-parallel": "its iterator is not renewed",
 }
 _RULES_ON_GPUS: Mapping[str, str] = {
-    "--cuda-graph-impl": "captured graphs hold communicators that are not there any more",
     "--use-nccl-ub": "its memory is registered with communicators that are not there any more",
     "--use-sharp": "its groups have to be the first ones that NCCL makes, which a repair does not know",
     "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",

@@ -51,6 +51,7 @@ def installed(
             "evaluate": seams.evaluate,
             "save_checkpoint": seams.save,
             "training_log": seams.log,
+            "_set_capture_start": seams.begin_capture,
             "build_pretraining_data_loader": load_cells,
             "RerunDataIterator.__next__": _read,
         }
@@ -76,6 +77,7 @@ class _Seams:
         self._listeners, self._loop, self._layers = listeners, listeners.loop, layers
         self._after_setup = after_setup
         self._iteration = IterationSeams(listeners, listeners.before_step)
+        self.begin_capture = self._iteration.begin_capture
         self._idle = IdleTime()
 
     def set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -61,6 +61,11 @@ class IterationSeams:
         }
         layers.put(Layer.LISTENERS, found, of=optimizer)
 
+    def begin_capture(self, original: Function) -> None:
+        """Have other threads leave the device alone: their calls would break the capture that follows."""
+        self._listeners.before_capture()
+        original()
+
     def _mark_torn(self, layers: Layers) -> None:
         """Mark the rank torn from its first inner step until the last copy into its own parameter slice."""
 

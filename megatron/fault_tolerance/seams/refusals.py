@@ -82,8 +82,15 @@ def _skips_with_chunks(args: Any) -> bool:
     return bool(args.iterations_to_skip) and any(getattr(args, name, None) for name in names)
 
 
-def _has_graphs(args: Any) -> bool:
-    return args.cuda_graph_impl not in (None, "none")
+def has_graphs(args: Any) -> bool:
+    """Return whether a job captures CUDA graphs, by Megatron's arguments or the configuration of a model."""
+    return getattr(args, "cuda_graph_impl", None) not in (None, "none")
+
+
+def _forgets_histories(args: Any) -> bool:
+    is_delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "") == "delayed"
+    is_at_once = getattr(args, "cuda_graph_warmup_steps", 1) == 0
+    return bool(args.cuda_graph_impl == "transformer_engine" and is_delayed and is_at_once)
 
 
 def _casts_in_optimizer(args: Any) -> bool:
@@ -110,13 +117,6 @@ _LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
 
 SEAM_REFUSALS: tuple[Rule, ...] = (
     # State that snapshots cannot hold.
-    Rule(
-        "cuda_graph_impl",
-        "--cuda-graph-impl full_iteration",
-        lambda args: args.cuda_graph_impl == "full_iteration",
-        _NO_UNITS,
-        "Use --cuda-graph-impl none",
-    ),
     refused_flag("optimizer_cuda_graph", _NO_UNITS),
     refused_flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
     refused_flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
@@ -189,25 +189,34 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     # Features that some strategies cannot support.
     Rule(
         "cuda_graph_impl",
-        "--cuda-graph-impl",
-        _has_graphs,
-        "replayed graphs run no hooks, so the tokens that a failure loses could not be counted",
-        "Use --cuda-graph-impl none",
-        strategies=loses_tokens,
-    ),
-    Rule(
-        "cuda_graph_impl",
-        "--cuda-graph-impl",
-        _has_graphs,
-        "replayed graphs run no hooks, and compute the gradients that they were captured with, frozen "
-        "units or not",
-        "Use --cuda-graph-impl none",
+        "--cuda-graph-impl full_iteration",
+        lambda args: args.cuda_graph_impl == "full_iteration",
+        "a recovery runs iterations again without overlap, and some stages alone, and the graph has an "
+        "iteration as it was captured",
+        "Use graphs of layers (--cuda-graph-impl transformer_engine), or {others}",
         strategies=replays,
     ),
     Rule(
         "cuda_graph_impl",
+        f"--cuda-graph-impl with {flag_of('capacity_boost')}",
+        lambda args: has_graphs(args) and bool(getattr(args, "moe_ft_capacity_boost", 0)),
+        "a replayed graph drops tokens by the capacity that it was captured with",
+        "Leave one of the two out",
+        strategies=loses_tokens,
+    ),
+    Rule(
+        "cuda_graph_impl",
+        "--cuda-graph-impl transformer_engine with --fp8-recipe delayed and --cuda-graph-warmup-steps 0",
+        _forgets_histories,
+        "a recovery puts amax histories into modules in their first pass, which is then one of those that "
+        "prepare the capture, and Transformer Engine resets what they have changed",
+        "Give --cuda-graph-warmup-steps 1, or another recipe",
+        strategies=_any,
+    ),
+    Rule(
+        "cuda_graph_impl",
         "--cuda-graph-impl",
-        lambda args: _has_graphs(args) and not GRAPHS.is_allowed(args.moe_ft_allow_untested),
+        lambda args: has_graphs(args) and not GRAPHS.is_allowed(args.moe_ft_allow_untested),
         GRAPHS.reason,
         f"Use --cuda-graph-impl none, or {GRAPHS.risk}",
         strategies=_any,

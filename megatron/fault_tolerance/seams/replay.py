@@ -10,6 +10,7 @@ order of the iterations is moe_ft/loop/resumption.py's.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.fault_tolerance.seams import collectives, pipeline_tap
 from megatron.fault_tolerance.seams.patching import Patches
+from megatron.fault_tolerance.seams.refusals import has_graphs
 from megatron.fault_tolerance.seams.stack import FINALIZE, Function, Layer, Layers
 from megatron.fault_tolerance.seams.versions import setting
 from moe_ft.errors import UnrecoverableError
@@ -28,14 +30,20 @@ from moe_ft.recovery.borders import Borders
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.tensors import inner_optimizers
-from moe_ft.units import UnitId
+from moe_ft.units import UnitId, UnitKind
 
 
-def can_freeze(config: Any) -> bool:
-    """Return whether a model's weight gradients are computed where autograd expects it.
+def can_freeze(config: Any, unit: UnitId) -> bool:
+    """Return whether the weight gradients of a unit are computed where autograd expects it.
 
-    Otherwise frozen units also get gradients, and the replay drops them.
+    Otherwise it also gets gradients where it is frozen, and the replay drops them. A CUDA graph computes
+    those that it was captured with; one that is captured in a replay has to compute all.
     """
+    if has_graphs(config):
+        modules = getattr(config, "cuda_graph_modules", None) or ()  # of a layer; none for all
+        in_graph = {getattr(each, "name", each) for each in modules}
+        if unit.kind is not UnitKind.EXPERT or not in_graph or "moe" in in_graph:
+            return False
     computes_them_later = any(
         getattr(config, name, False)
         for name in (
@@ -69,7 +77,8 @@ class CoreLoop(TrainingLoop):
         self, parts: LoopParts, parameters: Sequence[LocalParameter], borders: Borders | None
     ) -> Iterator[RunAgain]:
         tp_size = parts.config.tensor_model_parallel_size
-        freezing = Freezing(parameters, tp_size=tp_size, is_possible=can_freeze(parts.config))
+        is_possible = partial(can_freeze, parts.config)
+        freezing = Freezing(parameters, tp_size=tp_size, is_possible=is_possible)
 
         def run_again(
             before: Counted,

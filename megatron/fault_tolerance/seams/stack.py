@@ -95,6 +95,7 @@ _PAGE = (
         "P2PCommunicator._communicate",
         "idle replay log",
     ),
+    ("megatron.core.transformer.cuda_graphs", "_set_capture_start", "listeners"),
     ("megatron.core.transformer.moe.router", "apply_router_token_dropping", ""),
     ("megatron.core.transformer.moe.moe_logging", "get_moe_metrics_tracker", ""),
     (_TORCH, "init_process_group", "replacement repair"),

@@ -28,6 +28,7 @@ from moe_ft.state.slices import dtype_name
 from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 
 _PART = BackgroundPart.BOUNDARY_LOG
+_FLUSH_S = 60.0
 
 
 class SendCopier:
@@ -323,7 +324,7 @@ class BoundaryLog:
         self._keep_from, self._in_use, self._has_lost = iteration, range(0), False
         self._awaits_window = False
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait until everything that has ended is committed; return False if that takes too long."""
         return not wait([*self._commits.values()], timeout_s).not_done
 

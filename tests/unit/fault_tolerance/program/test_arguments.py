@@ -102,12 +102,12 @@ REFUSED = {
     "launcher kills a slow rank after 30 seconds or so. Give a number of seconds.",
     "--moe-ft-allow-untested repair,gpus": "--moe-ft-allow-untested=repair,gpus must be some of megatron,"
     "repair,roles,cuda-graphs. Name those that the refusal of a start names.",
-    "--cuda-graph-impl local": "--cuda-graph-impl=local is not supported with --moe-ft-strategy=dense: while "
-    "they are captured a thread copies a snapshot, whose calls may break the capture. Use --cuda-graph-impl "
-    "none, or take the risk with --moe-ft-allow-untested cuda-graphs (docs/gpus.md).",
-    "--cuda-graph-impl transformer_engine --moe-ft-allow-untested cuda-graphs --moe-ft-upstream-log "
-    "--pipeline-model-parallel-size 2": "--cuda-graph-impl=transformer_engine is not supported with --moe-ft-"
-    "upstream-log: replayed graphs run no hooks",
+    "--cuda-graph-impl local": "--cuda-graph-impl=local is not supported with --moe-ft-strategy=dense: none "
+    "has been captured or replayed beside moe_ft on one. Use --cuda-graph-impl none, or take the risk with "
+    "--moe-ft-allow-untested cuda-graphs (docs/gpus.md).",
+    "--cuda-graph-impl full_iteration --moe-ft-allow-untested cuda-graphs --moe-ft-upstream-log "
+    "--pipeline-model-parallel-size 2": "--cuda-graph-impl full_iteration is not supported with --moe-ft-"
+    "upstream-log: a recovery runs iterations again",
     "--moe-ft-no-such-flag": "unrecognized arguments: --moe-ft-no-such-flag. The flags are listed by --help.",
     "--moe-ft-interv 5": "unrecognized arguments: --moe-ft-interv 5. Did you mean --moe-ft-interval? The ",
     "--pipeline-model-parallel-size 3": "world size 2 must be a multiple of --tensor-model-parallel-size=1 x "
@@ -127,7 +127,7 @@ REFUSED = {
     "--yaml-cfg DIR/file": "--yaml-cfg=DIR/file is not supported: Megatron then reads no other flag, not "
     "even moe_ft's. Give the settings as flags.",
     "--moe-ft-strategy sparse --enable-cuda-graph": "--cuda-graph-impl=local is not supported with --moe-ft-"
-    "strategy=sparse: replayed graphs run no hooks",
+    "strategy=sparse: none has been captured",
     "--moe-router-topk 8": "--moe-router-topk=8 must be at most",
     "--tensor-model-parallel-size 2 --sequence-parallel --apply-layernorm-1p": "--apply-layernorm-1p is not "
     "supported by the local implementation's norm",

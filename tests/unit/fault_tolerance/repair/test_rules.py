@@ -29,6 +29,9 @@ def args(**changes: Any) -> Namespace:
         "distributed_timeout_seconds_after_init": None,
         "moe_ft_elastic": False,
         "cuda_graph_impl": "none",
+        "cuda_graph_modules": [],
+        "context_parallel_size": 1,
+        "moe_router_load_balancing_type": "aux_loss",
         "nccl_ub": False,
         "use_sharp": False,
         "tp_comm_overlap": False,
@@ -61,6 +64,7 @@ def test_supported_job_is_repaired() -> None:
     assert not check(on_gpus=True), "a job on GPUs may be tried"
     assert not check(cuda_graph_impl="local"), "no GPU is used"
     assert not check(on_gpus=True, **FLEX), "eight ranks reach each other over NVLink"
+    assert not check(on_gpus=True, **GRAPHS), "without a collective in them"
     of_hybridep: dict[str, Any] = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
     assert not check(on_gpus=True, **of_hybridep, expert_model_parallel_size=64)
     assert not check("try") and not check("try", on_gpus=True)
@@ -84,8 +88,26 @@ def test_job_that_repairs_are_tried_in_runs_without_them_and_knows_why() -> None
 
 
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
+# As the recipe of DeepSeek-V3 for GB200 has them.
+GRAPHS: dict[str, Any] = {
+    **FLEX,
+    "moe_flex_dispatcher_backend": "hybridep",
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"],
+    "tensor_model_parallel_size": 1,
+}
 ON_GPUS_ONLY: list[tuple[dict[str, Any], str]] = [
-    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: captured graphs hold"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: only graphs of layers"),
+    ({**GRAPHS, "tensor_model_parallel_size": 2}, "--cuda-graph-impl: .* of tensor-parallel"),
+    ({**GRAPHS, "moe_token_dispatcher_type": "alltoall"}, "--cuda-graph-impl: .* expert-parallel"),
+    *(
+        ({**GRAPHS, "cuda_graph_modules": modules}, "--cuda-graph-impl: .* expert-parallel")
+        for modules in ([], ["full"], ["attn", "moe"])
+    ),
+    (
+        {**GRAPHS, "moe_router_load_balancing_type": ["global_aux_loss"]},
+        "--cuda-graph-impl: .* data-parallel",
+    ),
     ({"nccl_ub": True}, "--use-nccl-ub: its memory is registered"),
     ({"use_sharp": True}, "--use-sharp: its groups have to be the first"),
     ({"tp_comm_overlap": True}, "--tp-comm-overlap: user buffers .* and a replacement is alone"),

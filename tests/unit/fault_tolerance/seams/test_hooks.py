@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer import cuda_graphs
 from megatron.training import training
 
 from megatron.fault_tolerance.seams import hooks
@@ -51,6 +52,9 @@ class _Recorder(LoopListener):
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         self.seams.append(f"{phase}{' torn' * self.loop.is_torn}")
+
+    def before_capture(self) -> None:
+        self.seams.append("in a capture" if cuda_graphs.is_graph_capturing() else "before one")
 
     def begin_update(self) -> None:
         self.seams.append("update")
@@ -286,6 +290,14 @@ def test_update_has_ended_before_the_gather_of_weights_in_which_the_rank_may_han
         program.run_iteration(0)
     assert at_gather == ["update", "end of update"]
     assert program.recorder.seams.count("end of update") == 1
+
+
+def test_listeners_are_told_before_layers_are_captured(program: Program) -> None:
+    with hooks.installed(program.listeners):
+        cuda_graphs._set_capture_start()
+    is_capturing = cuda_graphs.is_graph_capturing()
+    cuda_graphs._set_capture_end()
+    assert is_capturing and program.recorder.seams[0] == "before one"
 
 
 def test_tokens_and_norm_of_the_iteration_are_noted_as_megatron_uses_them(program: Program) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.enums import CudaGraphModule
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.replay import can_freeze
@@ -32,6 +33,7 @@ from tests.unit.moe_ft.engine.boundary.logs import (
 )
 
 NORM, OUTPUT = UnitId(kind=UnitKind.FINAL_NORM), UnitId(kind=UnitKind.OUTPUT)
+EXPERT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=0)
 
 
 class _Window:
@@ -219,9 +221,26 @@ def test_gradients_that_are_sharded_or_computed_later_cannot_be_left_out(
     name: str, value: int
 ) -> None:
     args = Namespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
-    assert can_freeze(args)
+    assert can_freeze(args, EXPERT)
     setattr(args, name, value)
-    assert not can_freeze(args)
+    assert not can_freeze(args, EXPERT)
+
+
+@pytest.mark.parametrize(
+    ("modules", "has_experts"),
+    [
+        ([], True),
+        ([CudaGraphModule.moe], True),
+        ([CudaGraphModule.attn, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess], False),
+    ],
+)
+def test_of_a_model_with_graphs_experts_outside_of_them_can_be_frozen_and_nothing_else(
+    modules: list[CudaGraphModule], *, has_experts: bool
+) -> None:
+    args = Namespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules)
+    args.gtp_weight_remat_size = args.expert_gtp_weight_remat_size = 1
+    assert can_freeze(args, EXPERT) != has_experts
+    assert not can_freeze(args, UnitId(kind=UnitKind.ROUTER, layer=0))
 
 
 def play_to(

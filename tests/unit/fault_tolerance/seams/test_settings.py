@@ -136,7 +136,6 @@ def test_log_of_what_crosses_stages_needs_stages() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--cuda-graph-impl", "full_iteration"),
         ("--optimizer", "muon"),
         ("--fp8-param-gather", "--fp8-recipe", "custom", "--moe-ft-strategy", "dense"),
     ],
@@ -150,9 +149,9 @@ def test_unsupported_value_or_combination_is_refused_by_its_flag(flags: tuple[st
     ("flags", "message"),
     [
         (
-            ("--cuda-graph-impl", "local", "--moe-ft-allow-untested", "cuda-graphs"),
-            "--cuda-graph-impl=local is not supported with --moe-ft-strategy=sparse: .* frozen units "
-            "or not. Use --cuda-graph-impl none",
+            ("--cuda-graph-impl", "full_iteration", "--moe-ft-allow-untested", "cuda-graphs"),
+            "--cuda-graph-impl full_iteration is not supported with --moe-ft-strategy=sparse: .* as it was "
+            "captured. Use graphs of layers .*, or dense, partial or selective",
         ),
         (
             ("--qk-clip",),
@@ -172,10 +171,46 @@ def test_feature_that_a_replay_could_not_repeat_is_refused_with_sparse_windows(
         check_arguments(parse("--mock-data", "--moe-ft-strategy", "sparse", *flags))
 
 
-def test_graphs_that_hide_the_tokens_of_experts_are_refused_with_partial_snapshots() -> None:
-    flags = ("--mock-data", "--moe-ft-strategy", "partial", "--cuda-graph-impl", "local")
-    with pytest.raises(ConfigError, match="the tokens that a failure loses could not be counted"):
-        check_arguments(parse(*flags))
+GRAPHS = ("--moe-ft-allow-untested", "cuda-graphs", "--cuda-graph-impl")
+
+
+@pytest.mark.parametrize("strategy", ["dense", "partial", "selective", "sparse"])
+@pytest.mark.parametrize("graphs", ["local", "transformer_engine", "full_iteration"])
+def test_graphs_are_used_with_the_permission_but_for_those_of_whole_iterations_where_some_run_again(
+    strategy: str, graphs: str
+) -> None:
+    args = parse("--mock-data", "--moe-ft-strategy", strategy, *GRAPHS, graphs)
+    if (strategy, graphs) == ("sparse", "full_iteration"):
+        with pytest.raises(ConfigError, match="full_iteration is not supported"):
+            check_refusals(args)
+    else:
+        check_refusals(args)
+    args.moe_ft_allow_untested = None
+    with pytest.raises(ConfigError, match="--cuda-graph-impl"):
+        check_refusals(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--moe-ft-strategy", "partial", *GRAPHS, "local", "--moe-ft-capacity-boost", "0.1"),
+            "--cuda-graph-impl with --moe-ft-capacity-boost .* the capacity that it was captured with",
+        ),
+        (
+            (
+                *("--moe-ft-strategy", "dense", *GRAPHS, "transformer_engine"),
+                *("--fp8-format", "hybrid", "--cuda-graph-warmup-steps", "0"),
+            ),
+            "--fp8-recipe delayed .* Give --cuda-graph-warmup-steps 1, or another recipe",
+        ),
+    ],
+)
+def test_graph_that_would_keep_what_a_recovery_changes_is_refused(
+    flags: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_refusals(parse("--mock-data", *flags))
 
 
 BF16_MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")

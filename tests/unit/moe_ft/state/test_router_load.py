@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ft.state import router_load
 from moe_ft.state.router_load import RouterLoad, table
 from tests.unit.moe_ft.one_router import NUM_EXPERTS, NUM_TOKENS, TOP_K, Model, hidden
 
@@ -23,6 +24,7 @@ class Load(RouterLoad):
         config = SimpleNamespace(moe_pad_expert_input_to_capacity=pads)
         self.router.config = config  # type: ignore[assignment]
         self._names[self.router] = "layer.0"
+        self._counts["layer.0"] = torch.zeros(3, dtype=torch.int64)
 
     def route(self, map_: torch.Tensor = MAP) -> None:
         """Have the router pass tokens on."""
@@ -40,6 +42,40 @@ def test_tokens_that_only_fill_an_expert_up_are_not_counted() -> None:
     load = Load(pads=True)
     load.route(map_=torch.ones(2, 3, dtype=torch.bool))
     assert load.counts()["layer.0"].tolist() == [2, 0, 1]
+
+
+# CUDA graphs
+
+
+def test_passes_that_prepare_a_capture_are_not_counted_and_the_captured_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Load()
+    monkeypatch.setattr(router_load, "is_graph_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    load.route()
+    assert load.counts()["layer.0"].tolist() == [0, 0, 0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    load.route()
+    assert load.counts()["layer.0"].tolist() == [2, 0, 1]
+
+
+def test_counts_stay_where_a_graph_adds_to_them() -> None:
+    model = Model()
+    load = RouterLoad()
+    load.start([model], sums_probabilities=True)
+    model()
+    places = [load.counts()["layer.0"].data_ptr(), load._probabilities["layer.0"].data_ptr()]
+    assert load.counts()["layer.0"].sum() == NUM_TOKENS * TOP_K
+    load.begin()
+    assert load.counts()["layer.0"].sum() == 0
+    load.close()
+    again = RouterLoad()
+    again.start([model], sums_probabilities=True)
+    assert places == [
+        again.counts()["layer.0"].data_ptr(),
+        again._probabilities["layer.0"].data_ptr(),
+    ]
 
 
 # The whole gate
@@ -95,7 +131,7 @@ def test_gate_is_summed_up_once_where_forward_runs_without_gradients_too() -> No
     load, router = gate()
     with torch.no_grad():
         router(hidden())
-    assert load.probabilities() == {}
+    assert not load.probabilities()["layer.0"].any()
     router(hidden())
     once = load.probabilities()["layer.0"].tolist()
     load.begin()
@@ -119,7 +155,7 @@ def test_router_is_left_as_it_was() -> None:
     load, router = gate()
     load.close()
     router(hidden())
-    assert load.counts() == load.probabilities() == {}
+    assert not load.counts()["layer.0"].any() and not load.probabilities()["layer.0"].any()
     assert "routing" not in vars(router)
 
 
