@@ -81,8 +81,15 @@ def sync_weights(model: Sequence[torch.nn.Module]) -> None:
     """Gather the weights that forward uses, where each rank has a slice of them. Called by all ranks."""
     for chunk in model:
         wrapper: Any = chunk
-        if getattr(getattr(wrapper, "ddp_config", None), "use_distributed_optimizer", False):
-            wrapper.start_param_sync(force_sync=True)
+        config = getattr(wrapper, "ddp_config", None)
+        if not getattr(config, "use_distributed_optimizer", False):
+            continue
+        wrapper.start_param_sync(force_sync=True)
+        if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            # An iteration whose forward gathers weights stages masters first. Megatron 0.18 would leave these
+            # where gradients are added if a gather seemed to have been sent already.
+            for group in wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups:
+                group.param_gather_dispatched = False
 
 
 @torch.no_grad()

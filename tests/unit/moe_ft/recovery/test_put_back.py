@@ -1,6 +1,8 @@
 """Snapshots of a window that was read are put back bit for bit, and nothing else is touched."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from moe_ft.faults import Phase
 from moe_ft.format.entries import UnitEntry, tensor_bytes
-from moe_ft.recovery.put_back import put_back
+from moe_ft.recovery.put_back import put_back, sync_weights
 from tests.unit.moe_ft.recovery.window_copies import (
     EMBEDDING,
     NUM_ELEMENTS,
@@ -77,3 +79,21 @@ def test_moments_that_did_not_exist_are_removed(copies: Copies) -> None:
     full, _ = copies.fetch(catalog).snapshot(2)
     put_back(full, catalog, 7, None)
     assert local.master not in local.optimizer.optimizer.state
+
+
+@pytest.mark.parametrize("reuses_gradients", [True, False])
+def test_gather_of_a_restore_counts_as_one_of_an_iteration_unless_masters_are_staged_for_that(
+    reuses_gradients: bool,
+) -> None:
+    group = SimpleNamespace(param_gather_dispatched=False)
+
+    def sync(*, force_sync: bool) -> None:
+        group.param_gather_dispatched = force_sync
+
+    config = SimpleNamespace(
+        use_distributed_optimizer=True, reuse_grad_buf_for_mxfp8_param_ag=reuses_gradients
+    )
+    groups = {"bucket_groups": [], "expert_parallel_bucket_groups": [group]}
+    chunk: Any = SimpleNamespace(ddp_config=config, start_param_sync=sync, **groups)
+    sync_weights([chunk])
+    assert group.param_gather_dispatched is not reuses_gradients
