@@ -144,6 +144,7 @@ def test_models_give_the_same_logits_and_come_back(name: str, tmp_path: Path) ->
     assert layers == ({"0", "1", "5"} if name == "GLM-5.2" else {"0", "1", "2"})
 
 
+@pytest.mark.rest
 def test_epsilon_of_glm_is_that_of_all_norms_in_megatron(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
