@@ -20,11 +20,11 @@ SHIFTED_MASTERS = (
     f"Megatron 0.19 saves the fp32 masters and the moments of later gradient buckets from shifted places "
     f"with {FLAG} and --overlap-grad-reduce"
 )
-# PR 6858 to Megatron-LM, of 2026-08-25, mends it; all released versions have it.
+# Of 2026-08-25; no released version has it.
 SHARED_RANDOM_STATE = (
     "Megatron keeps one random state for all expert-parallel ranks in a checkpoint, so all but the first "
     "continue with random numbers of experts that are not theirs (--moe-router-force-load-balancing and "
-    "dropout in experts draw them)"
+    "dropout in experts draw them); PR 6858 to Megatron-LM mends it"
 )
 SHIFTED_REMEDY = f"save without {FLAG} or without --overlap-grad-reduce"
 

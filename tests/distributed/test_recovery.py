@@ -62,7 +62,8 @@ def test_newest_state_wins_over_load_unless_the_user_says_so(
     job.run(*stock, "--exit-interval", "3", storage=True).check()
     job.run(*stock, "--exit-interval", "4", storage=True).check()
     assert job.recovered() == [(3, 3)]
-    job.run(*stock, "--moe-ft-recover-from", "load", storage=True).check()
+    result = job.run(*stock, "--moe-ft-recover-from", "load", storage=True).check()
+    assert "Megatron keeps one random state for all expert-parallel ranks" in result.output(0)
     assert job.recovered() == [(3, 3)]
     assert job.events("start")[2]["iteration"] == 4
     # Stock --load gives all expert-parallel ranks one tracker state, so weights and moments are compared.

@@ -282,6 +282,10 @@ _WEIGHTS = (
     "--exp-avg-sq-dtype bf16"
 )
 _FUSED = f"{_GROUPED} --moe-permute-fusion"
+_OFFLOADED = (
+    f"{_EXACT} --use-precision-aware-optimizer --optimizer-cpu-offload "
+    "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
+)
 _GRAPHS = f"{_EXACT} --te-rng-tracker --cuda-graph-modules attn --cuda-graph-impl"
 _ROUTER_GRAPHS = f"{_SPARSE} --moe-ft-allow-untested cuda-graphs --cuda-graph-modules attn moe_router"
 _GRAPHS_ALLOWED = f"{_DENSE} --moe-ft-allow-untested cuda-graphs"
@@ -322,6 +326,9 @@ TE = Day(
         _te("te-delayed-weights-dense", f"{_KILLED} (FP8 parameters, delayed scales)?",
             f"{_DELAYED} --fp8-param-gather {_DENSE}",
             fault="kill:0@6:backward", of="te-delayed-weights"),
+        _te("te-offload", "does a job train with half of its optimizer on the host?", _OFFLOADED),
+        _te("te-offload-sparse", f"{_KILLED} (optimizer on the host)?", f"{_OFFLOADED} {_SPARSE_2}",
+            fault="kill:0@7:backward", of="te-offload"),
         _te("te-permute", "does a job train with fused permutation?", _FUSED),
         _te("te-permute-dense", f"{_KILLED} (permutation)?", f"{_FUSED} {_DENSE}",
             fault="kill:0@6:backward", of="te-permute"),
