@@ -16,9 +16,15 @@ PP2_EP2, EP4, EP2 = (LAYOUTS[name] for name in ("pp2-ep2", "ep4", "ep2"))
 TP2 = Layout(ranks=2, sizes={"tp": 2}, changes={"sequence_parallel": True})
 DP2 = Layout(ranks=2)
 BUCKETS = Layout(ranks=2, changes={"overlap_grad_reduce": True, "ddp_bucket_size": 20000})
+OFFLOADED = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "use_precision_aware_optimizer": True,
+}
 # Circumstances that the array lacks.
 OTHERS: dict[str, tuple[Layout, Layout, dict[str, Any]]] = {
     "buckets": (DP2, BUCKETS, {}),
+    "offloaded": (PP2_EP2, EP2, OFFLOADED),
     "no-moments": (
         PP2_EP2,
         EP2,

@@ -6,8 +6,12 @@ keep its connections open, whose end tells other ranks that it is dead: they are
 
 SLURM sends SIGTERM to all processes of a job. A rank uses the time to save its state, and would fail if what
 loads its data had ended: those processes obey the rank alone.
+
+A fork does not collect what was garbage in the rank. That may be a process group, of a failed iteration say,
+whose end waits for threads which a fork does not have.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -35,9 +39,18 @@ def end_children_with(rank_pid: int, *, on_cpu: bool) -> None:
         process.moe_ft_rank = _Follower(rank_pid, on_cpu)  # is pickled with it, if anything is
         # The kernel takes the end of a thread for that of the parent.
         process.moe_ft_may_die = threading.current_thread() is threading.main_thread()
-        _start(process)
+        process.moe_ft_collects = gc.isenabled()
+        gc.disable()  # until the fork has put aside what it inherits
+        try:
+            _start(process)
+        finally:
+            if process.moe_ft_collects:
+                gc.enable()
 
     def bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
+        gc.freeze()
+        if process.moe_ft_collects:
+            gc.enable()
         is_fork = _watching_pid != os.getpid()  # what is pickled watches already
         if process.moe_ft_may_die and is_fork:
             follow_parent(process._parent_pid)

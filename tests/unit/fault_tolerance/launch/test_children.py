@@ -1,5 +1,6 @@
 """Processes that a rank starts end soon after the rank, and new interpreters have its device."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -63,6 +64,42 @@ def test_worker_ends_soon_after_its_rank_however_it_was_started(
     rank.kill()
     worker.wait(DEADLINE_S)
     rank.join(DEADLINE_S)
+
+
+class _Group:
+    """An object like a process group: its end must not come in a fork."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._itself = folder, self
+
+    def __del__(self) -> None:
+        (self._folder / f"ended in {os.getpid()}").touch()
+
+
+def _collect(folder: Path) -> None:
+    has_collector = gc.isenabled()
+    gc.collect()
+    (folder / f"collected {has_collector} in {os.getpid()}").touch()
+
+
+def _leave_a_group(folder: Path) -> None:
+    children.end_children_with(os.getpid(), on_cpu=False)
+    gc.collect()
+    _Group(folder)
+    loader = _context.Process(target=_collect, args=(folder,))
+    loader.start()
+    loader.join(DEADLINE_S)
+    assert gc.isenabled()
+    gc.collect()
+
+
+def test_fork_leaves_garbage_of_its_rank_alone(tmp_path: Path) -> None:
+    rank = _context.Process(target=_leave_a_group, args=(tmp_path,))
+    rank.start()
+    rank.join(DEADLINE_S)
+    one, other = sorted(each.name.split() for each in tmp_path.iterdir())
+    assert one[:2] == ["collected", "True"]
+    assert other == ["ended", "in", str(rank.pid)]
 
 
 def _read_data(calls: "Connection[Any, Any]") -> None:
