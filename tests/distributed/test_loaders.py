@@ -80,6 +80,7 @@ def test_replaced_rank_and_survivor_load_with_six_new_processes_and_leave_none(
     check_nothing_is_left(repaired)
 
 
+@pytest.mark.rest
 def test_job_whose_every_process_gets_sigterm_saves_its_state_and_continues_from_there(
     repaired: RepairedJob,
 ) -> None:

@@ -23,15 +23,9 @@ RECIPE = (
 HALF = (*OFFLOAD, "--optimizer-offload-fraction", "0.5")
 
 
-@pytest.mark.parametrize(
-    ("offload", "strategy"),
-    [
-        (RECIPE, ("dense",)),
-        pytest.param(HALF, SPARSE, marks=pytest.mark.rest),
-        pytest.param(HALF, ("dense",), marks=pytest.mark.rest),
-        pytest.param(RECIPE, SPARSE, marks=pytest.mark.rest),
-    ],
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [SPARSE, ("dense",)])
+@pytest.mark.parametrize("offload", [HALF, RECIPE])
 def test_offloaded_optimizer_is_recovered_bitwise_from_memory_and_storage(
     job: CheckpointJob, offload: Sequence[str], strategy: Sequence[str]
 ) -> None:
@@ -50,7 +44,9 @@ def test_survivors_of_a_repair_step_what_was_restored(
 
 
 @pytest.mark.parametrize("strategy", [SPARSE, pytest.param(("dense",), marks=pytest.mark.rest)])
-@pytest.mark.parametrize("train", [train_parked, train_chunked])
+@pytest.mark.parametrize(
+    "train", [train_parked, pytest.param(train_chunked, marks=pytest.mark.rest)]
+)
 def test_state_that_is_parked_between_steps_is_recovered_bitwise(
     job: CheckpointJob, train: Train, strategy: Sequence[str]
 ) -> None:
