@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import Train
 from tests.jobs import SPARSE, CheckpointJob, RepairedJob
+from tests.kept_job import ROOT
 from tests.parked_state import train_chunked, train_parked
 
 OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
@@ -43,10 +44,9 @@ def test_survivors_of_a_repair_step_what_was_restored(
     repaired.check([1], [4], [{3}])
 
 
-@pytest.mark.parametrize("strategy", [SPARSE, pytest.param(("dense",), marks=pytest.mark.rest)])
-@pytest.mark.parametrize(
-    "train", [train_parked, pytest.param(train_chunked, marks=pytest.mark.rest)]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", [SPARSE, ("dense",)])
+@pytest.mark.parametrize("train", [train_parked, train_chunked])
 def test_state_that_is_parked_between_steps_is_recovered_bitwise(
     job: CheckpointJob, train: Train, strategy: Sequence[str]
 ) -> None:
@@ -55,3 +55,18 @@ def test_state_that_is_parked_between_steps_is_recovered_bitwise(
     flags = ["--moe-ft-strategy", *strategy]
     job.run_with_faults("kill:1@4:backward", flags=flags, storage=True)
     assert job.digests() == expected
+
+
+@pytest.mark.parametrize("kind", ["buffers", pytest.param("chunks", marks=pytest.mark.rest)])
+def test_state_of_survivors_that_is_parked_when_a_rank_dies_is_restored(
+    repaired: RepairedJob, kind: str
+) -> None:
+    repaired.run(
+        *("kill:1@4:backward", "kill:1@6:after-step"),
+        strategy=("dense",),
+        layout={"ep": 2},
+        num_ranks=2,
+        script=str(ROOT / "tests" / "distributed" / "scripts" / "pretrain_parked.py"),
+        env={"PARKED": kind},
+    )
+    repaired.check([1, 1], [4, 6], [{3, 4}, {5, 6}])  # bits of a job that parks nothing
