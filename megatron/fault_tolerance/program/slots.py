@@ -11,7 +11,10 @@ from moe_ft.config.rules import Rule
 from moe_ft.elastic.slot_layer import with_slots
 
 _UNTESTED = "nobody has tried it"
-_SAVED = "Megatron's checkpoints hold experts, and their state lies in homes"
+_SAVED = (
+    "Megatron's checkpoints hold experts, and homes have parts; `moe_ft convert` makes one of what is in "
+    "--moe-ft-persist-dir"
+)
 
 
 def num_ranks(args: argparse.Namespace) -> int:
@@ -80,15 +83,21 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
     _refused(
         lambda args: args.transformer_impl != "local",
         "needs --transformer-impl local",
-        "Transformer Engine's experts have been tried by nobody",
+        "homes take weights and gradients of single experts, and it may keep them in FP8, in one tensor, or "
+        "add gradients up itself",
         "Give it, or leave the flag out",
     ),
-    _refused_flag("moe_grouped_gemm", "its experts are no modules of their own"),
+    _refused_flag(
+        "moe_grouped_gemm", "its experts are no modules of their own, from which homes copy"
+    ),
     _refused(
-        lambda args: args.moe_token_dispatcher_type not in ("alltoall", "allgather"),
-        "needs --moe-token-dispatcher-type alltoall or allgather",
+        lambda args: (
+            args.moe_token_dispatcher_type == "flex"
+            and args.moe_flex_dispatcher_backend == "ncclep"
+        ),
+        "cannot be used with --moe-flex-dispatcher-backend ncclep",
         _UNTESTED,
-        "Give one of them",
+        "Use deepep or hybridep",
     ),
     _refused_flag("moe_pad_expert_input_to_capacity", "replicas share the tokens of an expert"),
     _refused(

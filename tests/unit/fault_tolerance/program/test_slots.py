@@ -20,7 +20,8 @@ REFUSED = {
     f"{SLOTS} 1 --tensor-model-parallel-size 2": "needs --expert-tensor-parallel-size 1",
     f"{SLOTS} 1 --transformer-impl transformer_engine": "needs --transformer-impl local",
     f"{SLOTS} 1 --moe-grouped-gemm": "cannot be used with --moe-grouped-gemm: its experts are no modules",
-    f"{SLOTS} 1 --moe-token-dispatcher-type flex": "needs --moe-token-dispatcher-type alltoall or allgather",
+    f"{SLOTS} 1 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep": "cannot be used with "
+    "--moe-flex-dispatcher-backend ncclep",
     f"{SLOTS} 1 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity": "cannot be used with "
     "--moe-pad-expert-input-to-capacity: replicas share the tokens of an expert",
     f"{SLOTS} 1 --moe-ft-capacity-boost 0.1": "cannot be used with --moe-ft-capacity-boost: the capacity",
