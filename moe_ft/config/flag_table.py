@@ -214,11 +214,16 @@ FLAGS: dict[str, dict[str, str]] = {
             skip_train validation_set_names""",
     },
     "optimizer": {
-        "fingerprint": "optimizer optimizer_cpu_offload optimizer_offload_fraction",
+        "fingerprint": """
+            optimizer optimizer_cpu_offload optimizer_offload_fraction use_layer_wise_param_layout""",
         "fingerprint untested": """
-            apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker no_weight_decay_cond_type
-            te_rng_tracker use_precision_aware_optimizer use_torch_optimizer_for_cpu_offload""",
+            apply_wd_to_qk_layernorm decoupled_lr inference_rng_tracker muon_scalar_optimizer
+            no_weight_decay_cond_type te_rng_tracker use_precision_aware_optimizer
+            use_torch_optimizer_for_cpu_offload""",
         "replay": "clip_grad",
+        "replay untested": """
+            muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_nesterov
+            muon_num_ns_steps muon_scale_mode muon_split_qkv muon_tp_mode""",
         "record": """
             adam_beta1 adam_beta2 adam_eps end_weight_decay lr lr_decay_iters lr_decay_samples
             lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples
@@ -226,7 +231,7 @@ FLAGS: dict[str, dict[str, str]] = {
             override_opt_param_scheduler start_weight_decay use_checkpoint_opt_param_scheduler
             weight_decay weight_decay_incr_style""",
         "record untested": """
-            decoupled_min_lr lion_beta1 lion_beta2 sgd_momentum""",
+            decoupled_min_lr lion_beta1 lion_beta2 muon_momentum sgd_momentum""",
         "neutral": "overlap_cpu_optimizer_d2h_h2d warmup",
         "neutral untested": "dump_param_to_param_group_map pin_cpu_grads pin_cpu_params",
     },
@@ -252,12 +257,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "neutral": """
             fim_{eod_token fragment_rate middle_token no_prefix pad_token prefix_token rate
             split_sample spm_rate suffix_token} sft_tokenizer_prompt_format""",
-    },
-    "only with optimizers that are refused": {
-        "neutral": """
-            muon_{coefficient_type extra_scale_factor fp32_matmul_prec momentum nesterov
-            num_ns_steps scalar_optimizer scale_mode split_qkv tp_mode}
-            use_layer_wise_param_layout""",
     },
     "Megatron's checkpoints": {
         "beginning": """
@@ -377,8 +376,9 @@ _VALUES = """
     distributed_backend=gloo lr_decay_style=constant,cosine,linear lr_wsd_decay_style=exponential
     moe_router_dtype=fp32 moe_router_load_balancing_type=aux_loss,none,seq_aux_loss
     moe_router_score_function=sigmoid,softmax moe_token_dispatcher_type=allgather,alltoall
-    moe_token_drop_policy=position,probs normalization=LayerNorm,RMSNorm optimizer=adam,sgd
-    position_embedding_type=learned_absolute,rope,yarn recompute_granularity=full,selective
+    moe_token_drop_policy=position,probs normalization=LayerNorm,RMSNorm
+    optimizer=adam,muon,sgd,soap position_embedding_type=learned_absolute,rope,yarn
+    recompute_granularity=full,selective
     recompute_method=uniform recompute_modules=core_attn,moe rope_type=rope,yarn
     softmax_type=learnable,vanilla tokenizer_type=NullTokenizer transformer_impl=local
     weight_decay_incr_style=constant

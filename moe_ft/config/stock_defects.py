@@ -26,8 +26,14 @@ SHARED_RANDOM_STATE = (
     "continue with random numbers of experts that are not theirs (--moe-router-force-load-balancing and "
     "dropout in experts draw them); PR 6858 to Megatron-LM mends it"
 )
+# PR 6666 to Megatron-LM brought it after 2026-08-22, PR 6920 of 2026-08-27 describes it: no release has it.
+NOT_GATHERED = (
+    "Megatron of late August 2026 does not gather weights after loading with a layer-wise optimizer, so "
+    "data-parallel ranks continue with different ones, without an error (PR 6920)"
+)
 SHIFTED_REMEDY = f"save without {FLAG} or without --overlap-grad-reduce"
 
+_AFTER_LOADING = "quantize_and_sync_model_params_from_main_params"
 _LENGTHS = [
     f"{name}-{kind}"
     for name in ("train", "lr-warmup", "lr-decay", "lr-wsd-decay")
@@ -39,6 +45,12 @@ def lines_on_defects(args: argparse.Namespace) -> list[str]:
     """Return one line for each defect that damages what a job saves with `--save`."""
     names = ("save", "use_distributed_optimizer", "overlap_grad_reduce", _FLAG_NAME)
     is_saved = args.ckpt_format == "torch_dist" and not args.no_save_optim
+    if is_saved and args.save and args.optimizer == "soap":
+        return [
+            f"--optimizer=soap with --save={args.save}: Megatron asserts that state has the shape of the "
+            "weights, which SOAP's factors do not have, so the first save ends the job. Instead, save with "
+            "--no-save-optim or with --moe-ft-persist-dir"
+        ]
     if not is_saved or not all(getattr(args, name, None) for name in names):
         return []
     return [
@@ -51,19 +63,50 @@ def lines_on_defects(args: argparse.Namespace) -> list[str]:
 def lines_on_load(args: Any) -> list[str]:
     """Return one line for each defect that damages what a job continues with from `--load`."""
     has_state = args.load and not args.finetune and not args.no_load_rng
-    if not has_state or (args.expert_model_parallel_size or 1) < 2 or not _shares_random_state():
-        return []
-    return [
-        f"--load={args.load}: {SHARED_RANDOM_STATE}. Instead, continue from state of moe_ft, which has those "
-        "of every rank"
-    ]
+    lines = []
+    if has_state and (args.expert_model_parallel_size or 1) > 1 and _shares_random_state():
+        lines.append(
+            f"--load={args.load}: {SHARED_RANDOM_STATE}. Instead, continue from state of moe_ft, which has "
+            "those of every rank"
+        )
+    if args.load and is_layer_wise(args) and _leaves_out_gathering():
+        lines.append(
+            f"--load={args.load}: {NOT_GATHERED}. Instead, continue from state of moe_ft, after which "
+            "weights are gathered, or use a release of Megatron"
+        )
+    return lines
+
+
+def is_layer_wise(args: Any) -> bool:
+    """Return whether each data-parallel rank steps whole parameters; Megatron's validation may be due."""
+    name = args.optimizer or "adam"
+    asked = args.use_distributed_optimizer and name not in ("adam", "sgd")
+    return bool(
+        asked
+        or name.startswith("dist_")
+        or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    )
+
+
+def _text_of(*parts: str) -> str:
+    """Return a file of the Megatron that an import would take; empty if it has none such."""
+    spec = find_spec("megatron.core")
+    place = Path((spec and spec.origin) or ".").parent.parent.joinpath(*parts)
+    return place.read_text(encoding="utf-8") if place.is_file() else ""
+
+
+def _leaves_out_gathering() -> bool:
+    """Return whether Megatron looks for what to gather only where layer-wise optimizers do not have it."""
+    text = _text_of("core", "optimizer", "optimizer.py")
+    finding = text.partition("def _unique_model_chunks(")[2].partition("\n    def ")[0]
+    layer_wise = _text_of("core", "optimizer", "layer_wise_optimizer.py")
+    is_mended = "self.model_chunks" in finding or "_unique_model_chunks" in layer_wise
+    return bool(finding) and f"def {_AFTER_LOADING}(" not in layer_wise and not is_mended
 
 
 def _shares_random_state() -> bool:
     """Return whether the Megatron that an import would take has one random state for a pipeline place."""
-    spec = find_spec("megatron.core")
-    place = Path((spec and spec.origin) or ".").parent.parent / "training" / "checkpointing.py"
-    text = place.read_text(encoding="utf-8") if place.is_file() else ""
+    text = _text_of("training", "checkpointing.py")
     function = text.partition("def get_rng_state(")[2].partition("\nclass ")[0]
     return bool(re.search(r"\(pp_size, tp_size\),\s*\(pp_rank, tp_rank\),\s*replica_id=", function))
 
@@ -102,7 +145,7 @@ def read_saves(words: Sequence[str]) -> argparse.Namespace:
         *("--no-load-rng", "--finetune"),
     ):
         parser.add_argument(flag, action="store_true")
-    for flag in ("--save", "--load", "--lr-decay-style"):
+    for flag in ("--save", "--load", "--lr-decay-style", "--optimizer"):
         parser.add_argument(flag, nargs="?")
     parser.add_argument("--ckpt-format", nargs="?", default="torch_dist")
     for name in ("lr", "lr-warmup-init", "lr-warmup-fraction", *_LENGTHS):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 
 from moe_ft.bars import progress_bar
-from moe_ft.config.stock_defects import SHARED_RANDOM_STATE
+from moe_ft.config.stock_defects import NOT_GATHERED, SHARED_RANDOM_STATE
 from moe_ft.convert.destination import Destination, LocalDestination, RemoteDestination
 from moe_ft.convert.foreign_files import path_of
 from moe_ft.convert.huggingface.mapping import flags_of
@@ -49,6 +49,14 @@ class Request:
     dtype: str | None = None
     for_ep: int | None = None
     shard_bytes: int = 2 << 30
+
+
+# Optimizers by format: Megatron's saves have groups of parameters of each of the optimizers that it chains
+# then, and SOAP's factors belong to no tensor of the model.
+_NOT_WRITTEN = {
+    "torch_dist": ("lion", "muon", "adaptive_muon", "soap"),
+    "safetensors": ("soap",),
+}
 
 
 class Format(Protocol):
@@ -108,6 +116,9 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     own_ep = int(model.settings.get("--expert-model-parallel-size") or 1)
     if request.to == "torch_dist" and with_optimizer and (request.for_ep or own_ep) > 1:
         lines.append(SHARED_RANDOM_STATE)
+    is_layer_wise = model.settings.get("--optimizer") in _NOT_WRITTEN["torch_dist"]
+    if request.to == "torch_dist" and is_layer_wise:
+        lines.append(NOT_GATHERED)
     lines += model.notes
     if model.kind == "hf":
         lines += ["flags of the model:", " ".join(flags_of(model.settings))]
@@ -138,6 +149,13 @@ def open_model(directory: str, iteration: int | None = None) -> Model:
 def _with_optimizer(request: Request, model: Model) -> bool:
     """Return whether masters and moments are converted too."""
     is_possible = model.kind == "moe_ft" and request.to != "hf"
+    optimizer = model.settings.get("--optimizer")
+    is_left_out = is_possible and optimizer in _NOT_WRITTEN.get(request.to, ())
+    if is_left_out and request.what != "weights":
+        raise ConfigError(
+            f"--what={request.what or 'all'}: the state of --optimizer {optimizer} cannot be written as "
+            f"{request.to}. Give --what weights."
+        )
     if request.what == "all" and not is_possible:
         place = model.place if model.kind != "moe_ft" else "a model of Hugging Face"
         raise ConfigError(

@@ -42,7 +42,7 @@ import torch
 from moe_ft.convert.source import Source
 from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import ConfigError, CorruptStateError, PlanError
-from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, tensor_bytes
+from moe_ft.format.entries import UNCUT, GlobalPlace, ParameterEntry, TensorEntry, tensor_bytes
 from moe_ft.planning.relayout import blocks_of
 from moe_ft.planning.transfer import Block, Box, Dims, Move, Part, boxes_of, cut, plan_transfer
 from moe_ft.recovery.readers import StateReader
@@ -59,6 +59,7 @@ KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "exp_avg": ("exp_avg",),
         "exp_avg_sq": ("exp_avg_sq",),
         "momentum_buffer": ("momentum_buffer",),
+        "moment2_buffer": ("moment2_buffer",),
     }
 )
 _Name = tuple[str, Dims]  # Megatron's key and the place in what is stacked
@@ -145,7 +146,9 @@ def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
                 named = block.tensor.key, block.tensor.stacked_at
                 described.setdefault(named, (parameter, entry, place))
         for name, unit in state.index.units.items():
-            for saved in (each for each in unit.tensors if each.parameter in parameters):
+            for saved in unit.tensors:
+                if saved.parameter not in parameters or saved.key.startswith(UNCUT):
+                    continue
                 kind, own = _kind_of(saved), Slice(rank, name, saved)
                 blocks = _blocks(parameters[saved.parameter], kind)
                 for part in cut(own, blocks, saved.start, saved.end):

@@ -9,6 +9,7 @@ from moe_ft.format.encoding import Checksum, check_path
 from moe_ft.format.packings import DTYPE_BYTES, Packing, Piece, pieces
 from moe_ft.format.records import Count, Gaps
 
+UNCUT = "whole."  # begins the keys of tensors whose range is their own, not that of a parameter
 FROZEN = "frozen"  # among the origins: all parameters that are not trained
 
 LevelName = Annotated[str, msgspec.Meta(pattern="^(full|compute)$")]
@@ -20,8 +21,10 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """One tensor of a unit version: a flat range of one parameter's weight, master or moment.
 
     Attributes:
-        key: "param" (fp32 master), "weight" (the one that forward uses) or the optimizer's own name.
-        start, end: flat range in the parameter as this rank holds it, in elements.
+        key: "param" (fp32 master), "weight" (the one that forward uses) or the optimizer's own name, after
+            `UNCUT` if the optimizer's tensor has another shape than the parameter.
+        start, end: flat range in the parameter as this rank holds it, or in a tensor of another shape, in
+            elements.
         dtype: safetensors' name of the type that the live tensor has.
         offset: in bytes, from the start of the unit.
         is_absent: the tensor did not exist yet; its bytes mean nothing.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_ft.format.entries import UnitEntry, lossy_packings
+from moe_ft.format.entries import UNCUT, UnitEntry, lossy_packings
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
 from moe_ft.planning.lost_tokens import UnitVersion
@@ -122,5 +122,5 @@ def _slices_of(units: Iterable[FetchedUnit], shared: Collection[str]) -> Slices:
         tensor.parameter: (tensor.start, tensor.end)
         for fetched in units
         for tensor in fetched.entry.tensors
-        if tensor.parameter in shared
+        if tensor.parameter in shared and not tensor.key.startswith(UNCUT)
     }

@@ -32,6 +32,7 @@ from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met, why_never_alone
 from moe_ft.recovery.notices import Notices
 from moe_ft.state.schedule import error_of_replay
+from moe_ft.state.slices import uncut_shapes
 from moe_ft.strategies.registry import chosen
 
 _MOST_UNREAD = 3  # named in a message
@@ -281,6 +282,8 @@ def check_settings(
             f"{identity.world_size} ranks there, {met.facts.world_size} now"
         ]
         hint = "To divide it again among the ranks of now, add --moe-ft-layout any. Otherwise start"
+    elif not differences and is_other:
+        _check_is_divisible(where, met)
     elif any(name.startswith("--padded-vocab-size") for name in differences):
         hint = "Choose --make-vocab-size-divisible-by so that the vocabulary is padded alike. Start"
     elif differences == other_data:
@@ -293,6 +296,18 @@ def check_settings(
             "clean`, or ignore it with --moe-ft-recover-from load."
         )
     return allowed
+
+
+def _check_is_divisible(where: str, met: Met) -> None:
+    """Raise ConfigError if the optimizer keeps tensors that no layout but the one of the state has."""
+    whole = [each.name for each in met.live.parameters if uncut_shapes(each)]
+    if whole:
+        raise ConfigError(
+            f"--moe-ft-layout=any: {where} holds the state of an optimizer that keeps more for "
+            f"{whole[0]} than numbers of each weight: the factors of SOAP, and second moments of rows, are "
+            "of whole matrices as a rank has them, and Megatron's own checkpoints do not hold them either. "
+            "Start in the layout of that run, or ignore its state with --moe-ft-recover-from load."
+        )
 
 
 def _flag_in(difference: str) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.faults import Phase
-from moe_ft.format.entries import TensorEntry
+from moe_ft.format.entries import UNCUT, TensorEntry
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.state import offloaded
 from moe_ft.state.catalog import Slices, UnitCatalog
@@ -26,7 +26,7 @@ from moe_ft.state.slices import (
     live_tensor,
     make_state,
 )
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import inner_optimizers, layer_wise_chains
 from moe_ft.units import Level
 
 
@@ -77,7 +77,7 @@ def refresh_weights(optimizer: Any) -> None:
             inner._copy_main_params_to_model_params()
 
 
-def sync_weights(model: Sequence[torch.nn.Module]) -> None:
+def sync_weights(model: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Gather the weights that forward uses, where each rank has a slice of them. Called by all ranks."""
     for chunk in model:
         wrapper: Any = chunk
@@ -90,6 +90,9 @@ def sync_weights(model: Sequence[torch.nn.Module]) -> None:
             # where gradients are added if a gather seemed to have been sent already.
             for group in wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups:
                 group.param_gather_dispatched = False
+    for chain in layer_wise_chains(optimizer):
+        if not chain.use_buffer_param_sync:  # parameters outside of the buffers of model chunks
+            chain.allgather_params()
 
 
 @torch.no_grad()
@@ -137,8 +140,10 @@ def _exchange(
     tensors = _existing(shared, slices[rank], level, group)
     for owner, owned in enumerate(slices):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for (local_index, _), tensor in tensors.items():
+        for (local_index, key), tensor in tensors.items():
             start, end = owned.get(shared[local_index].name, (0, 0))
+            if key.startswith(UNCUT):
+                end = tensor.numel() if start == 0 < end else start
             if start < end:
                 by_dtype.setdefault(tensor.dtype, []).append(tensor.view(-1)[start:end])
         for pieces in by_dtype.values():

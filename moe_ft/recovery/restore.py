@@ -91,7 +91,9 @@ class Conversion:
             compute, live.catalog, record.iteration, None, lambda each: not follows_masters(each)
         )
         exchange_state(live.parameters, compute_slices, Level.COMPUTE, live.groups)
-        self._once(partial(sync_weights, model))  # when the shards of dead ranks are there, too
+        self._once(
+            partial(sync_weights, model, optimizer)
+        )  # when the shards of dead ranks are there, too
         records.apply(record, model, optimizer, scheduler, live.parameters)
 
 

@@ -66,7 +66,7 @@ def step_count(torch_optimizer: Any, master: torch.Tensor) -> float | None:
     state = torch_optimizer.state.get(master)
     if not state:
         return None
-    if isinstance(state.get("step"), torch.Tensor):
+    if isinstance(state.get("step"), torch.Tensor | int):  # SOAP counts in integers
         return float(state["step"])
     if not is_hybrid(torch_optimizer):
         return None

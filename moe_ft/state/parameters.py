@@ -14,7 +14,7 @@ import torch
 from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.state.quantized import is_quantized
-from moe_ft.state.tensors import inner_optimizers, owned_parameters
+from moe_ft.state.tensors import inner_optimizers, layer_wise_chains, owned_parameters
 from moe_ft.units import UnitId, UnitKind
 
 AssignSlices = Callable[[Sequence[int], int], list[list[tuple[int, int]]]]
@@ -109,7 +109,8 @@ class LocalParameter:
         optimizer: Megatron's inner optimizer that updates it, None for a frozen parameter.
         master: tensor that the inner optimizer holds for it: the fp32 master weights (this rank's slice of
             them if `is_sharded`) or the parameter itself; None if the slices of other ranks cover it.
-        is_sharded: whether the distributed optimizer assigned the slice, or it is a home.
+        is_sharded: whether a distributed optimizer assigned the slice, or it is a home. A layer-wise one
+            assigns whole parameters.
         is_expert: whether the expt_dp group, instead of dp, holds the same parameter.
     """
 
@@ -280,6 +281,14 @@ def _owners(optimizer: Any) -> dict[torch.nn.Parameter, tuple[Any, Any, tuple[in
                 owners.update(dict.fromkeys(buffer.params, (inner, None, (0, 0))))
         for parameter, master, slice_ in owned_parameters(inner):
             owners[parameter] = (inner, master, slice_)
+    for chain in layer_wise_chains(optimizer):
+        for ranks in (chain.dp_cp_params_list, chain.expt_dp_params_list):
+            for parameter in (each for parameters in ranks or () for each in parameters):
+                # Of another rank: which optimizer of the chain steps it there makes no difference here.
+                owners.setdefault(parameter, (chain.chained_optimizers[0], None, (0, 0)))
+        for inner in chain.chained_optimizers:
+            for parameter, master, _ in owned_parameters(inner):
+                owners[parameter] = (inner, master, (0, parameter.numel()))
     return owners
 
 

@@ -345,9 +345,23 @@ def _apply_optimizer(
     for name, local in by_name.items():
         step = saved.steps.get("*", saved.steps.get(name))
         master = local.master
-        if step is not None and master is not None and master in torch_optimizer.state:
+        if step is None or master is None or master not in torch_optimizer.state:
+            continue
+        if "Q_L" in torch_optimizer.state[master]:
+            _apply_soap(torch_optimizer.state[master], int(step))
+        else:
             offloaded.set_step_count(torch_optimizer, master, step)
     _apply_scales(torch_optimizer, saved, by_name)
+
+
+def _apply_soap(state: dict[str, Any], step: int) -> None:
+    """Set SOAP's count, and store its eigenbases by columns as its own decompositions leave them.
+
+    Products of matrices that lie otherwise in memory are rounded otherwise.
+    """
+    state["step"] = step
+    for key in ("Q_L", "Q_R") if step > 0 else ():
+        state[key] = state[key].t().contiguous().t()
 
 
 def _apply_scales(

@@ -15,7 +15,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.identity import differing_settings
 from moe_ft.format.records import IterationRecord
 from moe_ft.state.packed_values import from_json, to_json
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import inner_optimizers, kind_of
 
 OVERRIDE = "--override-opt_param-scheduler"
 KEEP = "--use-checkpoint-opt_param-scheduler"
@@ -63,7 +63,7 @@ def find_changes(record: IterationRecord, optimizer: Any, scheduler: Any) -> lis
     """Describe the settings that Megatron compares, or that an optimizer loads, and that differ."""
     ours, theirs = _flags(_attributes(scheduler, _COMPARED)), _flags(from_json(record.scheduler))
     for inner, saved in zip(inner_optimizers(optimizer), record.optimizers, strict=True):
-        kind = getattr(getattr(inner, "config", None), "optimizer", "adam")
+        kind = kind_of(inner).replace("soap", "adam")  # whose flags it shares
         _add_groups(ours, inner.optimizer.param_groups, kind)
         _add_groups(theirs, saved.groups, kind)
     return differing_settings(ours, theirs)

@@ -1,26 +1,35 @@
 """Tensors of a rank's slice of each parameter, which a snapshot copies and a restore writes.
 
-torch's, Transformer Engine's and Apex's Adam keep ``exp_avg`` and ``exp_avg_sq`` per parameter. The place of
-``step`` differs, so steps are part of the record (state/record.py). Reading never creates missing moments,
-because that would change a fresh run.
+torch's, Transformer Engine's and Apex's Adam keep ``exp_avg`` and ``exp_avg_sq`` per parameter, Muon one
+``momentum_buffer``. SOAP and some kinds of Muon also keep tensors that have another shape than the parameter:
+they cannot be cut with it, so the rank that saves its first element saves them whole. The place of ``step``
+differs, so steps are part of the record (state/record.py). Reading never creates missing moments, because
+that would change a fresh run.
 """
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 
 from moe_ft.format import packings
-from moe_ft.format.entries import TensorEntry
+from moe_ft.format.entries import UNCUT, TensorEntry
 from moe_ft.state import offloaded
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.quantized import is_quantized
-from moe_ft.state.tensors import raw_tensor
+from moe_ft.state.tensors import kind_of, raw_tensor
 from moe_ft.units import Level, Part
 
 MASTER_KEYS = ("param", "master_param")
 WEIGHT_KEYS = (*MASTER_KEYS, "weight")
-_STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
+_STATE_KEYS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("momentum_buffer",),
+    "sgd": ("momentum_buffer",),
+    "soap": ("exp_avg", "exp_avg_sq"),
+}
 # By safetensors' name.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, each.torch_name) for name, each in packings.DTYPES.items()
@@ -63,11 +72,17 @@ def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> li
     """
     if local.start == local.end:
         return []
-    return [
+    found = [
         TensorEntry(local.name, key, local.start, local.end, dtype_name(dtype), 0)
         for key, dtype in _keys(local, level)
         if part is Part.WHOLE or (key in WEIGHT_KEYS) == (part is Part.WEIGHTS)
     ]
+    if level is Level.FULL and part is not Part.WEIGHTS and local.start == 0:
+        found += [
+            TensorEntry(local.name, key, 0, prod(shape), dtype_name(torch.float32), 0)
+            for key, shape in uncut_shapes(local).items()
+        ]
+    return found
 
 
 def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtype]]:
@@ -87,14 +102,41 @@ def _keys(local: LocalParameter, level: Level) -> Iterator[tuple[str, torch.dtyp
         yield "exp_avg_sq", config.exp_avg_sq_dtype
         return
     yield "param", torch.float32
-    if config.optimizer == "sgd" and not config.sgd_momentum:
+    if kind_of(local.optimizer) == "sgd" and not config.sgd_momentum:
         return
-    for key in _STATE_KEYS[config.optimizer]:
+    for key in _moments(local.optimizer):
         # With some FP8 recipes Megatron keeps the masters itself, while moments are still in few bits.
         # Optimizers that are offloaded to the CPU keep everything in fp32, whatever the flags say.
         is_native = getattr(config, "use_precision_aware_optimizer", False)
         is_native = is_native and not offloaded.is_hybrid(local.optimizer.optimizer)
         yield key, getattr(config, f"{key}_dtype") if is_native else torch.float32
+
+
+def _moments(inner: Any) -> tuple[str, ...]:
+    """Return the keys of the moments that have a number for each of a parameter."""
+    keys = _STATE_KEYS[kind_of(inner)]
+    is_adaptive = getattr(inner.optimizer, "moment2_method", None) == "adamuon"
+    return (*keys, "moment2_buffer") if is_adaptive else keys
+
+
+def uncut_shapes(local: LocalParameter) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a parameter's optimizer tensors that are saved whole, by key."""
+    if local.optimizer is None or local.parameter.dim() != 2:
+        return {}
+    torch_optimizer = local.optimizer.optimizer
+    rows, columns = local.parameter.shape
+    found: dict[str, tuple[int, ...]] = {}
+    if kind_of(local.optimizer) == "soap":
+        found = {
+            f"{name}{side}": (size, size)
+            for side, size in (("L", rows), ("R", columns))
+            for name in ("", "Q_")
+        }
+    elif (method := getattr(torch_optimizer, "moment2_method", None)) == "normuon":
+        found = {"moment2_buffer": (rows, 1) if rows >= columns else (1, columns)}
+    elif method == "namo":
+        found = {"moment2_buffer": (1,)}
+    return {UNCUT + key: shape for key, shape in found.items()}
 
 
 def live_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
@@ -121,14 +163,17 @@ def whole_tensor(local: LocalParameter, key: str) -> torch.Tensor | None:
         return local.parameter
     if local.master is None:
         return None
-    found: torch.Tensor | None = local.optimizer.optimizer.state.get(local.master, {}).get(key)
+    state = local.optimizer.optimizer.state.get(local.master, {})
+    found: torch.Tensor | None = state.get(key.removeprefix(UNCUT))
     found = offloaded.held_by(local.optimizer, local.master, key, found)
     return None if found is None else raw_tensor(found)
 
 
 def own_slice(local: LocalParameter, key: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, flat."""
-    flat = whole.detach().view(-1)
+    flat = whole.detach().reshape(-1)  # a copy of what SOAP has transposed
+    if key.startswith(UNCUT):
+        return flat
     is_of_optimizer = key != "weight" or follows_masters(local)
     if is_of_optimizer and local.is_sharded:  # the distributed optimizer holds slices only
         return flat[: local.end - local.start]  # a home may be longer
@@ -141,17 +186,21 @@ def make_state(local: LocalParameter, key: str, dtype: torch.dtype) -> None:
     assert master is not None
     torch_optimizer = local.optimizer.optimizer
     state = offloaded.state_to_fill(torch_optimizer, master)
+    shape = uncut_shapes(local).get(key)
+    key = key.removeprefix(UNCUT)
     keeps_few_bits = getattr(local.optimizer.config, "use_precision_aware_optimizer", False)
     if key not in state and keeps_few_bits and hasattr(torch_optimizer, "initialize_state"):
         # This also creates the scales. Only BF16 weights have remainders; other masters are whole.
         has_remainders = getattr(torch_optimizer, "store_param_remainders", False)
         torch_optimizer.initialize_state(master, has_remainders and master.dtype is torch.bfloat16)
-    elif key not in state:
+    elif key not in state or not state[key].is_contiguous():  # whose flat view would be a copy
         stepped = offloaded.stepped_tensor(torch_optimizer, master)
         is_hybrid = offloaded.is_hybrid(torch_optimizer)
         # Masters may be parked on the host, where no step finds moments that were made there.
         device = stepped.device if is_hybrid else local.parameter.device
-        state[key] = torch.zeros_like(stepped, dtype=dtype, device=device)
+        state[key] = torch.zeros(
+            stepped.shape if shape is None else shape, dtype=dtype, device=device
+        )
     offloaded.note_state(local.optimizer)
 
 

@@ -11,6 +11,15 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from moe_ft.state import offloaded
 
+# Kinds of optimizers by classes that they, or their bases, have.
+_KINDS = {
+    "OrthogonalizedOptimizer": "muon",
+    "SOAP": "soap",
+    "Lion": "lion",
+    "SGD": "sgd",
+    "Adam": "adam",
+    "FusedAdam": "adam",
+}
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -88,10 +97,37 @@ def state_scales(torch_optimizer: Any, master: torch.Tensor) -> dict[str, torch.
     return found
 
 
+def all_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yield Megatron's outermost optimizer and all that it chains, chains before what is in them."""
+    yield optimizer
+    for each in getattr(optimizer, "chained_optimizers", ()):
+        if each is not optimizer:
+            yield from all_optimizers(each)
+
+
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers with parameters that Megatron's outermost one chains."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+    """Return the optimizers with parameters that Megatron's outermost one chains, also in chains in it."""
+    return [
+        each
+        for each in all_optimizers(optimizer)
+        if each in getattr(each, "chained_optimizers", (each,))
+        and not getattr(each, "is_stub_optimizer", False)
+    ]
+
+
+def kind_of(inner: Any) -> str:
+    """Return what an inner optimizer is: of matrices, "muon" or "soap"; else "adam", "lion" or "sgd".
+
+    Its configuration names the one of matrices also where it is another one, for the rest of the parameters.
+    """
+    names = (each.__name__ for each in type(inner.optimizer).__mro__)
+    named = getattr(getattr(inner, "config", None), "optimizer", "adam")
+    return next((_KINDS[name] for name in names if name in _KINDS), str(named))
+
+
+def layer_wise_chains(optimizer: Any) -> list[Any]:
+    """Return the chains in which each data-parallel rank steps whole parameters, others than other ranks."""
+    return [each for each in all_optimizers(optimizer) if hasattr(each, "dp_cp_params_list")]
 
 
 def named_optimizer_tensors(model: Sequence[torch.nn.Module], optimizer: Any) -> NamedTensors:

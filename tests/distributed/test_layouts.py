@@ -25,6 +25,7 @@ OFFLOADED = {
 OTHERS: dict[str, tuple[Layout, Layout, dict[str, Any]]] = {
     "buckets": (DP2, BUCKETS, {}),
     "offloaded": (PP2_EP2, EP2, OFFLOADED),
+    "muon": (PP2_EP2, EP2, {"optimizer": "muon"}),
     "no-moments": (
         PP2_EP2,
         EP2,

@@ -27,6 +27,7 @@ LAYOUTS = {
         4,
         [*model_flags(), *layout_flags({"tp": 2, "etp": 1, "ep": 2}), "--sequence-parallel"],
     ),
+    "soap, replicated": (2, model_flags(optimizer="soap", **REPLICATED)),
     "tied embeddings, pp2": (
         2,
         [

@@ -45,6 +45,12 @@ def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy:
 _WHOLE = tuple(each.name for each in kinds() if each.is_exact and not each.replays)
 _RULES = (
     _rule(
+        "optimizer",
+        "its ranks have whole matrices, which are not built again",
+        lambda args: args.optimizer != "adam",
+        remedy="Use --optimizer adam",
+    ),
+    _rule(
         "",
         "each of its ranks has the whole optimizer, and their norms are summed along the pipelines",
         lambda args: not args.use_distributed_optimizer,

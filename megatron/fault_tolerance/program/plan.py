@@ -56,6 +56,7 @@ from moe_ft.cluster.member import Member
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import as_arguments
 from moe_ft.config.rules import Rule
+from moe_ft.config.stock_defects import is_layer_wise
 from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.placement import planned_replicas
@@ -145,7 +146,8 @@ def plan_job(
             megatron_arguments.validate_args(args)
             slots.complete(args)
             built = build_stages(args, config, partial(_describe_optimizer, given))
-    is_whole = config.strategy.sharding == "none" and not args.use_distributed_optimizer
+    is_divided = args.use_distributed_optimizer or is_layer_wise(args)
+    is_whole = config.strategy.sharding == "none" and not is_divided
     stages = built.by_sharding["none" if is_whole else "equal"]
     job = PlannedJob(
         model=_model(args, given, built.parameters),
@@ -154,7 +156,7 @@ def plan_job(
         ep=args.expert_model_parallel_size,
         tp=args.tensor_model_parallel_size,
         expert_tp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        is_optimizer_distributed=args.use_distributed_optimizer,
+        is_optimizer_distributed=is_divided,
         experts=_experts(args),
         config=config,
         ranks_per_node=ranks_per_node,

@@ -87,6 +87,12 @@ SLOT_REFUSALS: tuple[Rule, ...] = (
         "add gradients up itself",
         "Give it, or leave the flag out",
     ),
+    _refused(
+        lambda args: args.optimizer != "adam",
+        "needs --optimizer adam",
+        "homes are parts of experts, and not the matrices that other optimizers need",
+        "Give it, or leave the flag out",
+    ),
     _refused_flag(
         "moe_grouped_gemm", "its experts are no modules of their own, from which homes copy"
     ),

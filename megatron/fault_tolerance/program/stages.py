@@ -38,7 +38,7 @@ from moe_ft.planning.planned_job import PlannedRank, PlannedStage, UnitBytes
 from moe_ft.recovery.assembly import replicated_bytes, slice_assignment
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter, home_part, local_parameters
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import inner_optimizers, layer_wise_chains
 from moe_ft.strategies.registry import chosen
 from moe_ft.units import Level, Part, UnitId, UnitKind
 
@@ -360,6 +360,14 @@ class _Ranks:
                 )
                 for parameter, found in ranges.items():
                     slices[names[parameter]] = found["param"].start, found["param"].end
+        for chain in layer_wise_chains(self._optimizer):
+            is_expert = any(each.is_expert for each in own)
+            ranks = chain.expt_dp_params_list if is_expert else chain.dp_cp_params_list
+            slices |= {
+                names[each]: (0, each.numel()) for each in (ranks or {place.rank: ()})[place.rank]
+            }
+        if place.size == 1:
+            slices |= {each.name: (each.start, each.end) for each in own if each.is_sharded}
         shared = [each for each in own if not each.is_sharded]
         elements = tuple(each.parameter.numel() for each in shared)
         assigned = _assign(sharding, elements, place.size)[place.rank]

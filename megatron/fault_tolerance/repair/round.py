@@ -38,6 +38,7 @@ from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.saying import say, warn
+from moe_ft.state.tensors import all_optimizers
 
 _REPAIR_S = 600.0  # without progress, until training runs again
 _LOOP_TIMER = "interval-time"
@@ -95,7 +96,7 @@ def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -
         for name in ("bucket_groups", "expert_parallel_bucket_groups"):
             for group in getattr(chunk, name, ()):
                 _begin_again(group)
-    for each in (parts.optimizer, *getattr(parts.optimizer, "chained_optimizers", ())):
+    for each in all_optimizers(parts.optimizer):
         # All ask again what costs a collective and is asked once: a replacement has to ask.
         each._has_grad_norm_group_cache = None
     gc.collect()  # the frames of the exception hold activations, and contexts that must end now

@@ -22,6 +22,7 @@ _RULES: Mapping[str, str] = {
     ),
     "--phase-transition-iterations": "the position in the data is counted from the transition",
     "--skip-train": "nothing is trained",
+    "--qk-clip": "it changes weights after the optimizer step, with which ranks take them to be done",
     "--hybrid-context-parallel": "its iterator is not renewed",
 }
 _RULES_ON_GPUS: Mapping[str, str] = {

@@ -113,20 +113,13 @@ def _fp8_parameters(
 
 
 _FP32 = ("fp32", torch.float32)  # as parsed, and as validated
-_LAYER_WISE = ("muon", "dist_muon", "adaptive_muon", "soap")
+_OF_NUMBERS = ("adam", "sgd")
 
 SEAM_REFUSALS: tuple[Rule, ...] = (
     # State that snapshots cannot hold.
     refused_flag("optimizer_cuda_graph", _NO_UNITS),
     refused_flag("use_megatron_fsdp", _NO_UNITS, "Use --use-distributed-optimizer"),
     refused_flag("use_torch_fsdp2", _NO_UNITS, "Use --use-distributed-optimizer"),
-    Rule(
-        "optimizer",
-        f"--optimizer with a layer-wise optimizer ({', '.join(_LAYER_WISE)})",
-        lambda args: args.optimizer in _LAYER_WISE,
-        _NO_UNITS,
-        "Use --optimizer adam",
-    ),
     Rule(
         "optimizer_cpu_offload",
         "--optimizer-cpu-offload with --fp8-param-gather",
@@ -135,6 +128,13 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "Leave one of the two out",
     ),
     *map(_parked, ("offload_optimizer_states", "chunked_optimizer_state_offload")),
+    Rule(
+        "optimizer_cpu_offload",
+        "--optimizer-cpu-offload with an optimizer of matrices",
+        lambda args: bool(args.optimizer_cpu_offload and args.optimizer not in _OF_NUMBERS),
+        "Megatron then has only some of the optimizers on the host, which no test has had",
+        "Use --optimizer adam, or leave it out",
+    ),
     refused_flag(
         "disable_param_buffers_cpu_backup",
         "weights then have no memory while the script pauses it, and a snapshot may read them at any time",
@@ -145,6 +145,12 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         lambda args: args.num_distributed_optimizer_instances > 1,
         _NO_UNITS,
         "Use one instance",
+    ),
+    _fp8_parameters(
+        "an optimizer of matrices",
+        lambda args: args.optimizer not in _OF_NUMBERS,
+        "no test has had FP8 weights of its masters",
+        "Use --optimizer adam, or leave it out",
     ),
     _fp8_parameters(
         "--fp8-recipe custom",
@@ -226,6 +232,13 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "it changes weights after the optimizer step, which a recovery runs again without it",
         "Leave it out, or use {others}",
         replays,
+    ),
+    Rule(
+        "qk_clip",
+        "--qk-clip with --moe-ft-breakpoints",
+        lambda args: args.qk_clip and getattr(args, "moe_ft_breakpoints", False),
+        "it changes weights after the optimizer step, with which a breakpoint takes them to be done",
+        "Leave one of the two out",
     ),
     refused_flag(
         "phase_transition_iterations",

@@ -29,7 +29,7 @@ from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingL
 from moe_ft.recovery.borders import Borders
 from moe_ft.state.freezing import Freezing
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.tensors import inner_optimizers
+from moe_ft.state.tensors import all_optimizers, inner_optimizers, layer_wise_chains
 from moe_ft.units import UnitId, UnitKind
 
 
@@ -177,12 +177,14 @@ def _quiet(loop: LoopParts) -> Iterator[None]:
                 patches.set(config, name, False)
         for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "timers"):
             patches.set(loop.config, name, None)
-        optimizers = [loop.optimizer, *loop.optimizer.chained_optimizers]
+        optimizers = [*all_optimizers(loop.optimizer)]
         for config in {id(each.config): each.config for each in optimizers}.values():
             patches.set(config, "timers", None)
             patches.set(config, "log_num_zeros_in_grad", False)
             # MXFP8: it stages masters for the gather only where that is not overlapped.
             patches.set(config, "overlap_param_gather", False)
+        for chain in layer_wise_chains(loop.optimizer):
+            patches.set(chain, "overlap_param_gather", False)
         yield
 
 

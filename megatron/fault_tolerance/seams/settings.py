@@ -35,7 +35,14 @@ from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
 # The parts of the state that --moe-ft-state-dtype can name.
-_PARTS_OF_OPTIMIZERS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "lion": ("master", "exp_avg")}
+_ADAM = ("master", "exp_avg", "exp_avg_sq")
+# Muon has a scalar optimizer beside it, Adam by default.
+_PARTS_OF_OPTIMIZERS = {
+    "adam": _ADAM,
+    "lion": ("master", "exp_avg"),
+    "muon": _ADAM,
+    "dist_muon": _ADAM,
+}
 
 
 def add_moe_ft_flags(parser: argparse.ArgumentParser) -> None:

@@ -253,7 +253,8 @@ class _Copy:
         if whole is None:
             return None
         address = whole.data_ptr()
-        if whole is not self.whole or address != self.address or self.source is None:
+        is_known = whole is self.whole and address == self.address and whole.is_contiguous()
+        if not is_known or self.source is None:
             self.whole, self.address = whole, address
             self.source = own_slice(self.local, self.entry.key, whole)
             expected = DTYPES[self.entry.dtype]

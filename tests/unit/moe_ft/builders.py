@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from emerging_optimizers.scalar_optimizers import Lion
 
 from moe_ft.engine.memory.layout import FileLayout, lay_out, lay_out_window
 from moe_ft.engine.memory.pool import Pool
@@ -339,8 +340,9 @@ def manifest_of(storage: Storage, iteration: int) -> Manifest:
 
 def make_optimizer(*masters: torch.Tensor, kind: str = "adam") -> Any:
     """Return an inner optimizer as Megatron's look from outside, of a kind that decides the moments."""
+    kinds = {"adam": torch.optim.Adam, "lion": Lion, "sgd": torch.optim.SGD}
     return SimpleNamespace(
-        optimizer=torch.optim.Adam(list(masters), lr=0.125) if masters else None,
+        optimizer=kinds[kind](list(masters), lr=0.125) if masters else None,
         config=SimpleNamespace(optimizer=kind),
     )
 

@@ -67,7 +67,6 @@ def test_settings_are_divided_by_what_depends_on_them() -> None:
             {},
             "--offload-optimizer-states with FP8 moments or another optimizer is not supported",
         ),
-        (changed(optimizer="muon"), {}, "--optimizer with a layer-wise optimizer .* not supported"),
         (
             changed(cuda_graph_impl="local"),
             {"strategy": "partial"},

@@ -136,7 +136,7 @@ def test_log_of_what_crosses_stages_needs_stages() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--optimizer", "muon"),
+        ("--use-megatron-fsdp",),
         ("--fp8-param-gather", "--fp8-recipe", "custom", "--moe-ft-strategy", "dense"),
     ],
 )

@@ -50,6 +50,56 @@ def test_start_from_a_checkpoint_with_one_random_state_for_all_experts_is_told_s
         assert lines_on_load(read_saves(others)) == []
 
 
+def test_save_of_soap_that_megatron_asserts_against_is_told_before_the_job_starts() -> None:
+    (line,) = lines_on_defects(read_saves(["x.py", "--optimizer", "soap", "--save", "out"]))
+    assert line.startswith("--optimizer=soap with --save=out: Megatron asserts")
+    for others in (("--save", "out", "--no-save-optim"), ()):
+        assert lines_on_defects(read_saves(["x.py", "--optimizer", "soap", *others])) == []
+
+
+# PR 6920: `children` is where the chunks of the model are looked for, in the words of its description.
+_CHAIN = """class ChainedOptimizer:
+    def _unique_model_chunks(self):
+        return {children}
+
+    def quantize_and_sync_model_params_from_main_params(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("children", "layer_wise", "flags", "count"),
+    [
+        ("self.chained_optimizers", "", "--optimizer muon --use-distributed-optimizer", 1),
+        ("self.chained_optimizers", "", "--optimizer dist_muon", 1),
+        ("self.chained_optimizers", "", "--optimizer muon", 0),
+        ("self.chained_optimizers", "", "--use-distributed-optimizer", 0),
+        ("self.model_chunks", "", "--optimizer dist_muon", 0),
+        ("x", "def _unique_model_chunks(self):", "--optimizer dist_muon", 0),
+        ("x", f"def {stock_defects._AFTER_LOADING}(self):", "--optimizer dist_muon", 0),
+    ],
+)
+def test_load_after_which_layer_wise_weights_are_not_gathered_is_told(
+    children: str,
+    layer_wise: str,
+    flags: str,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = read_saves(["x.py", "--load", "out", *flags.split()])
+    assert lines_on_load(given) == []  # the installed release has no such function
+    spec = ModuleSpec("megatron.core", None, origin=str(tmp_path / "core" / "__init__.py"))
+    monkeypatch.setattr(stock_defects, "find_spec", lambda name: spec)
+    folder = tmp_path / "core" / "optimizer"
+    folder.mkdir(parents=True)
+    (folder / "optimizer.py").write_text(_CHAIN.replace("{children}", children))
+    (folder / "layer_wise_optimizer.py").write_text(layer_wise)
+    lines = lines_on_load(given)
+    assert len(lines) == count
+    assert all("--load=out: Megatron of late August 2026 does not gather" in each for each in lines)
+
+
 def test_megatron_that_keeps_the_random_state_of_every_rank_is_not_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

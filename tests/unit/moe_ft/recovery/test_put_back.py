@@ -95,5 +95,5 @@ def test_gather_of_a_restore_counts_as_one_of_an_iteration_unless_masters_are_st
     )
     groups = {"bucket_groups": [], "expert_parallel_bucket_groups": [group]}
     chunk: Any = SimpleNamespace(ddp_config=config, start_param_sync=sync, **groups)
-    sync_weights([chunk])
+    sync_weights([chunk], None)
     assert group.param_gather_dispatched is not reuses_gradients

@@ -253,7 +253,12 @@ def test_page_says_of_each_recorded_flag_what_a_change_does() -> None:
     classes = FLAGS["optimizer"]
     flags = {*names_in(classes["record"]), *names_in(classes["record untested"])}
     asking = {"override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"}
-    untried_kinds = {"lion_beta1", "lion_beta2", "sgd_momentum"}  # as those of Adam
+    untried_kinds = {
+        "lion_beta1",
+        "lion_beta2",
+        "muon_momentum",
+        "sgd_momentum",
+    }  # as those of Adam
     tried = {*COMPARED, *OF_THE_START} - {"train_iters", "train_samples", "decoupled_lr"}
     assert tried == flags - asking - untried_kinds
     recorded = {name for name, each in flag_classes().items() if each.kind is Kind.RECORD}
