@@ -22,14 +22,12 @@ from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 from tests.recipes.recipe import Recipe
 
+STRATEGIES = ("dense", "sparse", "partial", "selective")
 _REPAIR = ("--moe-ft-strategy", "dense", "--moe-ft-repair", "auto")
 # Columns of the table, each with the flags of moe_ft that a user adds.
 COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
-        **{
-            name: ("--moe-ft-strategy", name)
-            for name in ("dense", "sparse", "partial", "selective")
-        },
+        **{name: ("--moe-ft-strategy", name) for name in STRATEGIES},
         "repair": _REPAIR,
         "crowding": (*_REPAIR, "--moe-ft-without-spare", "crowd"),
         "played roles": (*_REPAIR, "--moe-ft-without-spare", "reroute"),
