@@ -44,7 +44,7 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}
 
 
-PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4", "--moe-ft-k-persist", "4")
+PARTIAL = ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4")
 SELECTIVE = (
     "--moe-ft-strategy",
     "selective",
@@ -64,7 +64,7 @@ REST = {
     "gathered-selective-ep2": Case(layout={"ep": 2}, flags=SELECTIVE),
     "replicated-sparse-dp2": Case(flags=SPARSE, is_distributed=False),
     "replicated-dense-tp2-fp32": Case(
-        layout={"tp": 2}, changes={"bf16": False}, is_distributed=False
+        layout={"tp": 2}, changes={"bf16": False, "sequence_parallel": True}, is_distributed=False
     ),
     "soap-gathered-sparse": Case(flags=SPARSE, changes={"optimizer": "soap"}),
     "soap-replicated-dense-ep2-dp2": Case(
