@@ -152,7 +152,7 @@ def _committing_last_log_when_told(flags: list[str]) -> None:
             is_waited_for.wait()
         commit(self, taking, copied)
 
-    def note_and_flush(self: BoundaryLog, timeout_s: float) -> bool:
+    def note_and_flush(self: BoundaryLog, timeout_s: float = 60.0) -> bool:
         is_waited_for.set()
         return flush(self, timeout_s)
 

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -48,6 +49,6 @@ def read_recipes() -> list[Recipe]:
 
 
 def _read(path: Path) -> Recipe:
-    found = tomllib.loads(path.read_text())
-    lists = {name: tuple(found.pop(name, ())) for name in ("of_newer", "left_out")}
-    return Recipe(key=path.stem, **found, **lists)
+    found: dict[str, Any] = tomllib.loads(path.read_text())
+    found |= {name: tuple(found.get(name, ())) for name in ("of_newer", "left_out")}
+    return Recipe(key=path.stem, **found)

@@ -98,7 +98,7 @@ def small_words(recipe: Recipe, num_iterations: int) -> list[str]:
 
 def _kept(recipe: Recipe) -> Iterator[str]:
     has_context = "--context-parallel-size 8" in recipe.flags
-    sizes = _SIZES | ({"--context-parallel-size": 2} if has_context else {})
+    sizes = {**_SIZES, **({"--context-parallel-size": 2} if has_context else {})}
     for line in recipe.flags.strip().splitlines():
         flag, *values = line.split()
         if flag in _NEEDS_A_GPU or _WITH_VALUES.match(flag):
