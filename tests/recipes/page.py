@@ -88,5 +88,5 @@ def _code(text: str) -> str:
 def _differences(recipe: Recipe) -> str:
     renamed = [f"`{old}` is `{new}`" for old, new in recipe.renamed.items()]
     newer = [f"`{flag}` needs a newer one" for flag in recipe.of_newer]
-    left_out = [f"`{flag}` is read by no parser" for flag in recipe.left_out]
+    left_out = [f"`{flag}` {reason}" for flag, reason in recipe.left_out.items()]
     return "; ".join((*renamed, *newer, *left_out))

@@ -24,7 +24,7 @@ class Recipe:
         renamed: flags of the source that Megatron 0.19 knows by another name, with that name.
         of_newer: flags of the source that Megatron 0.19 does not have and later versions do. The rules of
             a start are asked about them all the same.
-        left_out: flags of the source that no parser of Megatron's reads.
+        left_out: flags of the source with which Megatron 0.19 does not start, with the reason.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Recipe:
     flags: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     of_newer: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> list[str]:
@@ -50,5 +50,5 @@ def read_recipes() -> list[Recipe]:
 
 def _read(path: Path) -> Recipe:
     found: dict[str, Any] = tomllib.loads(path.read_text())
-    found |= {name: tuple(found.get(name, ())) for name in ("of_newer", "left_out")}
-    return Recipe(key=path.stem, **found)
+    of_newer = tuple(found.pop("of_newer", ()))
+    return Recipe(key=path.stem, of_newer=of_newer, **found)

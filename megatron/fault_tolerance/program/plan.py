@@ -320,6 +320,11 @@ def _read(
         if getattr(args, name):
             flag = next(each.option_strings[0] for each in parser._actions if each.dest == name)
             notes.append(f"{flag}: the scales and histories of its modules are not counted")
+    if is_layer_wise(args):
+        notes.append(
+            f"--optimizer={args.optimizer} with --use-distributed-optimizer: which rank steps which matrix "
+            "is an estimate, and so are the bytes of single ranks"
+        )
     if args.moe_router_enable_expert_bias:
         notes.append(
             "--moe-router-enable-expert-bias: the biases of routers, one number an expert, are not counted"
