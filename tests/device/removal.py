@@ -48,6 +48,8 @@ _TESTS = str(ROOT / "tests")
 FENCE = "Windows.wait_for_copy"
 # Waits for collectives of NCCL, which simulated jobs do not have: test_late_links.py leaves them out.
 OF_LINKS = ("Nccl.settle: synchronize", "Nccl.leave: synchronize")
+# Waits for the streams on which Megatron parks state, which simulated jobs do not have either.
+OF_PARKING = ("settle: wait_stream", "settle: synchronize")
 _FOLDERS = ("moe_ft", "megatron/fault_tolerance")
 _CLOCKS = {"_now: record"}  # events that nobody waits for: they only tell the time
 _STAND_IN = "megatron/fault_tolerance/cpu/device.py"  # whose streams have nothing to wait for

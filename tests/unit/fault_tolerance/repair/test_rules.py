@@ -23,6 +23,7 @@ def args(**changes: Any) -> Namespace:
         "ckpt_assume_constant_structure": False,
         "phase_transition_iterations": None,
         "skip_train": False,
+        "qk_clip": False,
         "hybrid_context_parallel": False,
         "world_size": 4,
         "distributed_timeout_minutes": 10,
@@ -175,7 +176,7 @@ def test_roles_that_cannot_be_played_are_refused() -> None:
         "Or give --moe-ft-without-spare crowd"
     )
     with pytest.raises(ConfigError, match=message):
-        answer("reroute", use_distributed_optimizer=False)
+        answer("reroute", optimizer="adam", use_distributed_optimizer=False)
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:

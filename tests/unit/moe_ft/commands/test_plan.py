@@ -124,8 +124,8 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
         (ON_GPUS, ("--moe-ft-allow-untested", "repair"), None),
         (
             ON_GPUS,
-            ("--moe-ft-allow-untested", "repair", "--tp-comm-overlap"),
-            "a start refuses this: --moe-ft-repair=auto does not work with --tp-comm-overlap: its",
+            ("--moe-ft-allow-untested", "repair", "--use-sharp"),
+            "a start refuses this: --moe-ft-repair=auto does not work with --use-sharp: its",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_hooks_are_removed_at_the_end(event_log: EventLog, model: Model) -> None
     routers = started(SOFT, event_log, model)
     routers.close()
     model()
-    assert routers.counts() == {}
+    assert not any(each.any() for each in routers.counts().values())
 
 
 def test_new_tables_of_slots_are_written_by_the_first_rank_of_a_stage(

@@ -1,7 +1,6 @@
 """A rank's strategy and the sizes of its memory, from flags and a model."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from moe_ft.strategies.interface import Measured, Strategy
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_optimizer
 from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC
 from tests.unit.moe_ft.together import run_together
 
@@ -34,7 +34,7 @@ EP_SIZE, EXPT_DP_SIZE = 2, 4
 NUM_LAYERS = 3
 DP_EP_RANKS = tuple(rank % EP_SIZE for rank in range(EP_SIZE * EXPT_DP_SIZE))
 EXPERT_ELEMENTS, DENSE_ELEMENTS = 1000, 7777
-OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
+OPTIMIZER = make_optimizer()
 
 
 def parameter(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +40,7 @@ from moe_ft.strategies.registry import chosen
 from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_optimizer
 from tests.unit.moe_ft.together import run_together
 
 DP, EP, NUM_EXPERTS = 4, 2, 8
@@ -55,7 +55,7 @@ UNITS = {
     },
     UnitId(kind=UnitKind.FINAL_NORM): 128,
 }
-OPTIMIZER: Any = SimpleNamespace(config=SimpleNamespace(optimizer="adam"))
+OPTIMIZER = make_optimizer()
 FACTS = ExpertFacts(
     num_experts=NUM_EXPERTS,
     ep_rank=0,

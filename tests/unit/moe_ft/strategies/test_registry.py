@@ -184,7 +184,7 @@ ROOT = Path(__file__).resolve().parents[4]
 # The flag --moe-ft-persist-dense-interval has its name from what others call such a checkpoint.
 ORDINARY = re.compile(
     r"--moe-ft-strategy dense|sparse-to-dense|dense[-_]interval|persists_dense|partial_activation|"
-    r"dense[ _](FFN|MLP|data-parallel)",
+    r"dense[ _](FFN|MLP|data-parallel)|sparse attention",
     re.I,
 )
 
@@ -194,10 +194,8 @@ def product_files() -> list[Path]:
     apart = (
         "moe_ft/strategies",
         "moe_ft/config/flag_table.py",  # flags of Megatron
-        "moe_ft/convert/huggingface/deepseek.py",  # layers without experts are dense there
-        "moe_ft/convert/huggingface/decoder.py",  # and here
-        "moe_ft/convert/huggingface/query_groups.py",  # and here
-        "moe_ft/convert/huggingface/config_file.py",  # and keys of theirs have such names
+        "moe_ft/convert/huggingface",  # layers without experts are dense there
+        "moe_ft/commands/model_config.py",  # and here
     )
     return [
         *(path for path in found if not any(path.is_relative_to(ROOT / each) for each in apart)),
