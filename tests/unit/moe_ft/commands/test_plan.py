@@ -124,8 +124,8 @@ def test_flags_without_an_effect_are_named(capsys: pytest.CaptureFixture[str]) -
         (ON_GPUS, ("--moe-ft-allow-untested", "repair"), None),
         (
             ON_GPUS,
-            ("--moe-ft-allow-untested", "repair", "--use-sharp"),
-            "a start refuses this: --moe-ft-repair=auto does not work with --use-sharp: its",
+            ("--moe-ft-allow-untested", "repair", "--skip-train"),
+            "a start refuses this: --moe-ft-repair=auto does not work with --skip-train: not",
         ),
     ],
 )
