@@ -57,6 +57,8 @@ def check_nothing_is_left(job: RepairedJob) -> None:
     assert holders(job.folder, job.memory_dir) == {}
 
 
+# Python 3.12.1 once ended a rank here by a SIGSEGV in its garbage collector, after a SystemError of BytesIO.
+@pytest.mark.rest
 def test_replaced_rank_and_survivor_load_with_six_new_processes_and_leave_none(
     repaired: RepairedJob,
 ) -> None:
