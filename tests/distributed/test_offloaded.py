@@ -57,7 +57,8 @@ def test_state_that_is_parked_between_steps_is_recovered_bitwise(
     assert job.digests() == expected
 
 
-@pytest.mark.parametrize("kind", ["buffers", pytest.param("chunks", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["buffers", "chunks"])
 def test_state_of_survivors_that_is_parked_when_a_rank_dies_is_restored(
     repaired: RepairedJob, kind: str
 ) -> None:
