@@ -35,7 +35,8 @@ class _Wire:
     """Way between the ranks of a group, of one buffer."""
 
     def __init__(self, group: Any) -> None:
-        self.rank, self.size = group.rank(), group.size()
+        self.rank = group.rank()
+        self.size = group.size()
         names: list[Any] = [None] * self.size
         dist.all_gather_object(names, uuid.uuid4().hex, group)
         self._folder = Path(os.environ.get("DEEP_EP_FOLDER", _SHARED)) / f"deep_ep_{names[0]}"
@@ -73,7 +74,8 @@ class EventOverlap:
     """An event and what it keeps."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
+        self.event = event
+        self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
         assert self.event is not None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 E4M3_MOST = 448.0
-# What is read and called of each class, and where the published source has it.
+# Attributes and methods of each class that are used here, with their place in the published source.
 NAMES = {
     "Float8Tensor": "_data _scale_inv _transpose _transpose_invalid _quantizer _fp8_dtype "
     "_create_transpose dequantize quantize_ _get_quantizer",

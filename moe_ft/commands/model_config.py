@@ -100,7 +100,8 @@ class _Description:
     """The sizes of a model, and what each of its layers has."""
 
     def __init__(self, path: str, fields: Fields) -> None:
-        self._fields, self._type = fields, str(fields.get("model_type"))
+        self._fields = fields
+        self._type = str(fields.get("model_type"))
         if fields.get(*_EXPERTS) is None:
             raise ConfigError(
                 f"--model={path} has none of {', '.join(_EXPERTS)} (model_type={self._type:.40}): it is no "
@@ -109,10 +110,12 @@ class _Description:
             )
         self._num_experts = fields.whole(*_EXPERTS, most=100_000)
         self._top_k = fields.whole(*_TOP_K, most=self._num_experts)
-        self._size, self._vocabulary = fields.whole("hidden_size"), fields.whole("vocab_size")
+        self._size = fields.whole("hidden_size")
+        self._vocabulary = fields.whole("vocab_size")
         self._is_tied = fields.get("tie_word_embeddings") is True
         self._mixers, self._has_experts = self._layers()
-        self._num_layers, self._num_moe = len(self._has_experts), sum(self._has_experts)
+        self._num_layers = len(self._has_experts)
+        self._num_moe = sum(self._has_experts)
         self._is_gated = fields.get(*_ACTIVATION) != "relu2"
         self._expert_size = fields.whole(*_EXPERT_SIZE)
         self._dense_size = fields.whole(*_DENSE_SIZE, default=self._expert_size)

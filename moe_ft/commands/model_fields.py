@@ -44,7 +44,9 @@ class Fields:
     """
 
     def __init__(self, path: str, values: Mapping[str, Any]) -> None:
-        self.path, self._asked, self._towers = path, set(_OUTSIDE), set[str]()
+        self.path = path
+        self._asked = set(_OUTSIDE)
+        self._towers = set[str]()
         while name := next((each for each in _TEXT if isinstance(values.get(each), dict)), None):
             outside = {key: values[key] for key in _OUTSIDE if key in values}
             self._towers |= {key for key, value in values.items() if value} - {name, *_OUTSIDE}

@@ -35,7 +35,7 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 def quantized_parts(parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the bytes and the scales of a quantized tensor, with their names, as they are in memory.
 
-    What the next forward pass makes anew is left out, and so is the rest of the last line of blocks' scales.
+    Bytes that the next forward pass makes again are left out, and so is the padding of scales.
     """
     for name in _PARTS:
         part = getattr(parameter, name, None)

@@ -2,7 +2,7 @@
 
 The program of this repository gives Megatron 0.19 a configuration of the model, and then the layer-wise
 optimizer gathers whole parameters. A script that builds its model lets it use buffers, with Adam's parameters
-in a distributed optimizer beside it.
+in a distributed optimizer of its own.
 """
 
 from pathlib import Path

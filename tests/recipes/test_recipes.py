@@ -23,7 +23,7 @@ _PUBLISHED = {
 }
 # Models whose layers only Transformer Engine can build, which needs a GPU.
 _NOT_PLANNED = "qwen3_next_80b_h100"
-# What the tokenizer of a recipe would say.
+# Sizes that the tokenizers of the recipes have, by model.
 _VOCABULARY = {"deepseek": 129280, "kimi": 163840, "mixtral": 32000, "qwen3": 151936}
 
 

@@ -206,9 +206,8 @@ def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
         return args.pipeline_model_parallel_size
     if name == "moe_expert_capacity_factor" and value is not None and value < 0:
         return None
-    if (
-        name == "use_distributed_optimizer"
-    ):  # Megatron's validation takes it back where it is layer-wise
+    if name == "use_distributed_optimizer":
+        # Megatron's validation switches it off where the optimizer is layer-wise.
         return value or getattr(args, "use_layer_wise_distributed_optimizer", False)
     if name == "decoupled_lr":  # given or not divides the parameters; the rate itself may change
         return value is not None

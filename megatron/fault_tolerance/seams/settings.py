@@ -36,7 +36,7 @@ from moe_ft.strategies.interface import ModelFacts
 
 # The parts of the state that --moe-ft-state-dtype can name.
 _ADAM = ("master", "exp_avg", "exp_avg_sq")
-# Muon has a scalar optimizer beside it, Adam by default.
+# Besides Muon a scalar optimizer runs, Adam by default.
 _PARTS_OF_OPTIMIZERS = {
     "adam": _ADAM,
     "lion": ("master", "exp_avg"),

@@ -38,7 +38,7 @@ _YARN: Mapping[str, tuple[str, Any]] = {
     "truncate": ("--yarn-correction-range-round-to-int", True),
 }
 _ORIGINAL_LENGTH = 4096  # Megatron's, without the flag
-# What the layers have whatever `config.json` says.
+# Settings of the layers that no key of `config.json` changes.
 _LAYERS: Mapping[str, Any] = {
     "--add-bias-linear": True,
     "--swiglu": False,

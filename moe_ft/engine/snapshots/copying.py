@@ -124,7 +124,7 @@ class StateCopier:
                     targets.append(copy.target)
             # Now, because Megatron may have moved some of them since the batch before.
             offloaded.settle(self._offloading, self._stream)
-            # What lies on the host is copied by this thread, after copies from the device were queued.
+            # Queue copies from the device first: this thread copies what lies on the host while they run.
             for is_on_device in (True, False):
                 chosen = [at for at, each in enumerate(sources) if each.is_cuda == is_on_device]
                 batch = [targets[at] for at in chosen], [sources[at] for at in chosen]
