@@ -15,7 +15,10 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.repair import rules, seam
 from megatron.fault_tolerance.seams import settings
 from moe_ft.loop.leaving import BreakpointWriter
+from moe_ft.planning import levels
 from tests.device.nccl import late_nccl
+
+FAN_OUT = "TESTS_FAN_OUT"  # a variable: the most ranks of a group in levels
 
 
 def use_defaults_of_gpus() -> None:
@@ -43,6 +46,7 @@ def train_with_defaults_of_gpus(flags: list[str]) -> None:
 def train_on_nccl(flags: list[str]) -> None:
     """Train over the stand-in for NCCL in this process, which ends with it."""
     use_defaults_of_gpus()
+    levels.FAN_OUT = int(os.environ.get(FAN_OUT, levels.FAN_OUT))
     on_gpus: Any = SimpleNamespace(is_active=lambda: False)
     for module in (rules, seam, settings):
         module.cpu_device = on_gpus  # type: ignore[attr-defined]

@@ -6,8 +6,9 @@ from typing import Any, override
 
 import pytest
 
+from moe_ft.planning import levels
 from tests.device.communicators import CONFLICT, NOTICES
-from tests.device.nccl_program import train_on_nccl, train_with_defaults_of_gpus
+from tests.device.nccl_program import FAN_OUT, train_on_nccl, train_with_defaults_of_gpus
 from tests.jobs import DENSE, LEAVING, LOCAL, PHASES, PP_EP, SPARSE, CheckpointJob, Job, RepairedJob
 from tests.references import Digests, Place, References
 from tests.shares import share_of
@@ -36,13 +37,14 @@ class LateJob(_Late, RepairedJob):
         self,
         *faults: str,
         notices: bool = False,
+        fan_out: int = levels.FAN_OUT,
         layout: Mapping[str, int] = TWO,
         changes: Mapping[str, Any] | None = None,
         strategy: Sequence[str] = DENSE,
         **options: Any,
     ) -> str:
         """Run the job to its end; return what it has printed."""
-        env = {NOTICES: str(int(notices))}
+        env = {NOTICES: str(int(notices)), FAN_OUT: str(fan_out)}
         changes = {**ON_NCCL, **(changes or {})}
         num_ranks = 2 if layout == TWO else 4
         given: dict[str, Any] = {
@@ -93,6 +95,15 @@ def test_dead_rank_of_a_pipeline_with_experts_is_replaced(
 ) -> None:
     job.repair(f"kill:{rank}@4:{phase}", layout=PP_EP, strategy=strategy)
     job.check([rank], [4], [{3, 4} if strategy is DENSE else {3}])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_rank_that_leads_others_or_none_in_levels_of_groups_is_replaced(
+    job: LateJob, rank: int
+) -> None:
+    job.repair(f"kill:{rank}@4:backward", layout=PP_EP, fan_out=2)
+    job.check([rank], [4], [{3, 4}])
 
 
 @pytest.mark.rest

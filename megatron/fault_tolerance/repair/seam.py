@@ -49,6 +49,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.planning.levels import plan_levels
 from moe_ft.saying import warn
 
 
@@ -58,20 +59,34 @@ class EndBarrier:
     A rank that dies before it is repaired.
     """
 
-    def __init__(self, links: Links, recipes: Recipes) -> None:
-        self._links, self._recipes = links, recipes
-        self._group: Any = None  # all ranks
+    def __init__(self, links: Links, recipes: Recipes, *, plays_roles: bool = False) -> None:
+        """Have the group of all ranks; with `plays_roles` some of them may be absent later."""
+        self._links, self._recipes, self._plays_roles = links, recipes, plays_roles
+        # This rank waits in each, in this order. None is the group of all ranks.
+        self._groups: list[Any] = [None]
 
-    def make_group(self) -> None:
-        """Make a group of gloo, unless that of all ranks is one. Called by all ranks, once.
+    def make_groups(self) -> None:
+        """Make groups of gloo, unless that of all ranks is one. Called by all ranks, once.
 
-        A barrier of NCCL is work for the device, and passes if it is aborted.
+        A barrier of NCCL is work for the device, and passes if it is aborted. gloo connects each rank of a
+        group to all others, so ranks wait in levels of groups: up to the first rank, and down again. An absent
+        rank would lead nobody: where peers may play its role, there is one group.
         """
-        if "cpu" not in self._recipes.of_default().by_device:
-            timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
-            self._group = dist.new_group(
-                backend="gloo", timeout=timeout, group_desc="moe_ft-together"
-            )
+        if "cpu" in self._recipes.of_default().by_device:
+            return
+        timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+        up, down, own = list[Any](), list[Any](), dist.get_rank()
+        everyone = range(dist.get_world_size())
+        levels = [[tuple(everyone)]] if self._plays_roles else plan_levels(everyone)
+        for level in levels:
+            for members in level:
+                group = dist.new_group(
+                    members, backend="gloo", timeout=timeout, group_desc="moe_ft-together"
+                )
+                if own in members:
+                    up.append(group)
+                    down += [] if level is levels[-1] else [group]
+        self._groups = [*up, *reversed(down)]
 
     def wait(self) -> None:
         """Return when all ranks have come here with results that count. Called by all ranks.
@@ -80,19 +95,20 @@ class EndBarrier:
             RuntimeError: if one has not, among them LinksEndedError.
         """
         self._links.check()
-        dist.barrier(self._group)
+        for each in self._groups:
+            dist.barrier(each)
 
     def change_timeout(
         self, original: Function, timeout: timedelta, *args: Any, **kwargs: Any
     ) -> None:
-        """Change the timeout of the groups without the others, and of this one, which Megatron does not know.
+        """Change the timeout of the groups without the others, and of these, which Megatron does not know.
 
         Each loop does it in its own second iteration.
         """
         with answering(Layer.REPAIR, lambda _: None, ["barrier"]):
             original(timeout, *args, **kwargs)
-        if self._group is not None:
-            _set_pg_timeout(timeout, self._group)
+        for each in filter(None, self._groups):
+            _set_pg_timeout(timeout, each)
 
 
 class RepairSeam:
@@ -132,7 +148,7 @@ class RepairSeam:
         )
         self._heart, self._recipes = heart, recipes
         self._deaths = Deaths(member, watcher, links)
-        self._end_barrier = EndBarrier(links, recipes)
+        self._end_barrier = EndBarrier(links, recipes, plays_roles=plays_roles)
         self._gathered = Gathered(member.sign(store), is_joining=is_joining)
         self._between = BetweenIterations(
             watcher,
@@ -207,7 +223,7 @@ class RepairSeam:
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self._gathered.installed():
             result = original(*args, **kwargs)
-        self._end_barrier.make_group()
+        self._end_barrier.make_groups()
         self._rank.groups.note()
         return result
 

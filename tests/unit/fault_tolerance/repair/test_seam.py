@@ -216,7 +216,7 @@ def test_result_counts_until_the_links_have_ended(links: Links, recipes: Recipes
     make_world(recipes)
     count = dist.distributed_c10d._world.group_count
     barrier = EndBarrier(links, recipes)
-    barrier.make_group()
+    barrier.make_groups()
     assert dist.distributed_c10d._world.group_count == count, "their group is of gloo already"
     barrier.wait()
     links.end(0)
@@ -233,11 +233,12 @@ def test_ranks_whose_group_is_of_gpus_get_one_of_gloo(
     fake_world(recipes, "nccl")
     with Layers().put(Layer.REPLACEMENT, {"new_group": recipes.make_fake}):
         barrier = EndBarrier(Links(member, (Gloo(), Nccl())), recipes)
-        barrier.make_group()
-    assert recipes.of(barrier._group).by_device == {"cpu": "gloo", "cuda": "gloo"}
+        barrier.make_groups()
+    (group,) = barrier._groups
+    assert recipes.of(group).by_device == {"cpu": "gloo", "cuda": "gloo"}
 
 
-def test_their_group_follows_the_timeout_of_the_others(
+def test_their_groups_follow_the_timeout_of_the_others(
     links: Links, recipes: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_world(recipes)
@@ -246,8 +247,8 @@ def test_their_group_follows_the_timeout_of_the_others(
     barrier, timeout = EndBarrier(links, recipes), timedelta(seconds=17)
     with Layers().put(Layer.REPAIR, {"update_pg_timeout": barrier.change_timeout}):
         training.update_pg_timeout(timeout)  # the group is Megatron's
-        barrier._group = dist.new_group([0], backend="gloo")
+        barrier._groups = [group := dist.new_group([0], backend="gloo")]
         training.update_pg_timeout(timeout)
     assert changed == [timeout] * 2
-    backend = barrier._group._get_backend(torch.device("cpu"))
+    backend = group._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timeout
