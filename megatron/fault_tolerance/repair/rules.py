@@ -1,6 +1,7 @@
 """Jobs whose ranks can be replaced in place; others are refused at the start, with the reason."""
 
 import argparse
+import os
 from collections.abc import Mapping
 
 from megatron.fault_tolerance.degraded.rules import check_job
@@ -30,6 +31,9 @@ _RULES_ON_GPUS: Mapping[str, str] = {
     "--use-sharp": "its groups have to be the first ones that NCCL makes, which a repair does not know",
     "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",
 }
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_TRUE = ("y", "yes", "1", "t", "true")  # as torch reads it
 
 
 def why_not_in_place(
@@ -76,6 +80,10 @@ def check_job_is_repairable(
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
         refused["one rank"] = "no rank is left to repair it"
+    if (value := os.environ.get(_LAZY, "")).lower() in _TRUE:
+        refused[f"{_LAZY}={value}"] = (
+            "connections that gloo makes later are not ended when a rank dies, and the others wait for it"
+        )
     if on_gpus:
         refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
         refused |= renewals.reasons(args)

@@ -69,7 +69,7 @@ class EndBarrier:
         """Make groups of gloo, unless that of all ranks is one. Called by all ranks, once.
 
         A barrier of NCCL is work for the device, and passes if it is aborted. gloo connects each rank of a
-        group to all others, so ranks wait in levels of groups: up to the first rank, and down again. An absent
+        group to all others, so ranks wait in levels of groups, up to the first rank and down again. An absent
         rank would lead nobody: where peers may play its role, there is one group.
         """
         if "cpu" in self._recipes.of_default().by_device:

@@ -7,7 +7,9 @@ Files themselves are files/storage.py, what is deleted engine/persist/retention.
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from moe_ft.engine.persist.soundness import check_manifest
 from moe_ft.errors import CorruptStateError
@@ -18,6 +20,8 @@ from moe_ft.format.index import IndexSummary
 from moe_ft.format.manifest import MANIFEST_NAME, Manifest, UnitSource
 
 _NAME = re.compile(r"manifest(_[A-Za-z0-9_-]+)?\.json")
+_NUM_READERS = 32
+_FEW = 8  # files, each of which may be looked for
 
 
 # Iteration, path and content of a manifest; what is corrupt as the error.
@@ -68,6 +72,29 @@ def manifests(storage: Storage) -> Iterator[Found]:
             raise found
 
 
+def missing_indexes(storage: Storage, iteration: int, tag: str, ranks: Collection[int]) -> set[int]:
+    """Return ranks whose index of an iteration is not there; raises OSError if storage fails."""
+    paths = {rank: rank_path(iteration, rank, tag, "json") for rank in ranks}
+    # One listing for all: each look takes milliseconds in an object store, or a parallel file system.
+    there = set(storage.names_in(iteration_directory(iteration)))
+    missing = {rank for rank, path in paths.items() if path.rpartition("/")[2] not in there}
+    if len(missing) > _FEW:
+        return missing
+    return {rank for rank in missing if not storage.exists(paths[rank])}  # a store may list late
+
+
+def _read_each(storage: Storage, paths: Iterable[str]) -> Iterator[bytes]:
+    """Yield small files in their order; some are read at the same time."""
+    reads = deque[Future[bytes]]()
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        for path in paths:
+            reads.append(pool.submit(storage.read, path))
+            if len(reads) > 2 * _NUM_READERS:
+                yield reads.popleft().result()
+        while reads:
+            yield reads.popleft().result()
+
+
 def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) -> Manifest:
     """Make the files of all ranks a checkpoint; raises CorruptStateError if they are not of one state."""
     files: list[FileEntry] = []
@@ -75,9 +102,8 @@ def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) 
     positions: dict[str, int] = {}  # among all files, of older ones
     found: dict[str, tuple[int, str, list[int]]] = {}
     first: IndexSummary | None = None
-    for rank in range(world_size):
-        path = rank_path(iteration, rank, tag, "json")
-        content = storage.read(path)
+    paths = [rank_path(iteration, rank, tag, "json") for rank in range(world_size)]
+    for rank, (path, content) in enumerate(zip(paths, _read_each(storage, paths), strict=True)):
         index = decode(content, IndexSummary, f"{storage.url}/{path}")
         first = first or index
         is_of_state = (index.rank, index.iteration) == (rank, iteration) and index.is_whole

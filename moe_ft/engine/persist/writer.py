@@ -19,7 +19,7 @@ import filelock
 import msgspec
 import psutil
 
-from moe_ft.engine.persist.manifests import write_manifest
+from moe_ft.engine.persist.manifests import missing_indexes, write_manifest
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.soundness import check_data, check_is_finite
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -316,11 +316,7 @@ class PersistWorker:
         world_size = index.identity.world_size
         waiting, poll_s = set(range(world_size)), _POLL_S
         while True:
-            waiting = {
-                rank
-                for rank in waiting
-                if not self._storage.exists(rank_path(index.iteration, rank, tag, "json"))
-            }
+            waiting = missing_indexes(self._storage, index.iteration, tag, waiting)
             if not waiting:
                 break
             if time.monotonic() > deadline_s or not is_wanted():

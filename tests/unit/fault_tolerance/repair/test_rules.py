@@ -153,6 +153,17 @@ def test_job_that_cannot_be_repaired_is_refused(changes: dict[str, Any], message
         check(**changes)
 
 
+def test_job_whose_connections_gloo_makes_later_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its survivors waited for 170 s, and had to be killed."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    with pytest.raises(ConfigError, match=r"=auto does not work with TORCH_GLOO_LAZY_INIT=1: conn"):
+        check()
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    assert not check()
+
+
 def answer(value: str, *, is_watched: bool = True, **changes: Any) -> str:
     member = member_of(is_watched=is_watched)
     config = MoeFtConfig(recovery=RecoveryConfig(without_spare=value))

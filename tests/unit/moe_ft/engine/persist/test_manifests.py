@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.persist.manifests import find_manifests, manifests, read_manifest, write_manifest
+from moe_ft.engine.persist.manifests import (
+    find_manifests,
+    manifests,
+    missing_indexes,
+    read_manifest,
+    write_manifest,
+)
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage, file_tag, iteration_directory
 from moe_ft.format.identity import Identity
@@ -59,3 +65,30 @@ def test_index_of_another_rank_does_not_belong_to_the_checkpoint(storage: Storag
     second.write_bytes(first.read_bytes())
     with pytest.raises(CorruptStateError, match="does not belong to this checkpoint"):
         write_manifest(storage, 5, file_tag(RUN), 2)
+
+
+def test_indexes_of_many_ranks_are_looked_for_in_one_listing(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_ranks, tag, looks = 40, file_tag(RUN), list[str]()
+    listed, is_there = Storage._list, Storage.exists
+    monkeypatch.setattr(
+        Storage, "_list", lambda self, *given: looks.append("list") or listed(self, *given)
+    )
+    monkeypatch.setattr(
+        Storage, "exists", lambda self, path: looks.append("one") or is_there(self, path)
+    )
+    assert missing_indexes(storage, 5, tag, range(num_ranks)) == set(range(num_ranks))
+    for rank in range(20):
+        persist_rank(storage, rank, 5, RUN)
+    looks.clear()
+    assert missing_indexes(storage, 5, tag, range(num_ranks)) == set(range(20, num_ranks))
+    assert looks == ["list"]
+
+
+def test_index_that_a_store_lists_late_is_there(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persist_rank(storage, 0, 5, RUN)
+    monkeypatch.setattr(Storage, "names_in", lambda *_: [])
+    assert missing_indexes(storage, 5, file_tag(RUN), [0, 1]) == {1}
