@@ -23,6 +23,7 @@ from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.coordinator import Coordinator, policy_of
 from moe_ft.cluster.fork_server import serve_forks
 from moe_ft.cluster.forks import Forks, Role
+from moe_ft.cluster.observer import LOOK_S, Observer
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.own_node import NodeMemory, OwnNode
 from moe_ft.cluster.planned_end import PlannedEnd
@@ -70,6 +71,9 @@ class Agent:
         self._is_ready = False
         self._own = OwnNode(options.meet[0], memory, self._period_s, options.lost_after_s)
         self._own.open()
+        silence_s = 0.0 if options.is_alone else options.kernel_silence_s
+        self._observer = Observer(options.meet[0], options.run, options.token, silence_s)
+        self._observer.open()
         self._end = PlannedEnd(options.words, options.grace_s)
         self._seat = self._ask(self._register)
 
@@ -97,6 +101,7 @@ class Agent:
         """Close in a forked process what belongs to the agent."""
         self._forks.drop()
         self._own.close()
+        self._observer.close()
         self._store.close()
 
     def _step_or_register(self) -> tuple[int, str] | None:
@@ -120,6 +125,7 @@ class Agent:
         if self._end.is_new():
             say(f"node {name} is told to end: {self._end.describe()}")
         facts = self._own.facts(has_ranks=self._has_ranks, server=self._forks.pid)
+        facts |= self._observer.facts()
         over, is_lost, is_to_save = self._ask(partial(self._report, facts))
         if over is not None:
             return over
@@ -137,11 +143,17 @@ class Agent:
         for order in orders:
             self._take(order)
         self._run_ranks()
-        self._forks.hear(self._period_s)
+        self._hear()
         if self._forks.has_imported and not self._is_ready:
             self._is_ready = True
             set_process_name("moe_ft_node")  # examples/kubernetes calls a pod ready then
         return None
+
+    def _hear(self) -> None:
+        """Hear the fork server until the next beat: at once if this misses other nodes than before."""
+        end_s = time.monotonic() + self._period_s
+        while (rest_s := end_s - time.monotonic()) > 0 and not self._observer.look():
+            self._forks.hear(min(rest_s, LOOK_S))
 
     @property
     def _has_ranks(self) -> bool:
@@ -154,6 +166,7 @@ class Agent:
             self._seat.leave()
         if self._own.is_due():
             self._own.learn(self._seat.id, self._seat.addresses())
+            self._observer.learn(self._seat.watched())
         return self._seat.over(), self._seat.is_lost(), self._seat.is_to_save()
 
     def _ask[Answer](self, ask: Callable[[], Answer]) -> Answer:
@@ -164,7 +177,7 @@ class Agent:
         return call_within(ask, self._options.lost_after_s, self._store_name)
 
     def _register(self) -> NodeSeat:
-        facts = self._own.facts(has_ranks=False)
+        facts = self._own.facts(has_ranks=False) | self._observer.facts()
         return NodeSeat(self._store, self._options.name, self._options.number, **facts)
 
     def _register_again(self) -> None:
@@ -286,6 +299,7 @@ def coordinate(options: KeepOptions, open_start: Callable[[int], SignedStore]) -
         policy_of(options),
         options.lost_after_s,
         options.status,
+        options.kernel_silence_s,
     )
     if not options.has_ranks:
         signal.signal(signal.SIGTERM, lambda *_: coordinator.tell())

@@ -22,7 +22,6 @@ from moe_ft.cluster.membership import (
     Event,
     HearAll,
     Job,
-    Lost,
     Over,
     Passed,
     Policy,
@@ -59,6 +58,7 @@ class Coordinator:
         policy: Policy,
         lost_after_s: float,
         status: str = "",
+        kernel_silence_s: float = 0.0,
     ) -> None:
         """Know no node yet.
 
@@ -67,6 +67,7 @@ class Coordinator:
             lost_after_s: silence of a node after which it is lost.
             status: path of a file, or empty. It has the exit code of the job, "-" before, and in the next
                 lines names of nodes by slot. These get the same ranks again: their memory has their state.
+            kernel_silence_s: silence after which others may say that a node is lost; 0 if they may not.
         """
         size = policy.shape.num_nodes
         self._status = Path(status) if status else None
@@ -74,7 +75,7 @@ class Coordinator:
         self._open_start = open_start
         self._store = open_start(0)
         self._rounds = Rounds(self._store, 0, len(self.job.ranks_of(range(size))))
-        self._roster = Roster(self._store, lost_after_s)
+        self._roster = Roster(self._store, lost_after_s, kernel_silence_s)
         self._written = ""  # to the file
         self._due_s: dict[str, float] = {}  # by the name of a `Wake`
         self._died_s: dict[int, float] = {}  # of the ranks that a round leaves out
@@ -100,19 +101,18 @@ class Coordinator:
         """Yield what has happened since the last look; each is fed before the next one is looked for."""
         if arrived := self._roster.arrived():
             yield Registered(arrived)
-        changed, lost = self._roster.hear(
+        changed, silences = self._roster.hear(
             self.job.start, lambda: self._rounds.is_next_suspected(self.job.reports.newest)
         )
         now_s = time.monotonic()
         due = [what for what, due_s in self._due_s.items() if now_s > due_s]
         nodes = (*changed, *self.job.nodes.values())
-        may_lose = bool(lost or due) or any(each.code or each.unreached for each in nodes)
+        may_lose = bool(silences or due) or any(each.code or each.unreached for each in nodes)
         if (reports := self._reports(may_lose)) != self.job.reports:
             yield reports
         if changed:
             yield Changed(changed)
-        if lost:
-            yield Lost(tuple(node.id for node, _ in lost), f"silent for {lost[0][1]:.1f} s")
+        yield from silences
         if told := self._roster.told():
             yield Told(told)
         if self._is_told:

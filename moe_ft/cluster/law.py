@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from moe_ft.cluster import answers
+from moe_ft.cluster import answers, ring
 from moe_ft.cluster.membership import (
     Begin,
     Changed,
@@ -34,6 +34,7 @@ from moe_ft.cluster.membership import (
     Opened,
     Over,
     Passed,
+    Quiet,
     Registered,
     Reports,
     Save,
@@ -82,11 +83,10 @@ def _take_in(job: Job, event: Event) -> Done:
             return replace(job, nodes={**job.nodes, **known}), []
         case Lost(ids, why):
             return _lose(job, ids, why)
+        case Quiet():
+            return _lose(job, *ring.missed(job.nodes, event))
         case Told(ids):
-            told = job.told | (job.nodes.keys() & {*ids})
-            if told == job.told or job.is_deciding or job.is_ending:
-                return replace(job, told=told), []
-            return replace(job, told=told, is_deciding=True), [Wake("told", GATHER_S)]
+            return _gather_told(job, ids)
         case StoreTold():
             return _end_all(job, "the node of the job's store is told to end")
         case Declared(number):
@@ -219,6 +219,13 @@ def _lose(job: Job, ids: Collection[str], why: str) -> Done:
         commands.append(Say(line, is_warning=True))
     absent = tuple(sorted(job.played)) if answer.played else None
     return job, [*commands, Declare(tuple(sorted(needed)), absent)]
+
+
+def _gather_told(job: Job, ids: Iterable[str]) -> Done:
+    told = job.told | (job.nodes.keys() & {*ids})
+    if told == job.told or job.is_deciding or job.is_ending:
+        return replace(job, told=told), []
+    return replace(job, told=told, is_deciding=True), [Wake("told", GATHER_S)]
 
 
 def _let_go(job: Job) -> Done:

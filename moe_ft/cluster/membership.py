@@ -52,6 +52,7 @@ class Node:
         code: exit code of its ranks; None while some run, or if there are none.
         room_bytes, used_bytes: for the memory of ranks, and by those that it has, as far as it is known.
         unreached: ids of nodes that it has reached, and does not any more.
+        missed: ids of nodes whose kernels do not answer it.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Node:
     room_bytes: float = math.inf
     used_bytes: int = 0
     unreached: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
 
 
 class Opened(NamedTuple):
@@ -130,6 +132,20 @@ class Lost(NamedTuple):
     why: str
 
 
+class Quiet(NamedTuple):
+    """Nodes have not beaten for a while: are they lost, as those see it who watch them?
+
+    Attributes:
+        silent_s: seconds by id of the node: as many at least as its kernel must be silent.
+        suspected_s: as many make a node lost where ranks have lost connections.
+        heard: ids of nodes that were heard just now.
+    """
+
+    silent_s: Mapping[str, float]
+    suspected_s: float
+    heard: frozenset[str]
+
+
 class Told(NamedTuple):
     """Nodes are told to end."""
 
@@ -152,7 +168,7 @@ class Passed(NamedTuple):
     what: str
 
 
-Event = Reports | Registered | Changed | Lost | Told | StoreTold | Declared | Passed
+Event = Reports | Registered | Changed | Lost | Quiet | Told | StoreTold | Declared | Passed
 
 
 # Commands

@@ -42,7 +42,15 @@ HELP: Mapping[str, tuple[str, str]] = {
         "I",
         "number of the node that keeps the job's store: 0, or one that runs no ranks (default 0)",
     ),
-    "lost-after": ("SECONDS", "silence after which a node is lost (default 10)"),
+    "kernel-silence": (
+        "SECONDS",
+        "silence of a node's kernel after which it is lost, if two others notice (default 1; 2 where links "
+        "flap; 0: only --lost-after counts)",
+    ),
+    "lost-after": (
+        "SECONDS",
+        "silence of a node's agent after which the node is lost, whatever its kernel does (default 10)",
+    ),
     "grace": ("SECONDS", "from SIGTERM to SIGKILL of what has started this process (default 30)"),
     "max-restarts": (
         "N",
@@ -71,6 +79,7 @@ class KeepOptions:
         store: number of the node that keeps the job's store.
         is_alone: whether the job has this node and no other, also no spare.
         meet: host and port of the job's store; port 0 is one that is free.
+        kernel_silence_s: after which two nodes may say that another one is lost; 0 if none may.
         max_restarts: of all ranks, in a row without a finished iteration.
         name: of this node.
         run, restart: name of the launcher's run, and how often it has started the agents before.
@@ -86,6 +95,7 @@ class KeepOptions:
     is_alone: bool = True
     meet: tuple[str, int] = (_ONE_NODE, 0)
     lost_after_s: float = 10.0
+    kernel_silence_s: float = 1.0
     grace_s: float = GRACE_S
     max_restarts: int = 0
     status: str = ""
@@ -159,6 +169,7 @@ def read_options(words: Sequence[str], environment: Mapping[str, str]) -> KeepOp
         is_alone=is_alone,
         meet=meet,
         lost_after_s=float(_number("lost-after", given.get("lost-after", "10"), 3)),
+        kernel_silence_s=float(_number("kernel-silence", given.get("kernel-silence", "1"), 0)),
         grace_s=float(_number("grace", given.get("grace", str(GRACE_S)), _LEAST_GRACE_S)),
         max_restarts=_number("max-restarts", given.get("max-restarts", str(max(0, left))), 0),
         status=given.get("status", ""),

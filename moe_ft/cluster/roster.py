@@ -5,19 +5,24 @@
 
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ft.cluster.membership import Node
-from moe_ft.cluster.signed_store import SignedStore
+from moe_ft.cluster import ring
+from moe_ft.cluster.membership import Lost, Node, Quiet
+from moe_ft.cluster.signed_store import SignedStore, poll_s
 
-# Silence of a node while others have lost connections: eight beats. Ranks wait 10 s for news then.
-_SUSPECTED_S = 2.0
+# Beats that a lost node has missed: while others have lost connections (ranks wait 10 s for news then), in
+# any other case, and while its kernel is silent, too.
+_SUSPECTED_BEATS, _LOST_BEATS, _QUIET_BEATS = 8, 3, 2
+_HEARD_BEATS = (
+    3  # the word of a node counts that has missed fewer: less than the silence of a kernel
+)
 _LONGEST_LOOK_S = 1.0
 PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 ARRIVED, LEAVING, SAVE, OVER = (f"nodes/{what}" for what in ("arrived", "leaving", "save", "over"))
-_FACTS = ("room_bytes", "used_bytes", "unreached")
+_FACTS = ("room_bytes", "used_bytes", "unreached", "missed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +96,10 @@ class NodeSeat:
         self._addresses = {each["id"]: tuple(each["address"]) for each in found.values()}
         return self._addresses
 
+    def watched(self) -> list[tuple[str, str, int]]:
+        """Return the ids, hosts and ports of the nodes that this one is to watch."""
+        return self._store.get(of_node(self.id, "watches")) or []
+
     def is_lost(self) -> bool:
         """Return whether the node was called lost: another one has its ranks, or will have them."""
         return self._store.get(of_node(self.id, "lost")) is not None
@@ -113,10 +122,17 @@ class NodeSeat:
 
 @dataclass(eq=False, slots=True)
 class _Heard:
-    """A node, with the time since 1970 of its last beat, and the seconds for which it was silent since."""
+    """A node, with the time since 1970 of its last beat, and the seconds for which it was silent since.
+
+    Attributes:
+        place: host and port where others watch it; empty if they cannot.
+        watches: what it was told to watch.
+    """
 
     node: Node
     heard_s: float
+    place: Collection[Any] = ()
+    watches: Collection[Any] = ()
     beats: int = 0
     silent_s: float = 0.0
 
@@ -128,13 +144,15 @@ class Roster:
         lost_s: time since 1970 when the last of those was heard that were struck last.
     """
 
-    def __init__(self, store: SignedStore, lost_after_s: float) -> None:
+    def __init__(self, store: SignedStore, lost_after_s: float, kernel_silence_s: float) -> None:
         """Know no node yet.
 
         Args:
             lost_after_s: silence of a node after which it is lost.
+            kernel_silence_s: silence of a node after which others may say that it is; 0 if they never may.
         """
         self.lost_s = 0.0
+        self._kernel_silence_s = kernel_silence_s
         self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
         self._heard: dict[str, _Heard] = {}
         self._arrived = set[str]()  # ids of all that ever were: each is a node once
@@ -151,41 +169,66 @@ class Roster:
         for each in arrived:
             if each["id"] not in self._arrived and each["id"] not in self._heard:
                 node = Node(id=each["id"], name=each["name"], number=each["number"])
-                self._heard[node.id] = _Heard(_with_facts(node, each), time.time())
+                place = each.get("watch", ())
+                self._heard[node.id] = _Heard(_with_facts(node, each), time.time(), place)
+        self._tell_ring()
         new = [each.node for id, each in self._heard.items() if id not in self._arrived]
         self._arrived |= self._heard.keys()
         return tuple(new)
 
     def hear(
         self, start: int, is_suspected: Callable[[], bool]
-    ) -> tuple[tuple[Node, ...], list[tuple[Node, float]]]:
-        """Hear all nodes; return those whose facts have changed, and lost ones with the seconds of silence.
+    ) -> tuple[tuple[Node, ...], list[Lost | Quiet]]:
+        """Hear all nodes; return those whose facts have changed, and events of those that are silent.
 
         Args:
             start: whose ranks count, by how they end.
             is_suspected: asked if a node is silent: whether ranks have lost connections.
         """
-        now_s, limit_s = time.monotonic(), self._lost_after_s
+        now_s, changed = time.monotonic(), list[Node]()
         # A longer time between two looks says that this process did not run, and nothing about a node.
         passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
-        nodes = [*self._heard.values()]
-        if any(each.silent_s > _SUSPECTED_S for each in nodes) and is_suspected():
-            limit_s = min(limit_s, _SUSPECTED_S)
-        changed, lost = list[Node](), list[tuple[Node, float]]()
-        for each in nodes:
-            said = self._store.get(of_node(each.node.id, "beats"))
+        for id, each in self._heard.items():
+            said = self._store.get(of_node(id, "beats"))
             beats, code, of_start, facts = said or (0, None, 0, {})
-            if beats > each.beats:
-                each.beats, each.silent_s, each.heard_s = beats, 0.0, time.time()
-                node = replace(each.node, code=code if of_start == start else None)
-                if (node := _with_facts(node, facts)) != each.node:
-                    changed.append(node)
-                each.node = node
-            else:
+            if beats <= each.beats:
                 each.silent_s += passed_s
-            if each.node.code is None and each.silent_s > limit_s:
-                lost.append((each.node, each.silent_s))
-        return tuple(changed), lost
+                continue
+            each.beats, each.silent_s, each.heard_s = beats, 0.0, time.time()
+            code = code if of_start == start else None
+            node = _with_facts(replace(each.node, code=code, missed=()), facts)
+            if node != each.node:
+                changed.append(node)
+            each.node = node
+        return tuple(changed), [*self._silences(is_suspected)]
+
+    def _silences(self, is_suspected: Callable[[], bool]) -> Iterator[Lost | Quiet]:
+        """Yield events of nodes that are silent while some of their ranks run, or if they have none."""
+        silent_s = {id: each.silent_s for id, each in self._heard.items() if each.node.code is None}
+        longest_s = max(silent_s.values(), default=0.0)
+        beat_s = poll_s(
+            8 * len(self._heard), PERIOD_S
+        )  # nodes beat less often where there are many
+        limit_s = max(self._lost_after_s, _LOST_BEATS * beat_s)
+        suspected_s = min(limit_s, _SUSPECTED_BEATS * beat_s)
+        if longest_s > suspected_s and is_suspected():
+            limit_s = suspected_s
+        if lost := [id for id, seconds in silent_s.items() if seconds > limit_s]:
+            yield Lost(tuple(lost), f"silent for {silent_s[lost[0]]:.1f} s")
+        quiet_s = max(self._kernel_silence_s, _QUIET_BEATS * beat_s)
+        if longest_s > quiet_s and self._kernel_silence_s:
+            quiet = {id: seconds for id, seconds in silent_s.items() if seconds > quiet_s}
+            heard_s = _HEARD_BEATS * beat_s
+            heard = (id for id, each in self._heard.items() if each.silent_s < heard_s)
+            yield Quiet(quiet, suspected_s, frozenset(heard))
+
+    def _tell_ring(self) -> None:
+        """Tell nodes whom they are to watch, where that has changed."""
+        for id, ids in ring.watched_by(self._heard).items():
+            watches = [[each, *place] for each in ids if (place := self._heard[each].place)]
+            if watches != self._heard[id].watches:
+                self._heard[id].watches = watches
+                self._store.set(of_node(id, "watches"), watches)
 
     def strike(self, ids: Collection[str]) -> str:
         """Call nodes lost, and hear them no more; return their names."""
@@ -193,6 +236,7 @@ class Roster:
         self.lost_s = max(each.heard_s for each in lost)
         for each in lost:
             self._store.set(of_node(each.node.id, "lost"), True)
+        self._tell_ring()
         return ", ".join(each.node.name for each in lost)
 
     def begin_start(self) -> None:
@@ -226,8 +270,7 @@ class Roster:
 
 def _with_facts(node: Node, facts: dict[str, Any]) -> Node:
     known = {name: facts[name] for name in _FACTS if name in facts}
-    if "unreached" in known:
-        known["unreached"] = tuple(known["unreached"])
+    known |= {name: tuple(known[name]) for name in ("unreached", "missed") if name in known}
     return replace(node, **known)
 
 

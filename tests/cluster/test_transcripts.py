@@ -9,7 +9,7 @@ from types import CodeType, ModuleType
 
 import pytest
 
-from moe_ft.cluster import answers, law, membership
+from moe_ft.cluster import answers, law, membership, ring
 from moe_ft.cluster.answers import MOST_UNFINISHED
 from moe_ft.cluster.membership import (
     Begin,
@@ -23,6 +23,7 @@ from moe_ft.cluster.membership import (
     Over,
     Passed,
     Policy,
+    Quiet,
     Registered,
     Seat,
     Shape,
@@ -51,7 +52,7 @@ def _lines(code: CodeType) -> Iterator[int]:
             yield from _lines(each)
 
 
-@pytest.mark.parametrize("module", [law, answers, membership], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("module", [law, answers, membership, ring], ids=lambda each: each.__name__)
 def test_transcripts_reach_each_line(module: ModuleType) -> None:
     assert module.__file__ is not None
     reached, monitoring = set[int](), sys.monitoring
@@ -129,6 +130,12 @@ class Chance:
         ids = {self._id() for _ in range(self.rng.choice((1, 1, 1, 2)))}
         return self.driver.feed(Lost(tuple(sorted(ids)), "silent"))
 
+    def be_quiet(self) -> list[Command]:
+        rng, ids = self.rng, [self._id(), self._id()]
+        silent_s = {id: rng.choice((1.2, 2.2)) for id in ids}
+        heard = frozenset(each for each in self.known if rng.random() < 0.7)
+        return self.driver.feed(Quiet(silent_s, 2.0, heard))
+
     def tell(self) -> list[Command]:
         is_store = self.rng.random() < 0.02
         return self.driver.feed(StoreTold() if is_store else Told((self._id(),)))
@@ -137,9 +144,9 @@ class Chance:
         rng, id = self.rng, self._id()
         node = self.job.nodes.get(id, Node(id=id, name=id, number=9))
         code = rng.choice((None,) * 40 + (0, 0, 1, 2)) if id in self.job.seats.values() else None
-        unreached = (self._id(),) if rng.random() < 0.3 else ()
+        unreached, missed = ((self._id(),) if rng.random() < 0.3 else () for _ in range(2))
         used = rng.choice((0, 30))
-        node = replace(node, code=code, used_bytes=used, unreached=unreached)
+        node = replace(node, code=code, used_bytes=used, unreached=unreached, missed=missed)
         return self.driver.feed(Changed((node,)))
 
     def report(self) -> list[Command]:
@@ -155,7 +162,16 @@ class Chance:
     def step(self) -> None:
         """Have one thing happen, and check what is to be done about it."""
         was_over = self.job.over
-        rare = (self.die, self.lose, self.change, self.tell, self.report, self.wake, self.register)
+        rare = (
+            self.die,
+            self.lose,
+            self.be_quiet,
+            self.change,
+            self.tell,
+            self.report,
+            self.wake,
+            self.register,
+        )
         act = self.finish if self.finishes and self.rng.random() < 0.5 else self.rng.choice(rare)
         commands = act()
         self.trace.append(f"{act.__name__} -> {commands}")

@@ -31,6 +31,7 @@ from moe_ft.cluster.membership import (
     Over,
     Passed,
     Policy,
+    Quiet,
     Registered,
     Save,
     Say,
@@ -94,11 +95,20 @@ class Driver:
                     node = replace(node, used_bytes=int(value))
                 case "room":
                     node = replace(node, room_bytes=float(value))
-                case "unreached":
-                    node = replace(node, unreached=tuple(value.split(",")))
+                case "unreached" | "missed":
+                    ids = tuple(filter(None, value.split(",")))
+                    node = replace(node, **{key: ids})  # type: ignore[arg-type]
                 case _:
                     raise ValueError(fact)
         return self.feed(Changed((node,)))
+
+
+def _quiet(driver: Driver, words: list[str]) -> list[Command]:
+    """Have nodes be silent for some seconds; all others were just heard, unless "unheard" names them."""
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    unheard = {*given.pop("unheard", "").split(","), *given}
+    heard = frozenset(driver.job.nodes.keys() - unheard)
+    return driver.feed(Quiet({id: float(each) for id, each in given.items()}, 2.0, heard))
 
 
 def _ranks(text: str) -> frozenset[int]:
@@ -122,6 +132,7 @@ _EVENTS: dict[str, Callable[[Driver, list[str]], list[Command]]] = {
     "died": lambda driver, words: driver.report(newest=driver.job.reports.newest + 1),
     "report": _report,
     "lost": lambda driver, words: driver.feed(Lost(tuple(words), "silent")),
+    "quiet": _quiet,
     "told": lambda driver, words: (
         driver.feed(StoreTold()) if words == ["store"] else driver.feed(Told(tuple(words)))
     ),

@@ -18,6 +18,7 @@ from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.near import NEAR, vary
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
 from tests.simulation.repairs.mutations import OF_ELASTIC, OF_HANGS, OF_NODES, OF_REPAIRS
+from tests.simulation.repairs.ring_mutations import OF_RING
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.repairs.schedule import (
     draw_elastic,
@@ -59,7 +60,7 @@ def drawer_for(
     mutation: str | None, *, is_of_repairs: bool = False
 ) -> Callable[[int], AnySchedule]:
     """Return what draws the schedules in which a mistake may show."""
-    if mutation in OF_NODES:
+    if mutation in OF_NODES | OF_RING:
         return draw_with_spares
     if mutation in OF_HANGS:
         return draw_hangs

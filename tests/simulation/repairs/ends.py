@@ -140,8 +140,16 @@ class Ends:
         raise RuntimeError(f"Timed out waiting {timeout_s:g} s for recv operation to complete")
 
     def _is_cut_off(self) -> bool:
-        return bool(self._job.machine.is_cut_off(self._process.node))
+        """Return whether this rank reaches nobody, or one of the others has lost its power."""
+        ends = () if self._group is None else self._group.ends.values()
+        is_out = any(not process.is_alive and self._is_powerless(process) for process, _ in ends)
+        return is_out or bool(self._job.machine.is_cut_off(self._process.node))
+
+    def _is_powerless(self, process: Process) -> bool:
+        return process.node in self._job.machine.powerless
 
     def _is_broken(self, group: Group) -> bool:
-        ends = group.ends.values()
-        return any(links._has_ended or not process.is_alive for process, links in ends)
+        return any(
+            links._has_ended or not (process.is_alive or self._is_powerless(process))
+            for process, links in group.ends.values()
+        )

@@ -157,6 +157,10 @@ class Job:
 
     def _start_node(self, number: int, started: Start) -> None:
         node = f"node{number}"
+        if node in self.machine.powerless:
+            self.machine.powerless.remove(node)
+            since_s, _ = self.machine.unreachable_s[node]
+            self.machine.unreachable_s[node] = since_s, self.world.kernel.now
         launcher = self.world.kernel.make_process("launcher", node)
         launcher.local[MACHINE] = self.machine
         options = KeepOptions(
@@ -219,8 +223,15 @@ class Job:
                     GRACE_S, lambda each=each: self.world.kernel.kill(each)
                 )
 
-    def lose(self, node: str) -> None:
-        """Lose a node with its processes and its memory; another one gets its name."""
+    def lose(self, node: str, *, is_power: bool = False) -> None:
+        """Lose a node with its processes and its memory; another one gets its name.
+
+        Args:
+            is_power: whether its kernel is lost, too: no connection ends.
+        """
+        if is_power:
+            self.machine.powerless.add(node)
+            self.machine.unreachable_s[node] = self.world.kernel.now, float("inf")
         for each in self.world.kernel.processes:
             if each.node == node:
                 self.world.kernel.kill(each)

@@ -14,10 +14,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moe_ft.cluster import agent, fork_server, forks
+from moe_ft.cluster import agent, fork_server, forks, observer
 from moe_ft.cluster.coordinator import Coordinator
-from moe_ft.cluster.membership import Begin
+from moe_ft.cluster.membership import Begin, Over, Save, Strike
 from moe_ft.cluster.options import KeepOptions
+from moe_ft.cluster.own_node import RENEWAL_BEATS
 from moe_ft.cluster.protocol import Fork
 from moe_ft.cluster.target import Target
 from tests.simulation.active import Patches, World, world
@@ -48,6 +49,10 @@ class Machine:
         slowness: seconds that the store needs for each answer, at most.
         has_stranger: whether somebody else writes to the store.
         cut_until_s: by node, until when its link is cut.
+        parted_until_s: by node, until when it reaches the node of the store and no other one.
+        powerless: nodes whose kernels answer nothing.
+        doors: agents that others watch, by address.
+        unreachable_s: by node, from when to when its kernel has answered nobody, last.
     """
 
     def __init__(self, current: World, job: "Job") -> None:
@@ -58,6 +63,10 @@ class Machine:
         self.descriptors: dict[int, Process] = {}
         self.slowness, self.has_stranger = _ANSWER_S, False
         self.cut_until_s: dict[str, float] = {}
+        self.parted_until_s: dict[str, float] = {}
+        self.powerless: set[str] = set()
+        self.doors: dict[tuple[str, int], Process] = {}
+        self.unreachable_s: dict[str, tuple[float, float]] = {}
 
     def make_process(
         self, name: str, node: str, parent: Process, environ: dict[str, str], act: Callable[[], Any]
@@ -103,6 +112,19 @@ class Machine:
         return node != other and any(
             self.cut_until_s.get(each, 0.0) > now_s for each in (node, other) if each is not None
         )
+
+    def cut(self, node: str, seconds: float) -> None:
+        """Cut the link of a node for a while."""
+        now_s = self.world.kernel.now
+        self.cut_until_s[node] = now_s + seconds
+        self.unreachable_s[node] = now_s, now_s + seconds
+        self.world.kernel.call_later(seconds, self.changed)
+
+    def answers(self, node: str, other: str) -> bool:
+        """Return whether the kernel of another node answers a node."""
+        now_s = self.world.kernel.now
+        parted = (self.parted_until_s.get(each, 0.0) > now_s for each in (node, other))
+        return other not in self.powerless and not self.is_cut_off(node, other) and not any(parted)
 
     def is_readable(self, what: Any) -> bool:
         """Return whether something can be read: a socket, or the end of a process."""
@@ -316,7 +338,7 @@ class _NoFacts:
     """Facts of a node about which nothing is known: it has no files, and no datagrams."""
 
     def __init__(self, *_: object) -> None:
-        pass
+        self._num_beats = 0
 
     def open(self) -> None:
         pass
@@ -325,13 +347,42 @@ class _NoFacts:
         return {}
 
     def is_due(self) -> bool:
-        return False
+        self._num_beats += 1
+        return self._num_beats % RENEWAL_BEATS == 1
+
+    def learn(self, own: str, addresses: object) -> None:
+        pass
 
     def close(self) -> None:
         pass
 
     def remove_memory(self) -> None:
         pass
+
+
+def _let_watch(host: str, run: str, token: str) -> int:
+    machine = machine_here()
+    process, port = machine.world.process, len(machine.doors)
+    machine.doors[process.node, port] = process
+    return port
+
+
+class Probe:
+    """A connection to the agent of another node, whose kernel answers as long as it can."""
+
+    def __init__(self, address: tuple[str, int], run: str, token: str) -> None:
+        self._machine, self._is_reached = machine_here(), False
+        self._node, self._door = self._machine.world.process.node, self._machine.doors[address]
+
+    def look(self) -> bool:
+        """Return whether the kernel has answered; an agent that has ended cannot be reached."""
+        if not self._machine.answers(self._node, self._door.node):
+            return not self._is_reached
+        self._is_reached = self._door.is_alive and (self._is_reached or not self._door.is_suspended)
+        return True
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def install(patches: Patches) -> None:
@@ -341,6 +392,10 @@ def install(patches: Patches) -> None:
     for module in (agent, fork_server):
         patches.set(module, "set_process_name", lambda name: None)
     patches.set(agent, "OwnNode", _NoFacts)
+    patches.set(observer, "let_watch", _let_watch)
+    patches.set(observer, "Probe", Probe)
+    patches.set(observer, "own_host", lambda master: machine_here().world.process.node)
+    patches.set(Coordinator, "_end", _checked(Coordinator._end))
     patches.set(Coordinator, "_begin", _observed(Coordinator._begin))
     patches.set(forks, "socket_pair", _socket_pair)
     patches.set(forks, "select", SimpleNamespace(select=_select))
@@ -354,6 +409,22 @@ def install(patches: Patches) -> None:
     patches.set(fork_server, "become_member", lambda member, assignment: None)
     patches.divert(signal, "pthread_sigmask", lambda world, how, mask: set())
     patches.divert(signal, "pause", lambda world: world.kernel.wait(Waiting()))
+
+
+def _checked(
+    original: Callable[[Coordinator, Strike | Save | Over], None],
+) -> Callable[[Coordinator, Strike | Save | Over], None]:
+    """Have the oracle see who is called lost."""
+
+    def end(self: Coordinator, command: Strike | Save | Over) -> None:
+        machine = machine_here()
+        for each in command.nodes if isinstance(command, Strike) else ():
+            name = self._roster._heard[each].node.name
+            silence = machine.unreachable_s.get(name)
+            machine.job.oracle.strikes(name, command.why, silence, machine.world.kernel.now)
+        original(self, command)
+
+    return end
 
 
 def _observed(

@@ -39,6 +39,13 @@ _CROWDED = RepairSchedule(
         Fault(kind="lose-node", start=0, moment="forward", time=14, target=0, amount=0.2),
     ),
 )
+_STORE_CUT_OFF = RepairSchedule(
+    seed=1,
+    nodes=3,
+    spares=1,
+    iterations=30,
+    faults=(Fault(kind="cut-store", start=0, moment="forward", time=12, amount=0.7),),
+)
 NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     "own-stop-held-against-the-thread": RepairSchedule(
         seed=468080,
@@ -168,5 +175,17 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
             Fault(kind="silence-node", start=0, moment="forward", time=21, target=0),
         ),
         switching=0.1,
+    ),
+    # The node of the store is cut off, and misses the nodes that it watches: nobody else is heard.
+    "one-observer-is-enough": _STORE_CUT_OFF,
+    "unheard-observers-are-not-there": _STORE_CUT_OFF,
+    # A node reaches the store, and no other one.
+    "own-beats-do-not-count": RepairSchedule(
+        seed=1,
+        nodes=3,
+        spares=1,
+        keeps_apart=True,
+        iterations=30,
+        faults=(Fault(kind="part-node", start=0, moment="forward", time=6, target=1, amount=0.7),),
     ),
 }

@@ -20,6 +20,9 @@ from tests.simulation.store import Values
 _LOOKS_S = 3.0  # for those who look for hangs
 _LATE_S = 5.0  # until a fault is seen in the store
 AFTER_S = 3.0  # from the end of a start to that of all its processes
+# A kernel must be silent for 1 s, but for what passes from the last answer to the next message; and until the
+# coordinator has looked.
+_KERNEL_SILENCE_S, _RECENT_S = 0.8, 1.0
 _REPLACED_S = 15.0  # since a node may know that it was silent, until its lost ranks have ended
 
 
@@ -124,6 +127,20 @@ class Oracle:
         is_finished = not number or f"round_{number}/finished" in said
         if why == "a node has come" and not is_finished and now_s > self.fault_s + _LATE_S:
             self.violate(f"a node has all ranks begin again in the middle of round {number}")
+
+    def strikes(
+        self, node: str, why: str, silence: tuple[float, float] | None, now_s: float
+    ) -> None:
+        """Check that a node is called lost for its kernel only if that was silent.
+
+        Args:
+            silence: from when to when it was, last.
+        """
+        self.log.append(f"{now_s:.3f} s: {node} is called lost: {why}")
+        begin_s, end_s = silence or (now_s, now_s)
+        was_silent = min(end_s, now_s) - begin_s > _KERNEL_SILENCE_S and end_s > now_s - _RECENT_S
+        if "kernel" in why and not was_silent:
+            self.violate(f"{node} is called lost at {now_s:.3f} s, and its kernel answers: {why}")
 
     def meets(self, rank: Rank, entries: Sequence[Entry]) -> None:
         """Check that a rank sees the same round as the others, and in it who it is."""

@@ -24,14 +24,21 @@ RESTARTS = {
 }
 WITH_SPARES = {
     "lose-node": 6,
+    "power-node": 6,
     "silence-node": 8,
     "cut-node": 8,
+    "flap-node": 4,
+    "part-node": 4,
+    "stop-agent": 4,
+    "cut-store": 3,
     "kill": 4,
     "slow-store": 1,
     "stranger-in-store": 1,
 }
 OF_ELASTIC = {
     "lose-node": 8,
+    "power-node": 4,
+    "flap-node": 2,
     "silence-node": 4,
     "cut-node": 4,
     "tell-node": 3,

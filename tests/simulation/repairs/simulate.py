@@ -33,6 +33,9 @@ _HELP_S = 200.0  # until somebody ends what nobody watches
 _LONGEST_SILENCE_S = 60.0
 _COMES_BACK, _LONGEST_ABSENCE_S = 0.7, 60.0  # of nodes that are lost
 _BACK_S = 60.0  # from then until it is there again
+_LONGEST_FLAP_S = 3.0
+# Of an agent, whose node lives; of a node's links to all but that of the store; and of the latter's.
+_LONGEST_SHORT_STOP_S, _LONGEST_PART_S, _LONGEST_CUT_OF_STORE_S = 4.0, 8.0, 8.0
 _LONGEST_PAUSE_S, _LONGEST_STOP_S, _FOR_EVER_S = 40.0, 120.0, 1e9
 _SLOW_S = 0.2
 _REPAIR_S = (
@@ -45,7 +48,11 @@ _EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
     "slow-storage": lambda amount: {STORES_S: amount * 0.8 * TIMEOUT_S},
     "write-long": lambda amount: {WRITES_S: amount * 0.8 * TIMEOUT_S},
 }
-_OF_NODES = ("lose-node", "silence-node", "cut-node", "pause-node", "tell-node")
+_HARMLESS = ("part-node", "cut-store")
+_OF_NODES = (
+    *("lose-node", "power-node", "silence-node", "cut-node", "flap-node", "pause-node"),
+    *("stop-agent", "tell-node"),
+)
 
 
 class Injection:
@@ -62,7 +69,9 @@ class Injection:
         self._faults, self._passed = list(faults), Counter()
         machine = self._job.machine
         machine.has_stranger, machine.slowness = False, 0.002
-        machine.cut_until_s.clear()
+        for known in (machine.cut_until_s, machine.parted_until_s, machine.unreachable_s):
+            known.clear()
+        machine.powerless.clear()
 
     def _watch(self, what: str, thread: Thread) -> None:
         name = what.partition(":")[0]
@@ -111,7 +120,7 @@ class Injection:
         elif fault.kind in _EXPLAINED:
             if len(self._faults) > 1:
                 oracle.excuses.append("a rank is late for two reasons")
-        elif fault.kind not in MENDED:
+        elif fault.kind not in (*MENDED, *_HARMLESS):
             oracle.excuses.append(fault.kind)
 
     def _hit(self, kind: str, process: Process, *, waits: bool = False) -> None:
@@ -181,15 +190,37 @@ class Injection:
         for each in self._note_silence(rank, seconds):
             self._suspend(each, seconds)
 
-    def _cut_node(self, fault: Fault, rank: int) -> None:
+    def _cut_node(self, fault: Fault, rank: int, longest_s: float = _LONGEST_SILENCE_S) -> None:
         """Cut the link of a node, which runs on."""
-        kernel, machine = self._kernel, self._job.machine
-        seconds = fault.amount * _LONGEST_SILENCE_S
+        seconds = fault.amount * longest_s
         self._note_silence(
             rank, min(seconds, LOST_AFTER_S)
         )  # then it knows that others may call it lost
-        machine.cut_until_s[self._job.node_of(rank)] = kernel.now + seconds
-        kernel.call_later(seconds, machine.changed)
+        self._job.machine.cut(self._job.node_of(rank), seconds)
+
+    def _flap_node(self, fault: Fault, rank: int) -> None:
+        """Cut the link of a node for about as long as makes it lost."""
+        self._cut_node(fault, rank, _LONGEST_FLAP_S)
+
+    def _part_node(self, fault: Fault, rank: int) -> None:
+        """Cut a node off from all others but that of the store: agents notice, and nobody is lost."""
+        machine, seconds = self._job.machine, fault.amount * _LONGEST_PART_S
+        machine.parted_until_s[self._job.node_of(rank)] = self._kernel.now + seconds
+
+    def _stop_agent(self, fault: Fault, rank: int) -> None:
+        """Stop the agent of a node, whose kernel answers; that is too short to be a loss."""
+        seconds = fault.amount * _LONGEST_SHORT_STOP_S
+        node = self._job.node_of(rank)
+        self._note_silence(rank, seconds)
+        for each in self._job.starts[-1].agents:
+            if each.node == node:
+                self._suspend(each, seconds)
+
+    def _cut_store(self, fault: Fault, rank: int) -> None:
+        """Cut the link of the node of the store: not for long enough for anybody to be lost."""
+        if len(self._faults) > 1:  # with lost connections it may be
+            self._oracle.excuses.append("the job's store is cut off")
+        self._job.machine.cut(f"node{self._job.keeper}", fault.amount * _LONGEST_CUT_OF_STORE_S)
 
     def _note_silence(self, rank: int, seconds: float) -> list[Process]:
         """Return the processes of a node that is silent; after some seconds those of lost ranks must end."""
@@ -246,9 +277,12 @@ class Injection:
         self._oracle.excuses.append("a process is stopped")
         self._suspend(self._store(), fault.amount * _LONGEST_STOP_S)
 
-    def _lose_node(self, fault: Fault, rank: int) -> None:
+    def _power_node(self, fault: Fault, rank: int) -> None:
+        self._lose_node(fault, rank, is_power=True)
+
+    def _lose_node(self, fault: Fault, rank: int, *, is_power: bool = False) -> None:
         node, started = self._job.node_of(rank), self._job.starts[-1]
-        self._job.lose(node)
+        self._job.lose(node, is_power=is_power)
         self._oracle.away_s[node] = _FOR_EVER_S
         may_come = self._job.fewest or self._job.crowds
         if may_come and fault.amount < _COMES_BACK and node != f"node{self._job.keeper}":

@@ -77,7 +77,14 @@ class JobStore(Store):
         machine, kernel, server = self._machine, self._kernel, self._listener.server
         kernel.event(f"store: {key.rpartition('/')[2]}")
         kernel.sleep(machine.slowness * kernel.random.random())
-        machine.wait_for(lambda: self._answers() or not server or not server.is_alive, None)
+        machine.wait_for(
+            lambda: (
+                self._answers()
+                or not server
+                or not (server.is_alive or server.node in machine.powerless)
+            ),
+            None,
+        )
         if not self._answers():
             raise RuntimeError("Connection reset by peer")
         if machine.has_stranger:

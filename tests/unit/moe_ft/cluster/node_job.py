@@ -7,6 +7,8 @@ from moe_ft.cluster.membership import Policy, Shape
 from moe_ft.cluster.roster import NodeSeat
 from tests.unit.signed import signed
 
+KERNEL_SILENCE_S = 1.0
+
 
 class Job:
     """Nodes of one rank each, by default two, and their coordinator."""
@@ -21,6 +23,7 @@ class Job:
             Policy(shape=Shape(num_nodes, 1, fewest), **policy),
             1000.0,
             status,
+            KERNEL_SILENCE_S,
         )
         self.seats: dict[str, NodeSeat] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.cluster import law
+from moe_ft.cluster import law, roster
 from moe_ft.cluster.coordinator import policy_of
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.roster import ARRIVED, Order, of_node
@@ -62,6 +62,78 @@ def test_silence_makes_a_node_lost_sooner_where_ranks_have_lost_connections(
             job.seats[name].beat(None)
         job.coordinator.step()
     assert job.seats["host1"].is_lost()
+
+
+def test_suspicion_is_counted_in_beats_which_are_rare_in_a_large_job(
+    advance: Advance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "poll_s", lambda world_size, least_s: 3.3)  # of 2,048 nodes
+    job, rounds = job_that_trains(num_spares=1)
+    rounds.suspect(1)
+    for _ in range(3):
+        for _ in range(3):
+            advance(1.0)
+            job.coordinator.step()
+        for seat in job.seats.values():
+            seat.beat(None)
+        job.coordinator.step()
+    assert not any(seat.is_lost() for seat in job.seats.values())
+
+
+def test_node_is_lost_when_two_miss_it_that_beat_and_it_does_not(advance: Advance) -> None:
+    job, _ = job_that_trains(num_spares=1)
+    seats = job.seats
+    for silent_s in (0.5, 0.5, 0.5):
+        for name in ("host0", "host2"):
+            seats[name].beat(None, missed=[seats["host1"].id] * (name == "host0"))
+        advance(silent_s)
+        job.coordinator.step()
+    assert not seats["host1"].is_lost(), "one alone misses it"
+    seats["host0"].beat(None)  # without news of whom it misses
+    seats["host2"].beat(None, missed=[seats["host1"].id])
+    job.coordinator.step()
+    assert not seats["host1"].is_lost(), "host0 misses it no more"
+    seats["host0"].beat(None, missed=[seats["host1"].id])
+    job.coordinator.step()
+    assert seats["host1"].is_lost() and ranks(seats["host2"]) == [1]
+
+
+@pytest.mark.parametrize("silent", ["host0", "host2"])
+def test_word_of_a_node_that_does_not_beat_counts_for_nothing(
+    silent: str, advance: Advance
+) -> None:
+    job, _ = job_that_trains(num_spares=1)
+    seats = job.seats
+    for seat in seats.values():
+        seat.beat(None, missed=[seats["host1"].id])
+    job.coordinator.step()
+    for _ in range(6):
+        advance(0.5)
+        for name in {"host0", "host2"} - {silent}:
+            seats[name].beat(None, missed=[seats["host1"].id])
+        job.coordinator.step()
+    assert not seats["host1"].is_lost()
+
+
+def test_each_node_is_told_whom_to_watch_as_nodes_come_and_are_lost(advance: Advance) -> None:
+    job = Job(num_nodes=5)
+    for number in range(5):
+        job.come(f"host{number}", number, watch=["10.0.0.1", number])
+    order = sorted(job.seats.values(), key=lambda seat: seat.id)
+
+    def ports() -> list[list[int]]:
+        return [[port for _, _, port in seat.watched()] for seat in order]
+
+    own = [int(name[-1]) for seat in order for name in job.seats if job.seats[name] is seat]
+    assert ports() == [[own[(place + each) % 5] for each in (1, 2, 3)] for place in range(5)]
+    rounds = Rounds(job.store, 0, 5)
+    rounds.finish(0)
+    spare = job.come("host5", 5)  # whose system tells nothing
+    assert all(len(seat.watched()) in (2, 3) for seat in order) and len(spare.watched()) == 3
+    lost = next(name for name, seat in job.seats.items() if seat is order[0])
+    beat_but(job, lost, advance=advance)
+    assert order[0].is_lost()
+    assert own[0] not in {port for seat in order[1:] for _, _, port in seat.watched()}
 
 
 def test_own_stop_is_held_against_no_node(advance: Advance) -> None:

@@ -182,6 +182,7 @@ def test_nodes_of_an_elastic_job_are_a_range(
         ({"--number": "-1"}, SECRET, r"--number -1 must be a whole number"),
         ({"--grace": "9"}, SECRET, r"--grace 9 must be a whole number, at least 10"),
         ({"--store": "1"}, SECRET, r"--store 1 is the number of a node that trains"),
+        ({"--kernel-silence": "0.5"}, SECRET, r"--kernel-silence 0.5 must be a whole number, at"),
         ({"--lost-after": "2"}, SECRET, r"--lost-after 2 must be a whole number, at least 3"),
         ({}, {TOKEN: "short"}, rf"{TOKEN} must be the same on all nodes, secret"),
     ],
