@@ -84,7 +84,7 @@ def _take_in(job: Job, event: Event) -> Done:
         case Lost(ids, why):
             return _lose(job, ids, why)
         case Quiet():
-            return _lose(job, *ring.missed(job.nodes, event))
+            return _lose(job, *ring.missed(job.nodes, event, job.policy.store))
         case Told(ids):
             return _gather_told(job, ids)
         case StoreTold():

@@ -137,12 +137,10 @@ class Quiet(NamedTuple):
 
     Attributes:
         silent_s: seconds by id of the node: as many at least as its kernel must be silent.
-        suspected_s: as many make a node lost where ranks have lost connections.
         heard: ids of nodes that were heard just now.
     """
 
     silent_s: Mapping[str, float]
-    suspected_s: float
     heard: frozenset[str]
 
 

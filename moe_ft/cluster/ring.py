@@ -8,8 +8,8 @@ A node is lost when two of its observers miss it while its own beats are missing
 counts if it was heard just now: one that is cut off misses all others. Those that were not heard still
 count as being there, so the node of the store condemns nobody alone when it is cut off itself.
 
-With one observer, in a job of two nodes, nobody can tell whose link is down. Its word then means as much as
-that of ranks that have lost connections: the beats must be missing for longer.
+With one observer, in a job of two nodes, its word is enough if another machine keeps the store, which misses
+the beats over a link of its own. On the node of the store nobody could tell whose link is down.
 """
 
 from collections import defaultdict
@@ -28,8 +28,8 @@ def watched_by(ids: Collection[str]) -> dict[str, tuple[str, ...]]:
     return {id: tuple(twice[place : place + num]) for place, id in enumerate(order, 1)}
 
 
-def missed(nodes: Mapping[str, Node], quiet: Quiet) -> tuple[list[str], str]:
-    """Return the nodes that are lost by the word of others, and why."""
+def missed(nodes: Mapping[str, Node], quiet: Quiet, store: int) -> tuple[list[str], str]:
+    """Return the nodes that are lost by the word of others, and why; `store` is the number of its node."""
     observers = defaultdict[str, list[str]](list)
     for each, ids in watched_by(nodes).items():
         for id in ids:
@@ -38,8 +38,8 @@ def missed(nodes: Mapping[str, Node], quiet: Quiet) -> tuple[list[str], str]:
     for id, silent_s in quiet.silent_s.items():
         heard = [nodes[each] for each in observers[id] if each in quiet.heard]
         witnesses = [each.name for each in heard if id in each.missed]
-        may_be_one = len(observers[id]) == 1 and silent_s > quiet.suspected_s
-        if len(witnesses) >= (1 if may_be_one else _NUM_WITNESSES):
+        is_only = len(observers[id]) == 1 and nodes[observers[id][0]].number != store
+        if len(witnesses) >= (1 if is_only else _NUM_WITNESSES):
             found.append(id)
             names.update(witnesses)
             longest_s = max(longest_s, silent_s)

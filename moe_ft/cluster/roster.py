@@ -220,7 +220,7 @@ class Roster:
             quiet = {id: seconds for id, seconds in silent_s.items() if seconds > quiet_s}
             heard_s = _HEARD_BEATS * beat_s
             heard = (id for id, each in self._heard.items() if each.silent_s < heard_s)
-            yield Quiet(quiet, suspected_s, frozenset(heard))
+            yield Quiet(quiet, frozenset(heard))
 
     def _tell_ring(self) -> None:
         """Tell nodes whom they are to watch, where that has changed."""

@@ -134,7 +134,7 @@ class Chance:
         rng, ids = self.rng, [self._id(), self._id()]
         silent_s = {id: rng.choice((1.2, 2.2)) for id in ids}
         heard = frozenset(each for each in self.known if rng.random() < 0.7)
-        return self.driver.feed(Quiet(silent_s, 2.0, heard))
+        return self.driver.feed(Quiet(silent_s, heard))
 
     def tell(self) -> list[Command]:
         is_store = self.rng.random() < 0.02

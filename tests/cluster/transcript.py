@@ -108,7 +108,7 @@ def _quiet(driver: Driver, words: list[str]) -> list[Command]:
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
     unheard = {*given.pop("unheard", "").split(","), *given}
     heard = frozenset(driver.job.nodes.keys() - unheard)
-    return driver.feed(Quiet({id: float(each) for id, each in given.items()}, 2.0, heard))
+    return driver.feed(Quiet({id: float(each) for id, each in given.items()}, heard))
 
 
 def _ranks(text: str) -> frozenset[int]:

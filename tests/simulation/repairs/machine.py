@@ -120,6 +120,14 @@ class Machine:
         self.unreachable_s[node] = now_s, now_s + seconds
         self.world.kernel.call_later(seconds, self.changed)
 
+    def has_agent(self, node: str) -> bool:
+        """Return whether an agent runs on a node."""
+        return any(
+            each.is_alive and not each.is_suspended
+            for each in self.world.kernel.processes
+            if each.node == node and each.name.startswith("agent")
+        )
+
     def answers(self, node: str, other: str) -> bool:
         """Return whether the kernel of another node answers a node."""
         now_s = self.world.kernel.now
@@ -420,8 +428,10 @@ def _checked(
         machine = machine_here()
         for each in command.nodes if isinstance(command, Strike) else ():
             name = self._roster._heard[each].node.name
-            silence = machine.unreachable_s.get(name)
-            machine.job.oracle.strikes(name, command.why, silence, machine.world.kernel.now)
+            now_s, silence = machine.world.kernel.now, machine.unreachable_s.get(name)
+            if machine.parted_until_s.get(name, 0.0) > now_s and not machine.has_agent(name):
+                silence = 0.0, now_s  # nobody can tell it from one without power
+            machine.job.oracle.strikes(name, command.why, silence, now_s)
         original(self, command)
 
     return end

@@ -27,7 +27,7 @@ def one_observer_is_enough(patches: Patches) -> None:
 def unheard_observers_are_not_there(patches: Patches) -> None:
     """A node is lost when all who watch it and were heard miss it, although others watch it, too."""
 
-    def missed(nodes: Any, quiet: Quiet) -> tuple[list[str], str]:
+    def missed(nodes: Any, quiet: Quiet, store: int) -> tuple[list[str], str]:
         watched = ring.watched_by(nodes)
         found = []
         for id in quiet.silent_s:
@@ -46,6 +46,6 @@ def own_beats_do_not_count(patches: Patches) -> None:
 
     def silences(self: Any, is_suspected: Any) -> Any:
         yield from original(self, is_suspected)
-        yield Quiet(dict.fromkeys(self._heard, 9.0), 2.0, frozenset(self._heard))
+        yield Quiet(dict.fromkeys(self._heard, 9.0), frozenset(self._heard))
 
     patches.set(roster.Roster, "_silences", silences)
