@@ -27,7 +27,7 @@ from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory, own_directory, replica_directory
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.engine.persist.requests import WriterSettings
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.files.storage import Storage
 from moe_ft.format.entries import ModelPlaces

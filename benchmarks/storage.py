@@ -31,7 +31,8 @@ import torch
 from benchmarks import stand_ins
 from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
+from moe_ft.engine.persist.requests import PersistRequest
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format import checksums
 from moe_ft.format.encoding import decode

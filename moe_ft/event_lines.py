@@ -119,7 +119,14 @@ class AtRisk(Line, frozen=True, kw_only=True, tag_field="event", tag="at_risk"):
 
 
 class Persist(Moved, frozen=True, kw_only=True, tag_field="event", tag="persist"):
-    """Part of a checkpoint on storage."""
+    """Part of a checkpoint on storage, not read back yet."""
+
+
+class ReadBack(Line, frozen=True, kw_only=True, tag_field="event", tag="read_back"):
+    """Part of a checkpoint that its rank has read back from storage."""
+
+    bytes: Int
+    seconds: float
 
 
 class Recovery(Line, frozen=True, kw_only=True, tag_field="event", tag="recovery"):
@@ -222,6 +229,7 @@ _Known = (
     | Replicate
     | AtRisk
     | Persist
+    | ReadBack
     | Recovery
     | Elastic
     | SlotTables

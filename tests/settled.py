@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from moe_ft.engine.engine import CheckpointEngine
-from moe_ft.engine.persist.writer import result_path
+from moe_ft.engine.persist.requests import result_path
 from moe_ft.engine.snapshots.job import SnapshotState
 from tests.waiting import wait_for
 

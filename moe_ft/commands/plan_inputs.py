@@ -269,7 +269,7 @@ def _values_of(events: list[Event]) -> dict[str, float]:
         "stall_s": [event["stall_s"] for event in iterations],
         "bandwidth": [*_rates(events, "snapshot", "copy_s")],
         "network_bandwidth": [*_rates(events, "replicate", "seconds")],
-        "storage_bandwidth": [*_rates(events, "persist", "seconds")],
+        "storage_bandwidth": [*_rates([*_with_reading(events)], "persist", "seconds")],
         "restart_s": restarts,
         "repair_s": [sum(s for name, s in each.items() if name in _SETUP) for each in repairs],
     }
@@ -281,6 +281,14 @@ def _values_of(events: list[Event]) -> dict[str, float]:
 
 
 _SETUP = ("notice", "free", "build", "meet", "swap")  # phases of a repair before state is read
+
+
+def _with_reading(events: list[Event]) -> Iterator[Event]:
+    """Yield what went to storage, with the time to read it back: the next checkpoint waits for that too."""
+    read_s = {each["iteration"]: each["seconds"] for each in events if each["event"] == "read_back"}
+    for event in events:
+        if event["event"] == "persist":
+            yield {**event, "seconds": event["seconds"] + read_s.get(event["iteration"], 0.0)}
 
 
 def _rates(events: list[Event], kind: str, seconds: str) -> Iterator[float]:

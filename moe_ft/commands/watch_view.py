@@ -123,6 +123,8 @@ class Watch:
         yield "starts", Text(f"{incarnation + 1}, {num_repairs} of them repairs in place")
         yield "last recovery", Text(escape(_recovery(ranks)))
         yield "last repair", Text(_repair(ranks))
+        if any(each.tiers[Tier.STORAGE].num for each in ranks):
+            yield "on storage", Text(_stored(ranks))
         yield "lost tokens", Text(f"{max(each.lost_tokens for each in ranks):,}")
         seconds = {use: sum(each.spent.seconds[use] for each in ranks) for use in Spent}
         shares = TimeShares.of(seconds)
@@ -296,6 +298,15 @@ def _recovery(ranks: Sequence[RankCourse]) -> str:
         f"{_clock(last.time)}, continued after iteration {last.target_iteration}: {sources or 'no units'}, "
         f"{last.replayed_iterations} iterations replayed, {last.lost_tokens:,} tokens lost"
     )
+
+
+def _stored(ranks: Sequence[RankCourse]) -> str:
+    """Return the newest checkpoint on storage, and the newest that all ranks have read back."""
+    found = [each.read_back for each in ranks]
+    known = [each for each in found if each is not None]
+    newest = min(each.tiers[Tier.STORAGE].iteration for each in ranks)
+    read = f"iteration {min(known)}" if len(known) == len(found) else "none"
+    return f"iteration {newest}, and read back by all ranks: {read}"
 
 
 def _repair(ranks: Sequence[RankCourse]) -> str:

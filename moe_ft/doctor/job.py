@@ -115,7 +115,7 @@ class Job:
     def num_stored(self) -> int:
         """Most checkpoints on storage at a time."""
         keep = self.config.storage.keep
-        return keep + 1 if self.footprint is None else self.footprint.num_stored(keep)
+        return keep + 2 if self.footprint is None else self.footprint.num_stored(keep)
 
     @property
     def stored_bytes(self) -> int | None:

@@ -157,6 +157,8 @@ class LastSteps:
         if not is_kept:
             where = "in memory" if self._is_for_memory else "on storage"
             reason = f"the last state is not {where}"
+            if self._storage.is_unread(self._iteration):
+                reason = "the last state is written, and was not read back by all ranks in time"
             self._reports.degraded(BackgroundPart.PERSIST, self._iteration, reason)
         return is_kept
 

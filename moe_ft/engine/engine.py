@@ -31,8 +31,8 @@ from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.memory.restored import Handover, replica_to_send
 from moe_ft.engine.persist.client import WriterSupervisor, persist_deadline_s
+from moe_ft.engine.persist.requests import WriterSettings
 from moe_ft.engine.persist.schedule import StorageSchedule
-from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.profile import FixedInterval, SnapshotProfile, Stall
 from moe_ft.engine.snapshots.windows import Windows
@@ -293,6 +293,7 @@ class CheckpointEngine:
         # Only one that the writer takes at once: what waits may be replaced.
         is_writable = votes.is_idle and self._storage.is_idle
         is_whole = is_writable and self._storage.needs_whole(iteration)
+        self._windows.announce = self._storage.announcer(is_writable, is_whole=is_whole)
         if self._windows.open is not None and self._windows.open.is_growing:
             self._windows.grow(iteration, capture, can_grow=votes.can_grow)
         elif self._is_due(iteration) or is_whole:
@@ -316,8 +317,7 @@ class CheckpointEngine:
             self._reports.add("interval", iteration, **changes)
 
     def _is_due(self, iteration: int) -> bool:
-        interval = self._interval.interval
-        return interval > 0 and iteration - self._windows.last_iteration >= interval
+        return 0 < self._interval.interval <= iteration - self._windows.last_iteration
 
     def _settle(self, votes: Votes) -> None:
         window = self._windows.settle(votes.state, is_protected=votes.is_protected)

@@ -77,6 +77,11 @@ def iteration_directory(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(path: str) -> int:
+    """Return the iteration of a checkpoint's file."""
+    return int(path.partition("/")[0].removeprefix("iter_"))
+
+
 def rank_path(iteration: int, rank: int, tag: str, suffix: str) -> str:
     """Return the path of one rank's file of a checkpoint."""
     return f"{iteration_directory(iteration)}/rank_{rank:05d}_{tag}.{suffix}"

@@ -19,6 +19,7 @@ from moe_ft.event_lines import (
     Moved,
     Persist,
     Protects,
+    ReadBack,
     Recovery,
     Repair,
     Replicate,
@@ -74,6 +75,7 @@ class RankCourse:
         start: of the last incarnation whose beginning was seen.
         incarnation: the last one.
         iteration: the last one that is complete.
+        read_back: iteration of the newest state that the rank has read back from storage; None without one.
         time_s: of the last event, in seconds since 1970; 0 if there is none.
         ending: how the last incarnation ended; empty while it runs, or if nothing says so.
         lost_rank: what follows the death of a rank: repair, restart, end; empty if nothing says so.
@@ -113,6 +115,7 @@ class RankCourse:
     degraded: Counter[str] = field(default_factory=Counter)
     last_degraded: Degraded | None = None
     num_skipped: int = 0
+    read_back: int | None = None
     num_not_read: int = 0
     is_finished: bool = False
     _is_warm: bool = False
@@ -155,8 +158,8 @@ class RankCourse:
                 self._iterate(event)
             case Protects():
                 self.lost_rank = event.lost_rank
-            case Moved():
-                self.tiers[TIERS[type(event)]].add(event)
+            case Moved() | ReadBack():
+                self._move(event)
             case Recovery() | Repair():
                 self._recover(event)
             case Stopped():
@@ -165,6 +168,12 @@ class RankCourse:
                 self.ending, self.is_finished = event.reason, True
             case _:
                 self._note_trouble(event)
+
+    def _move(self, event: Moved | ReadBack) -> None:
+        if isinstance(event, ReadBack):
+            self.read_back = event.iteration
+        else:
+            self.tiers[TIERS[type(event)]].add(event)
 
     def _note_trouble(self, event: Line) -> None:
         if isinstance(event, Skipped):

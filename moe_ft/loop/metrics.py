@@ -50,6 +50,7 @@ METRICS: Mapping[str, tuple[str, str, str]] = {
     "idle_seconds": (_COUNTER, "time that the rank waited for other ranks", ""),
     "time_seconds": (_COUNTER, "time by use, as moe_ft report divides it", "use"),
     "snapshot_iteration": (_GAUGE, "iteration of the newest snapshot in a tier", "tier"),
+    "read_back_iteration": (_GAUGE, "newest iteration that was read back from storage", ""),
     "snapshots": (_COUNTER, "snapshots that have reached a tier", "tier"),
     "snapshot_bytes": (_COUNTER, "bytes that have gone to a tier", "tier"),
     "snapshot_seconds": (_COUNTER, "time until snapshots were in a tier", "tier"),
@@ -78,7 +79,11 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         yield "incarnation", "", course.incarnation
         yield "lost_tokens", "", course.lost_tokens
         yield "last_event_timestamp_seconds", "", course.time_s
-    known = {"loss": course.loss, "iteration_seconds": course.iteration_s}
+    known = {
+        "loss": course.loss,
+        "iteration_seconds": course.iteration_s,
+        "read_back_iteration": course.read_back,
+    }
     yield from ((name, "", value) for name, value in known.items() if value is not None)
     for use, seconds in course.spent.seconds.items():
         yield "time_seconds", use, seconds

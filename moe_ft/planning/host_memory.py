@@ -116,5 +116,8 @@ class Footprint:
     num_older: int = 0
 
     def num_stored(self, keep: int) -> int:
-        """Return the most checkpoints on storage: those that are kept, and the one that is written."""
-        return keep + 1 + self.num_older
+        """Return the most checkpoints on storage.
+
+        Those that are kept, one that an earlier start has not read back, and the one that is written.
+        """
+        return keep + 2 + self.num_older

@@ -21,8 +21,8 @@ from moe_ft.engine.memory.job_directory import file_system_type, rank_and_holder
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import holds
 from moe_ft.engine.memory.restored import FetchedWindow, Handover
+from moe_ft.engine.persist.requests import WriterSettings
 from moe_ft.engine.persist.storage_lock import StorageLock
-from moe_ft.engine.persist.writer import WriterSettings
 from moe_ft.errors import BusyError, ConfigError, PinError, SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start

@@ -15,7 +15,7 @@ from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.parts import spread
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
-from moe_ft.engine.persist.soundness import check_is_finite, read_index
+from moe_ft.engine.persist.soundness import check_is_finite, read_index, read_index_file
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import open_private, open_regular, read_private
 from moe_ft.files.progress import note_progress
@@ -227,7 +227,7 @@ class StorageReader(StateReader):
         """Return the reader of a file of a checkpoint; raises OSError unless the manifest names its index."""
         assert version.file is not None
         index = read_index(
-            storage.read(version.path),
+            read_index_file(storage, version.file),
             version.file,
             iteration=version.iteration,
             history=version.history,

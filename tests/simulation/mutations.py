@@ -189,11 +189,11 @@ def manifest_without_waiting(patches: Patches) -> None:
     """The manifest is written when rank 0 is done, of the ranks that are there by then."""
     original = PersistWorker._complete
 
-    def complete(self: PersistWorker, index: Any, tag: str, *rest: Any) -> str:
+    def complete(self: PersistWorker, index: Any, tag: str, *rest: Any) -> None:
         paths = (storage.rank_path(index.iteration, rank, tag, "json") for rank in range(99))
         there = list(takewhile(self._storage.exists, paths))
         identity = msgspec.structs.replace(index.identity, world_size=len(there))
-        return original(self, msgspec.structs.replace(index, identity=identity), tag, *rest)
+        original(self, msgspec.structs.replace(index, identity=identity), tag, *rest)
 
     patches.set(PersistWorker, "_complete", complete)
 

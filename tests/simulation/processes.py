@@ -22,7 +22,8 @@ import msgspec
 import psutil
 
 from moe_ft.engine.persist import writer
-from moe_ft.engine.persist.writer import PersistWorker, WriterSettings
+from moe_ft.engine.persist.requests import WriterSettings
+from moe_ft.engine.persist.writer import PersistWorker
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Kernel, Process, Thread, Waiting
 

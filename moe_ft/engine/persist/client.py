@@ -6,7 +6,7 @@ The writer itself is engine/persist/writer.py. It is watched by a thread of the 
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,15 +16,17 @@ import moe_ft
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.writer import (
-    HEARTBEAT_NAME,
+from moe_ft.engine.persist.requests import (
     RESULT,
     PersistRequest,
     PersistResult,
     WriterSettings,
+    announced_path,
+    notice_path,
     request_path,
     result_path,
 )
+from moe_ft.engine.persist.writer import HEARTBEAT_NAME
 from moe_ft.faults import Phase
 from moe_ft.files.private_files import make_private, write_atomically
 from moe_ft.files.progress import SLOWEST_BYTES_PER_S
@@ -57,6 +59,7 @@ class PersistClient:
 
     Attributes:
         iteration: of the region that is being written, None if there is none.
+        written: of the last region, once this rank's part is on storage and has only to be read back.
         has_lost_previous: whether the last one failed because the checkpoint that it builds on is gone.
     """
 
@@ -75,14 +78,26 @@ class PersistClient:
         self._deadline_s = 0.0
         self._number = 0  # of the last request
         self.iteration: int | None = None
+        self.written: int | None = None
+        self._written_s = 0.0
         self.has_failed = self.has_lost_previous = False
         self.last_seconds = 0.0
 
     def start(self) -> None:
         """Forget requests and results of an earlier start."""
         make_private(self._directory)
-        for path in (request_path, result_path):
+        for path in (announced_path, request_path, notice_path, result_path):
             path(self._directory, self._rank).unlink(missing_ok=True)
+
+    def announce(self, tag: str, confirmed: str, region: Region, iteration: int) -> None:
+        """Have the writer begin with a region that is committed and may be submitted. Any thread.
+
+        The region may change at any time: then what was written of it is not used.
+        """
+        request = self._request(region, iteration, tag, confirmed)
+        with suppress(OSError):
+            path = announced_path(self._directory, self._rank)
+            write_atomically(path, msgspec.json.encode(request))
 
     def submit(
         self,
@@ -91,33 +106,31 @@ class PersistClient:
         previous: str,
         tag: str,
         rotating_bytes: int = 0,
+        confirmed: str = "",
     ) -> None:
         """Have a committed snapshot written; its region must not change until `poll` says that this is over.
 
         Args:
             rotating: units in the pool that are written too; their slots must not change either.
             previous: this rank's index of the checkpoint on storage that holds the others.
+            confirmed: likewise, of the newest checkpoint of this start that all ranks have read back.
         """
         assert self.iteration is None and region.iteration is not None
         num_bytes = region.num_bytes + rotating_bytes
-        writes_manifest = self._rank == 0
-        allowed_s = persist_deadline_s(num_bytes, self._num_ranks if writes_manifest else 0)
+        allowed_s = persist_deadline_s(num_bytes, self._num_ranks if self._rank == 0 else 0)
         self._deadline_s = self._clock.monotonic() + allowed_s
         self._number += 1
-        request = PersistRequest(
-            rank=self._rank,
-            iteration=region.iteration,
-            index=str(region.index_path),
-            data=str(region.data_path),
+        request = msgspec.structs.replace(
+            self._request(region, region.iteration, tag, confirmed),
             rotating=tuple(rotating),
             previous=previous,
-            tag=tag,
-            writes_manifest=writes_manifest,
             deadline_s=allowed_s,
             number=self._number,
         )
         self.iteration, self.has_failed = region.iteration, False
+        self.written = None
         try:
+            announced_path(self._directory, self._rank).unlink(missing_ok=True)
             write_atomically(
                 request_path(self._directory, self._rank), msgspec.json.encode(request)
             )
@@ -129,31 +142,40 @@ class PersistClient:
             return
         self._phase_hook(Phase.PERSIST, region.iteration)
 
+    def _request(self, region: Region, iteration: int, tag: str, confirmed: str) -> PersistRequest:
+        return PersistRequest(
+            rank=self._rank,
+            iteration=iteration,
+            index=str(region.index_path),
+            data=str(region.data_path),
+            rotating=(),
+            previous="",
+            tag=tag,
+            writes_manifest=self._rank == 0,
+            deadline_s=0.0,
+            confirmed=confirmed,
+        )
+
     def poll(self, *, can_go_on: bool = True) -> bool:
-        """Return whether a region has been written just now, or nobody will write it any more.
+        """Return whether a region was written and read back just now, or nobody will do that any more.
 
         It is given up if it `can_go_on` no longer, because another rank could not write its part.
         """
         iteration = self.iteration
         if iteration is None:
             return False
-        result = self._result()
-        if result is not None and result.number == self._number:
+        result = self._take(result_path)  # first: the notice was there before it
+        if (notice := self._take(notice_path)) is not None:
+            self._note_written(iteration, notice)
+        if result is not None:
             self.has_lost_previous = result.has_lost_previous
-            if result.warning:
-                self._reports.degraded(BackgroundPart.PERSIST, iteration, result.warning)
             if result.error:
+                self.written = None
                 self._fail(iteration, result.error)
             else:
-                self.last_seconds = result.seconds
-                self._reports.add(
-                    "persist",
-                    iteration,
-                    bytes=result.num_bytes,
-                    seconds=result.seconds,
-                    num_units=result.num_units,
-                    path=result.path,
-                )
+                self.last_seconds = self._written_s + result.seconds
+                fields = {"bytes": result.num_bytes, "seconds": result.seconds}
+                self._reports.add("read_back", iteration, **fields)
         elif self._clock.monotonic() > self._deadline_s:
             self.has_failed = True
             if self._deadline_s:
@@ -163,7 +185,7 @@ class PersistClient:
                 # The writer may still read this region, which is about to be overwritten: kill it.
                 (self._directory / _RESTART_NAME).touch()
         elif not can_go_on:
-            self._fail(iteration, "another rank could not write its part")
+            self._fail(iteration, "another rank could not write its part, or read it back")
             with suppress(OSError):
                 request_path(self._directory, self._rank).unlink(missing_ok=True)
         else:
@@ -171,18 +193,33 @@ class PersistClient:
         self.iteration = None
         return True
 
+    def _note_written(self, iteration: int, notice: PersistResult) -> None:
+        self.written, self._written_s = iteration, notice.seconds
+        if notice.warning:
+            self._reports.degraded(BackgroundPart.PERSIST, iteration, notice.warning)
+        self._reports.add(
+            "persist",
+            iteration,
+            bytes=notice.num_bytes,
+            seconds=notice.seconds,
+            num_units=notice.num_units,
+            path=notice.path,
+        )
+
     def _fail(self, iteration: int, reason: str) -> None:
         self.has_failed = True
         self._reports.degraded(BackgroundPart.PERSIST, iteration, reason)
 
-    def _result(self) -> PersistResult | None:
-        path = result_path(self._directory, self._rank)
+    def _take(self, path_for: Callable[[Path, int], Path]) -> PersistResult | None:
+        """Return what the writer has told of the last request, once; None if there is nothing."""
+        path = path_for(self._directory, self._rank)
         try:
             content = path.read_bytes()
             path.unlink()
-            return RESULT.decode(content)
+            result = RESULT.decode(content)
         except (OSError, ValueError):
             return None
+        return result if result.number == self._number else None
 
 
 class WriterSupervisor:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from moe_ft.engine.persist.soundness import check_manifest
 from moe_ft.errors import CorruptStateError
-from moe_ft.files.storage import Storage, iteration_directory, rank_path
+from moe_ft.files.storage import Storage, iteration_directory, iteration_of, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.index import IndexSummary
@@ -61,6 +61,14 @@ def checkpoints(
                 yield iteration, path, error
             else:
                 yield iteration, path, found
+
+
+def find_checkpoint(storage: Storage, index: str) -> Manifest:
+    """Return the checkpoint in which rank 0 has this index; raises FileNotFoundError if there is none."""
+    for _, _, found in checkpoints(storage, [iteration_of(index)]):
+        if isinstance(found, Manifest) and found.files[0].index == index:
+            return found
+    raise FileNotFoundError(f"no manifest names {storage.url}/{index}")
 
 
 def manifests(storage: Storage) -> Iterator[Found]:

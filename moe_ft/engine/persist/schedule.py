@@ -5,10 +5,12 @@ agreed on.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.client import PersistClient
+from moe_ft.engine.snapshots.job import Announce, announce_to_nobody
 from moe_ft.files.storage import file_tag, rank_path
 from moe_ft.format.identity import Identity
 from moe_ft.strategies.interface import PersistPlan, Strategy
@@ -16,7 +18,7 @@ from moe_ft.strategies.interface import PersistPlan, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """A state that is being written, or has become a checkpoint, perhaps with all units of this iteration."""
+    """State that is being written, or that all ranks have read back; perhaps it has all units."""
 
     iteration: int
     has_all: bool
@@ -146,7 +148,27 @@ class StorageSchedule:
         is_alone = self._strategy.saves_all or self._store.newest.keys() <= {*rotating}
         previous = "" if is_alone else self._newest_index
         rotating_bytes = sum(self._store.newest[name].num_bytes for name in rotating)
-        self._client.submit(region, rotating, previous, tag, rotating_bytes)
+        self._client.submit(region, rotating, previous, tag, rotating_bytes, self._newest_confirmed)
+
+    @property
+    def _newest_confirmed(self) -> str:
+        return "" if self._confirmed is None else self._confirmed.index
+
+    def announcer(self, is_writable: bool, *, is_whole: bool) -> Announce:
+        """Return what has the writer begin with the window under way as soon as this rank has it.
+
+        That gains the time until all ranks know that they have it. Nothing begins if writers are busy, the
+        window will not be due, or more goes to storage than its region.
+        """
+        is_due = self._interval > 0 and (self._num_complete + 1) % self._interval == 0
+        if not (is_writable and self._strategy.saves_all and (is_due or is_whole)):
+            return announce_to_nobody
+        tag = file_tag(self._identity, is_whole=is_whole)
+        return partial(self._client.announce, tag, self._newest_confirmed)
+
+    def is_unread(self, iteration: int) -> bool:
+        """Return whether this rank's part of the last state is on storage, and has only to be read back."""
+        return self._client.written == iteration
 
     def is_at_end(self, iteration: int) -> bool:
         """Return whether the last state of the training is a complete checkpoint, with every unit."""
@@ -154,7 +176,7 @@ class StorageSchedule:
         return confirmed is not None and confirmed.has_all and confirmed.iteration == iteration
 
     def confirm(self, *, are_idle: bool, can_persist: bool) -> bool | None:
-        """Return whether what all ranks wrote is a checkpoint now; None if some rank is not done."""
+        """Return whether all ranks have written and read back a checkpoint; None if some rank is not done."""
         if self._unconfirmed is None or not are_idle:
             return None
         if can_persist:

@@ -20,6 +20,7 @@ from moe_ft.format.packings import DTYPES
 
 _BLOCK_BYTES = 1 << 20  # stays in a processor's cache
 _PIECE_BYTES = 16 << 20
+_TAKEN_BACK = "was taken back: its rank has read other bytes than it had written"
 
 
 class Listings:
@@ -93,6 +94,26 @@ def read_index(
     return index
 
 
+def read_index_file(storage: Storage, file: FileEntry) -> bytes:
+    """Return the content of an index of a checkpoint; raises FileNotFoundError if its rank took it back."""
+    try:
+        return storage.read(file.index)
+    except FileNotFoundError as error:
+        if storage.exists(file.data):
+            raise
+        raise FileNotFoundError(f"{storage.url}/{file.index} {_TAKEN_BACK}") from error
+
+
+def taken_back(storage: Storage, manifest: Manifest) -> str:
+    """Return why a manifest is that of no checkpoint any more; empty if no rank has taken its part back."""
+    names = {*storage.names_in(iteration_directory(manifest.iteration))}
+    for file in manifest.files:
+        paths = (file.index, file.data)
+        if not any(PurePosixPath(each).name in names or storage.exists(each) for each in paths):
+            return f"{file.index} {_TAKEN_BACK}"
+    return ""
+
+
 def check_checkpoint(storage: Storage, manifest: Manifest, listings: Listings) -> None:
     """Raise CorruptStateError unless a checkpoint is sound, as far as that shows without reading its data.
 
@@ -149,7 +170,7 @@ def read_file(
     is_own = file.rank < len(manifest.files) and file == manifest.files[file.rank]
     where = f"{storage.url}/{file.index}"
     index = read_index(
-        storage.read(file.index),
+        read_index_file(storage, file),
         file,
         iteration=manifest.iteration if is_own else None,
         history=manifest.identity.history if is_own else None,

@@ -14,12 +14,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import filelock
 import msgspec
 import psutil
 
-from moe_ft.engine.persist.manifests import missing_indexes, write_manifest
+from moe_ft.engine.persist.manifests import find_checkpoint, missing_indexes, write_manifest
+from moe_ft.engine.persist.requests import (
+    REQUEST,
+    SETTINGS,
+    PersistRequest,
+    PersistResult,
+    WriterSettings,
+    notice_path,
+    result_path,
+)
 from moe_ft.engine.persist.retention import Retention
 from moe_ft.engine.persist.soundness import check_data, check_is_finite
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -31,7 +41,7 @@ from moe_ft.engine.persist.stored_file import (
 )
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
-from moe_ft.files.storage import Storage, rank_path
+from moe_ft.files.storage import Storage, iteration_of, rank_path
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index, check_units
 from moe_ft.processes import die_with_parent
@@ -50,76 +60,11 @@ _SIGNALS_FOR_RANKS = (
 )
 
 
-class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Write one rank's region to storage.
+class _Ahead(NamedTuple):
+    """Data that were written before they were asked for: the index that describes them, empty without any."""
 
-    Attributes:
-        index, data: absolute paths of the region's files.
-        rotating: units in the pool that are written in addition to the region.
-        previous: this rank's index on storage, relative to the persist directory, whose checkpoint holds
-            the other units that the region does not; empty if there is none.
-        writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
-        deadline_s: how long it may take; nobody waits any longer. Each side counts on its own clock.
-        number: of the rank's request, from 1: one that is made again is another one, with its own result.
-    """
-
-    rank: int
-    iteration: int
-    index: str
-    data: str
-    rotating: tuple[str, ...]
-    previous: str
-    tag: str
-    writes_manifest: bool
-    deadline_s: float
-    number: int = 1
-
-
-class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of a writer's standard input: not its arguments, which everybody may read.
-
-    Attributes:
-        url: of the persist directory; may hold a password.
-        lock_owner: of the start that has the lock of the persist directory; empty for a writer that does not
-            serve rank 0, the only one that harms others by writing manifests and deleting.
-    """
-
-    url: str
-    keep: int
-    parent: int
-    lock_owner: str
-    keeps_whole: bool = False
-    log_format: str = "text"
-
-
-class PersistResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Result of a request; it succeeded if the error is empty."""
-
-    rank: int
-    iteration: int
-    error: str
-    num_bytes: int
-    num_units: int
-    seconds: float
-    path: str
-    warning: str = ""
-    has_lost_previous: bool = False
-    number: int = 1
-
-
-REQUEST = msgspec.json.Decoder(PersistRequest)
-RESULT = msgspec.json.Decoder(PersistResult)
-_SETTINGS = msgspec.json.Decoder(WriterSettings)
-
-
-def request_path(directory: Path, rank: int) -> Path:
-    """Return where a rank's request lies until it is done."""
-    return directory / f"request_{rank:05d}.json"
-
-
-def result_path(directory: Path, rank: int) -> Path:
-    """Return where a rank's result lies until it is read."""
-    return directory / f"result_{rank:05d}.json"
+    content: bytes = b""
+    seconds: float = 0.0
 
 
 class PersistWorker:
@@ -139,11 +84,15 @@ class PersistWorker:
         self._retention = Retention(storage, keep, self._check_lock, keeps_whole=keeps_whole)
         self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self._running: dict[Path, tuple[bytes, Future[None]]] = {}
+        self._ahead: dict[int, Future[_Ahead]] = {}  # by rank
+        self._cleared = ""  # the last checkpoint for which older ones were deleted
 
     def run(self, should_end: threading.Event) -> None:
         """Serve until told to end."""
         with ThreadPoolExecutor(_MAX_THREADS) as pool:
             while not should_end.wait(_POLL_S):
+                for path in sorted(self._directory.glob("announced_*.json")):
+                    self._start_ahead(path, pool)
                 for path in sorted(self._directory.glob("request_*.json")):
                     self._start(path, pool)
 
@@ -162,42 +111,91 @@ class PersistWorker:
             request = REQUEST.decode(content)
         except ValueError:
             return
-        start = time.perf_counter()
-        index, error, warning, has_lost_previous = None, "", "", False
-        try:
-            index, warning = self.persist(request, is_wanted=path.exists)
-        except Exception as failure:  # any file system may raise anything; the rank says it
-            error = f"{type(failure).__name__}: {failure}"
-            has_lost_previous = isinstance(failure, PreviousCheckpointError)
-        result = PersistResult(
+        start_s = time.perf_counter()
+        notice = result = PersistResult(
             rank=request.rank,
             iteration=request.iteration,
-            error=error,
-            num_bytes=index.file_bytes if index else 0,
-            num_units=len(index.units) if index else 0,
-            seconds=time.perf_counter() - start,
             path=self._storage.url,
-            warning=warning,
-            has_lost_previous=has_lost_previous,
             number=request.number,
         )
+
+        def tell(index: Index, seconds: float, warning: str) -> None:
+            nonlocal notice, start_s
+            start_s = time.perf_counter()
+            notice = msgspec.structs.replace(
+                result,
+                num_bytes=index.file_bytes,
+                num_units=len(index.units),
+                seconds=seconds,
+                warning=warning,
+            )
+            self._tell(notice_path, notice)
+
+        try:
+            self.persist(request, path.exists, tell)
+            result = notice
+        except Exception as failure:  # any file system may raise anything; the rank says it
+            result = msgspec.structs.replace(
+                notice,
+                error=f"{type(failure).__name__}: {failure}",
+                has_lost_previous=isinstance(failure, PreviousCheckpointError),
+            )
         with suppress(OSError):  # the memory directory is gone: so is whoever asked
             # First the request, or the next one, which a result invites, might be removed unserved.
             if path.read_bytes() == content:
                 path.unlink()
-            write_atomically(
-                result_path(self._directory, request.rank), msgspec.json.encode(result)
-            )
+            seconds = time.perf_counter() - start_s
+            self._tell(result_path, msgspec.structs.replace(result, seconds=seconds))
+
+    def _tell(self, path_for: Callable[[Path, int], Path], result: PersistResult) -> None:
+        with suppress(OSError):
+            path = path_for(self._directory, result.rank)
+            write_atomically(path, msgspec.json.encode(result))
+
+    def _start_ahead(self, path: Path, pool: ThreadPoolExecutor) -> None:
+        with suppress(OSError, ValueError):  # such as of one that was taken back just now
+            request = REQUEST.decode(path.read_bytes())
+            before = self._ahead.get(request.rank)
+            if before is None or before.done():
+                path.unlink()
+                # Before the request that follows and waits for it: the pool begins in the order given.
+                self._ahead[request.rank] = pool.submit(self._write_ahead, request)
+
+    def _write_ahead(self, request: PersistRequest) -> _Ahead:
+        """Write the data of a window that this rank has, and perhaps not all ranks.
+
+        Nothing names them before the request. Nobody keeps the region for it meanwhile: whoever fills memory
+        again that an index names removes the index first.
+        """
+        start_s = time.perf_counter()
+        with suppress(Exception):  # whatever it is, the request meets it again, and says so
+            self._check_lock()
+            self._delete_older(request)
+            found, index = _index_of(request)
+            data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
+            stored = assemble(index, (), None, data_path.rpartition("/")[2])
+            self._write(index, stored, Path(request.data), data_path)
+            if found == _state_of(request.index):
+                return _Ahead(encode(stored.index), time.perf_counter() - start_s)
+            self._storage.remove(data_path)
+        return _Ahead()
 
     def persist(
-        self, request: PersistRequest, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        request: PersistRequest,
+        is_wanted: Callable[[], bool] = lambda: True,
+        tell: Callable[[Index, float, str], None] = lambda index, seconds, warning: None,
     ) -> tuple[Index, str]:
-        """Copy a region to storage: data, which is read back, then the index; rank 0 writes the manifest.
+        """Copy a region to storage: data, then the index; rank 0 writes the manifest. Then read it back.
 
-        Returns the index on storage, and what went wrong afterwards.
+        A checkpoint is complete with its manifest: whoever recovers verifies each byte. A rank that reads
+        other bytes than it wrote takes its index back, without which the manifest is that of no checkpoint.
+
+        Returns the index on storage, and why older checkpoints could not be deleted, if so.
 
         Args:
             is_wanted: returns False when the wait for other ranks is in vain.
+            tell: called with the same, and the seconds that it took, before anything is read back.
 
         Raises:
             CorruptStateError: if the region does not match its index, another one is in its place, its
@@ -206,36 +204,54 @@ class PersistWorker:
             OSError: if storage fails, or the other ranks do not get there before the deadline.
         """
         deadline_s = time.monotonic() + request.deadline_s
+        begun = self._ahead.pop(request.rank, None)
+        ahead = _Ahead() if begun is None else begun.result()
+        start_s = time.perf_counter() - ahead.seconds
         self._check_lock()
-        index = decode(Path(request.index).read_bytes(), Index, request.index)
-        # Versions that only peers have are not written; their slots may be filled again meanwhile.
-        index = msgspec.structs.replace(index, retained=msgspec.UNSET)
-        if (index.rank, index.iteration) != (request.rank, request.iteration):
-            raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
-        if not index.is_whole:
-            raise CorruptStateError(f"{request.index} holds only a part of a window")
+        _, index = _index_of(request)
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
-        index_path = rank_path(index.iteration, index.rank, request.tag, "json")
         if request.writes_manifest:  # one rank for all: it reads every manifest
             self._retention.remove_incomplete(index.iteration)
-        written = self._written(index_path, index)
+        warning = self._delete_older(request)
+        written = self._written(_index_path(data_path), index)
         if written is None:
-            name = data_path.rpartition("/")[2]
-            previous = read_previous(self._storage, request.previous)
-            stored = assemble(index, request.rotating, previous, name)
-            written = stored.index
-            try:
-                self._write(index, stored, Path(request.data), data_path)
-                self._read_back(written, data_path)
-                self._storage.write_atomically(index_path, encode(written))
-            except Exception:
-                with suppress(Exception):  # a full disk must not stay full of what failed
-                    if not self._storage.exists(index_path):
-                        self._storage.remove(data_path)
-                raise
+            written = self._write_files(request, index, data_path, ahead)
         if request.writes_manifest:
-            return written, self._complete(index, request.tag, deadline_s, is_wanted)
-        return written, ""
+            self._complete(index, request.tag, deadline_s, is_wanted)
+        tell(written, time.perf_counter() - start_s, warning)
+        self._read_back(written, data_path)
+        return written, warning
+
+    def _write_files(
+        self, request: PersistRequest, index: Index, data_path: str, ahead: _Ahead
+    ) -> Index:
+        """Write data, if they are not there already, and index of a rank; return the index."""
+        previous = read_previous(self._storage, request.previous)
+        stored = assemble(index, request.rotating, previous, data_path.rpartition("/")[2])
+        content, index_path = encode(stored.index), _index_path(data_path)
+        try:
+            if ahead.content != content:
+                self._write(index, stored, Path(request.data), data_path)
+            self._storage.write_atomically(index_path, content)
+        except Exception:
+            with suppress(Exception):  # a full disk must not stay full of what failed
+                if not self._storage.exists(index_path):
+                    self._storage.remove(data_path)
+            raise
+        return stored.index
+
+    def _delete_older(self, request: PersistRequest) -> str:
+        """Delete what is too old since all ranks have read a checkpoint back; return why not, if so."""
+        newest = request.confirmed
+        # Other ranks may be writing another checkpoint of the same iteration.
+        is_older = newest not in ("", self._cleared) and iteration_of(newest) < request.iteration
+        if request.writes_manifest and is_older:
+            try:
+                self._retention.retain(find_checkpoint(self._storage, newest))
+            except Exception as error:  # as any file system likes
+                return f"old checkpoints cannot be removed: {type(error).__name__}: {error}"
+            self._cleared = newest
+        return ""
 
     def _check_lock(self) -> None:
         if self._lock is not None:
@@ -282,16 +298,19 @@ class PersistWorker:
         self._storage.write(data_path, stored.pieces(index, contents))
 
     def _read_back(self, index: Index, data_path: str) -> None:
-        """Read what was written: older checkpoints are deleted for it, and an index says that it is right.
+        """Read what was written, for which older checkpoints are deleted; take it back if it is not that.
 
         Units in the files of older checkpoints were read when those were written.
         """
         try:
             check_data(self._storage, index, data_path, with_older=False)
-        except CorruptStateError as error:
+        except (CorruptStateError, FileNotFoundError) as error:
+            # First the index: without it no manifest is that of a checkpoint.
+            for path in (_index_path(data_path), data_path):
+                self._storage.remove(path)
             raise CorruptStateError(
-                f"iteration {index.iteration} is not on storage as it was written, and older checkpoints "
-                f"stay: {error}"
+                f"iteration {index.iteration} is not on storage as it was written: it is no checkpoint, and "
+                f"older ones stay: {error}"
             ) from error
 
     def _mapped(self, path: Path) -> memoryview:
@@ -308,11 +327,8 @@ class PersistWorker:
 
     def _complete(
         self, index: Index, tag: str, deadline_s: float, is_wanted: Callable[[], bool]
-    ) -> str:
-        """Wait until every rank's index is there, write the manifest, delete what is too old.
-
-        Returns why nothing could be deleted, if so: that makes the checkpoint no less complete.
-        """
+    ) -> None:
+        """Wait until every rank's index is there, and write the manifest."""
         world_size = index.identity.world_size
         waiting, poll_s = set(range(world_size)), _POLL_S
         while True:
@@ -329,19 +345,37 @@ class PersistWorker:
         if not is_wanted():
             raise TimeoutError(f"iteration {index.iteration} was given up")
         self._check_lock()
-        manifest = write_manifest(self._storage, index.iteration, tag, world_size)
-        try:
-            self._retention.retain(manifest)
-        except Exception as error:  # as any file system likes
-            return f"old checkpoints cannot be removed: {type(error).__name__}: {error}"
-        return ""
+        write_manifest(self._storage, index.iteration, tag, world_size)
+
+
+def _index_path(data_path: str) -> str:
+    return f"{data_path.removesuffix('safetensors')}json"
+
+
+def _state_of(index: str) -> tuple[int, int]:
+    """Return what changes when the index of a region is removed or replaced."""
+    status = Path(index).stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _index_of(request: PersistRequest) -> tuple[tuple[int, int], Index]:
+    """Return the index of a region that is to be written, and what tells it from a later one."""
+    found = _state_of(request.index)
+    index = decode(Path(request.index).read_bytes(), Index, request.index)
+    # Versions that only peers have are not written; their slots may be filled again meanwhile.
+    index = msgspec.structs.replace(index, retained=msgspec.UNSET)
+    if (index.rank, index.iteration) != (request.rank, request.iteration):
+        raise CorruptStateError(f"{request.index} holds iteration {index.iteration}")
+    if not index.is_whole:
+        raise CorruptStateError(f"{request.index} holds only a part of a window")
+    return found, index
 
 
 def _read_settings() -> WriterSettings:
     """Return what the parent says; end with the parent, also if this process is stopped then."""
     die_with_parent()
     line = sys.stdin.buffer.readline()
-    settings = _SETTINGS.decode(line) if line else None
+    settings = SETTINGS.decode(line) if line else None
     if settings is None or os.getppid() != settings.parent:
         os._exit(0)
 

@@ -1,7 +1,7 @@
 """Snapshots and their windows while they are taken: the request, the results, and what is under way."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -23,6 +23,14 @@ class SnapshotState(IntEnum):
     NONE = 3
 
 
+# Takes the region and the last iteration of a window that this rank has committed.
+Announce = Callable[[Region, int], None]
+
+
+def announce_to_nobody(region: Region, iteration: int) -> None:
+    """Do nothing: the window goes nowhere, or has to wait."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotRequest:
     """A snapshot to take.
@@ -33,6 +41,7 @@ class SnapshotRequest:
         at_peers: versions of such units that peers have, by name; None if peers get whatever they lack.
         keep_iteration: the end of the newest complete window, which peers must not overwrite yet.
         is_sent_to_peers: False if peers would have to keep several of one iteration: at the end of training.
+        announce: called by the copy worker when the snapshot, the last of its window, is committed.
     """
 
     region: Region
@@ -45,6 +54,7 @@ class SnapshotRequest:
     carried: Mapping[str, UnitEntry] = field(default_factory=dict)
     at_peers: Mapping[str, UnitEntry] | None = None
     is_sent_to_peers: bool = True
+    announce: Announce = announce_to_nobody
 
     @property
     def layout(self) -> FileLayout:

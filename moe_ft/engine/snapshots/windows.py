@@ -27,7 +27,14 @@ from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region, describe_room
 from moe_ft.engine.memory.restored import Handover, keep_restored
 from moe_ft.engine.snapshots.index import RecordLog
-from moe_ft.engine.snapshots.job import OpenWindow, SnapshotJob, SnapshotRequest, SnapshotState
+from moe_ft.engine.snapshots.job import (
+    Announce,
+    OpenWindow,
+    SnapshotJob,
+    SnapshotRequest,
+    SnapshotState,
+    announce_to_nobody,
+)
 from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.files.progress import waiting
 from moe_ft.planning.sharding import assign_weighted_slices
@@ -91,6 +98,7 @@ class Windows:
         complete: the region with the newest one that all ranks have, None if none was taken since the start.
         num_failed: windows that some rank does not have, as long as no rank's state is held anywhere.
         complete_iteration: where that one ends, or what a recovery keeps, also where a peer alone has it.
+        announce: called when this rank has committed the window whose last snapshot is begun next.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Windows:
         self.open: OpenWindow | None = None
         self.complete: Region | None = None
         self.complete_iteration: int | None = None
+        self.announce: Announce = announce_to_nobody
         self.last_iteration = self.num_failed = 0
 
     def start(self, iteration: int, restored: Handover | None) -> list[Region]:
@@ -247,6 +256,7 @@ class Windows:
         self, window: OpenWindow, iteration: int, capture: Callable[[], CapturedRecord]
     ) -> SnapshotRequest:
         plan = window.plan.snapshots[len(window.jobs)]
+        is_end = plan is window.plan.snapshots[-1] and not window.is_last
         slots = self.store.take_slots(len(plan.rotating))
         names = {str(unit) for unit in plan.rotating}
         self._records.append(iteration, capture())
@@ -264,6 +274,7 @@ class Windows:
             carried=self.store.carried(names),
             at_peers=None if plan.remote is None else self.store.at_peers,
             is_sent_to_peers=not window.is_last or self._strategy.saves_all,
+            announce=self.announce if is_end else announce_to_nobody,
         )
 
     def _layout(self, plan: WindowPlan) -> LayOut:

@@ -132,6 +132,7 @@ class SnapshotWriter:
             raise SnapshotError("the copy took longer than the fence waits")
         request.region.commit(encode(index), request.iteration)
         self._window = index
+        request.announce(request.region, request.iteration)
         commit_s = self._clock.perf_counter() - start
         self._reports.add(
             "snapshot",

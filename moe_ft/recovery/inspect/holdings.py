@@ -13,6 +13,7 @@ from typing import Any
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
 from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
+from moe_ft.engine.persist.soundness import taken_back
 from moe_ft.errors import ConfigError, UnsafePathError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage, iteration_directory
@@ -124,14 +125,15 @@ def _in_storage(directory: str, with_indexes: bool) -> Iterator[Holding]:
     except NotADirectoryError:
         return
     for iteration, path, found in checkpoints(storage, iterations):
-        if found is None:
-            place = f"{storage.url}/{iteration_directory(iteration)}"
-            reason = "incomplete: it has no manifest"
-            yield Holding(tier="storage", place=place, iteration=iteration, problem=reason)
-            continue
+        reason = "it has no manifest"
         try:
             if isinstance(found, Exception):
                 raise found
+            if found is None or (reason := taken_back(storage, found)):
+                place = f"{storage.url}/{iteration_directory(iteration)}"
+                problem = f"incomplete: {reason}"
+                yield Holding(tier="storage", place=place, iteration=iteration, problem=problem)
+                continue
             yield _checkpoint(storage, path, found, with_indexes)
         except OSError as error:
             yield Holding(

@@ -13,8 +13,9 @@ import filelock
 
 from moe_ft.engine.memory.job_directory import job_directory, job_lock, read_marker
 from moe_ft.engine.persist.manifests import manifests, write_manifest
+from moe_ft.engine.persist.requests import PersistRequest
 from moe_ft.engine.persist.storage_lock import LOCK_STALE_S, StorageLock, watch_lock
-from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage, file_tag, iteration_directory, rank_path

@@ -46,7 +46,7 @@ def test_planned_job_is_compared_with_memory_and_storage(doctor: Doctor, tmp_pat
     code, rows = doctor.run(*TORCHRUN, *SMALL, *stored)
     assert code == 0
     assert rows["memory room"]["found"].endswith(" needed")
-    assert rows["storage room"]["found"].endswith(" for 3 checkpoints")
+    assert rows["storage room"]["found"].endswith(" for 4 checkpoints")
     assert "a checkpoint takes" in rows["storage write"]["found"]
     assert "enough for 4 ranks" in rows["open files"]["found"]
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ def test_room_of_a_planned_job() -> None:
     assert job.node_bytes == 8 * (3 * 10 + 2 * 10)  # three regions, and two of one replica
     assert job.sent_bytes == 8 * 10
     assert job.checkpoint_bytes == 50
-    assert (job.num_stored, job.stored_bytes) == (3, 300)
+    assert (job.num_stored, job.stored_bytes) == (4, 400)
 
 
 def test_job_that_is_not_planned_needs_an_unknown_room() -> None:

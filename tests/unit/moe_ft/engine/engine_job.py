@@ -22,7 +22,8 @@ from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
-from moe_ft.engine.persist.writer import PersistWorker, request_path
+from moe_ft.engine.persist.requests import request_path
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage

@@ -6,14 +6,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from moe_ft.engine import build, engine
 from moe_ft.engine.background import ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.ending import LastState
-from moe_ft.engine.persist.writer import WriterSettings
+from moe_ft.engine.persist.requests import (
+    PersistRequest,
+    PersistResult,
+    WriterSettings,
+    announced_path,
+    notice_path,
+    request_path,
+)
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.engine.snapshots.windows import FENCE_DEADLINE_S, Windows
@@ -89,6 +99,47 @@ def test_storage_that_never_answers_leaves_the_last_state_in_memory(make_job: Ma
     reasons = [each.fields["reason"] for each in rank.reports if each.event == "degraded"]
     assert reasons[0] == "the writer did not finish in time"
     assert reasons[-1] == "the last state is not on storage"
+
+
+def test_last_state_that_is_not_read_back_in_time_is_said_to_be_written_alone(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = PersistWorker._tell
+
+    def tell_written(worker: PersistWorker, path_for: Any, result: PersistResult) -> None:
+        if path_for is notice_path:
+            tell(worker, path_for, result)
+
+    monkeypatch.setattr(PersistWorker, "_tell", tell_written)
+    job = make_job(persist_interval=5)
+    (rank,) = job.ranks
+    job.run(range(1, 4))
+    ending = job.finish()
+    assert ending.outcome is LastState.UNSAVED
+    assert not ending.may_lose_memory(is_complete=True)
+    assert rank.reasons()[-1][1] == (
+        "the last state is written, and was not read back by all ranks in time"
+    )
+    assert complete_iterations(job.storage) == [3]
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_window_that_is_due_is_announced_to_the_writer_before_the_vote_on_it(
+    make_job: MakeJob, has_windows: bool
+) -> None:
+    job = make_job(persist_interval=2, has_windows=has_windows)
+    (rank,) = job.ranks
+    length = 3 if has_windows else 1
+    folder = rank.node_dir / "persist"
+    job.run(range(1, 2 * length))
+    assert not announced_path(folder, 0).exists()  # the first window stays in memory
+    job.run([2 * length])
+    content = announced_path(folder, 0).read_bytes()
+    assert msgspec.json.decode(content, type=PersistRequest).iteration == 2 * length
+    assert not request_path(folder, 0).exists()
+    job.run([2 * length + 1])
+    assert request_path(folder, 0).exists()
+    assert not announced_path(folder, 0).exists()  # nobody has begun with it: the request does
 
 
 def test_end_of_training_tries_again_until_storage_answers(make_job: MakeJob) -> None:

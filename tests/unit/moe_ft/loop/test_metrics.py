@@ -102,7 +102,9 @@ def test_counters_are_0_before_the_first_event_and_gauges_come_with_it(
     assert set(found.values()) == {0}
     for part in BackgroundPart:  # an alert on increase() misses a series that begins with 1
         assert ("moe_ft_degraded_total", "2", part.value) in found
-    write_run(tmp_path, 2, [5.0, 4.0]).write("snapshot", 2, bytes=100, seconds=0.5)
+    log = write_run(tmp_path, 2, [5.0, 4.0])
+    for event in ("snapshot", "read_back"):
+        log.write(event, 2, bytes=100, seconds=0.5)
     assert names_of(scrape(served.metrics_port)) == set(METRICS)
 
 

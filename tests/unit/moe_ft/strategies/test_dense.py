@@ -104,4 +104,4 @@ def test_footprint_has_the_sizes_of_the_plan() -> None:
     assert f"snapshot: {footprint.checkpoint_bytes / 1e6:,.1f} MB in all" in text
     rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
     assert row(text, "a rank, MB")[1] == f"{rank_bytes / 1e6:,.1f}"
-    assert footprint.num_stored(2) == 3
+    assert footprint.num_stored(2) == 4

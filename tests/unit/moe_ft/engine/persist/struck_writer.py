@@ -15,10 +15,11 @@ import msgspec
 
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import checkpoints
+from moe_ft.engine.persist.requests import PersistRequest
 from moe_ft.engine.persist.soundness import Listings, check_checkpoint, check_data
 from moe_ft.engine.persist.storage_lock import StorageLock
-from moe_ft.engine.persist.writer import PersistRequest, PersistWorker
-from moe_ft.files.storage import Storage, file_tag
+from moe_ft.engine.persist.writer import PersistWorker
+from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
@@ -47,6 +48,7 @@ class Writer:
         assert lock.take("job", None)
         self._worker = PersistWorker(data.parent, self._storage, keep=1, lock=lock)
         self._iteration = self._index.iteration
+        self._confirmed = ""
         for _ in range(2):
             self.write()
 
@@ -67,8 +69,10 @@ class Writer:
             tag=file_tag(index.identity),
             writes_manifest=True,
             deadline_s=60.0,
+            confirmed=self._confirmed,
         )
         self._worker.persist(request)
+        self._confirmed = rank_path(self._iteration, 0, request.tag, "json")
 
     def strike(self, **rule: Any) -> Line:
         """Write a checkpoint while calls fail, and another one if that failed; return what is there."""

@@ -21,15 +21,15 @@ from moe_ft.engine.persist.client import (
     persist_deadline_s,
     writer_command,
 )
-from moe_ft.engine.persist.storage_lock import StorageLock
-from moe_ft.engine.persist.writer import (
-    HEARTBEAT_NAME,
+from moe_ft.engine.persist.requests import (
     PersistRequest,
     PersistResult,
     WriterSettings,
     request_path,
     result_path,
 )
+from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.engine.persist.writer import HEARTBEAT_NAME
 from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage, file_tag
 from tests.unit.moe_ft.builders import fill_region, make_identity
@@ -103,7 +103,7 @@ def test_writer_that_is_killed_is_started_again_and_serves(tmp_path: Path, node:
     reason = wait_for(lambda: node.reason("ended with code"), "the report")
     assert reason == "the writer process ended with code -9; it is started again"
     region, _ = fill_region(tmp_path / "rank")
-    assert node.persist(region).event == "persist"
+    assert node.persist(region).event == "read_back"
 
 
 def test_writer_that_falls_silent_is_killed_and_started_again(

@@ -13,8 +13,9 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.client import PersistClient
+from moe_ft.engine.persist.requests import PersistRequest, request_path
 from moe_ft.engine.persist.schedule import StorageSchedule
-from moe_ft.engine.persist.writer import PersistRequest, PersistWorker, request_path
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage, iteration_directory
 from moe_ft.planning.experts import ExpertLayout

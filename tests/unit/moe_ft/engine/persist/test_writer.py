@@ -11,12 +11,10 @@ import msgspec
 import pytest
 
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.manifests import find_manifests, write_manifest
+from moe_ft.engine.persist.manifests import find_checkpoint, find_manifests, write_manifest
+from moe_ft.engine.persist.requests import request_path
 from moe_ft.engine.persist.storage_lock import StorageLock
-from moe_ft.engine.persist.writer import (
-    PersistWorker,
-    request_path,
-)
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import CorruptStateError, LockLostError
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, file_tag, rank_path
@@ -207,21 +205,25 @@ def test_lock_that_is_lost_while_ranks_write_leaves_no_manifest(tmp_path: Path) 
     assert complete_iterations(storage) == []
 
 
-def test_lock_that_is_lost_with_the_manifest_leaves_old_checkpoints(
+def test_lock_that_is_lost_before_old_checkpoints_are_deleted_leaves_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, lock, worker = locked_worker(tmp_path)
-    worker.persist(request_for(fill_region(tmp_path / "rank")[0]))
+    requests = [
+        request_for(fill_region(tmp_path / "rank", number=each, iteration=each)[0])
+        for each in (5, 6, 7)
+    ]
+    for request in requests[:2]:
+        worker.persist(request)
 
-    def write_and_lose(*arguments: Any) -> Manifest:
+    def find_and_lose(*arguments: Any) -> Manifest:
         assert StorageLock(storage).take("other", lock.look())
-        return write_manifest(*arguments)
+        return find_checkpoint(*arguments)
 
-    monkeypatch.setattr("moe_ft.engine.persist.writer.write_manifest", write_and_lose)
-    region, _ = fill_region(tmp_path / "rank", number=1, iteration=6)
-    request = msgspec.structs.replace(request_for(region), iteration=6)
-    _, warning = worker.persist(request)
-    assert "old checkpoints cannot be removed: LockLostError" in warning
+    monkeypatch.setattr("moe_ft.engine.persist.writer.find_checkpoint", find_and_lose)
+    confirmed = rank_path(6, 0, requests[1].tag, "json")
+    with pytest.raises(LockLostError):
+        worker.persist(msgspec.structs.replace(requests[2], confirmed=confirmed))
     assert complete_iterations(storage) == [6, 5]
 
 

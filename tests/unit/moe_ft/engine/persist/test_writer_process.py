@@ -12,12 +12,8 @@ import psutil
 import pytest
 
 from moe_ft.engine.persist.client import writer_command
-from moe_ft.engine.persist.writer import (
-    HEARTBEAT_NAME,
-    WriterSettings,
-    request_path,
-    result_path,
-)
+from moe_ft.engine.persist.requests import WriterSettings, request_path, result_path
+from moe_ft.engine.persist.writer import HEARTBEAT_NAME
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.builders import fill_region

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.writer import (
+from moe_ft.engine.persist.requests import (
     PersistRequest,
     PersistResult,
-    PersistWorker,
     request_path,
     result_path,
 )
+from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format.encoding import decode

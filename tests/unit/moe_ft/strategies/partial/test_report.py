@@ -175,9 +175,9 @@ def test_footprint_has_the_sizes_of_the_plan_and_of_older_files() -> None:
     footprint = PARTIAL.footprint(planned_job(*flags, "--moe-ft-k-persist", "3"))
     rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
     assert row(text, "a rank, MB")[1] == f"{rank_bytes / 1e6:,.1f}"
-    assert footprint.num_stored(2) == 3 + 5  # sixteen experts, three in each
+    assert footprint.num_stored(2) == 4 + 5  # sixteen experts, three in each
     whole = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-dense-interval", "9")
-    assert PARTIAL.footprint(planned_job(*flags, *whole)).num_stored(2) == 3 + 15 + 1
+    assert PARTIAL.footprint(planned_job(*flags, *whole)).num_stored(2) == 4 + 15 + 1
     smallest = PARTIAL.footprint(planned_job(*flags))
     assert row(text, "persist")[2] == f"{smallest.checkpoint_bytes / 1e6:,.1f}"
 
