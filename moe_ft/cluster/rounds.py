@@ -11,12 +11,14 @@ none from there on: all that is said and connected belongs to one round. If nobo
 says which ranks are absent from there on, and a round is complete when all others have joined.
 
 Each rank signs what it says. The first rank of a round reads what all have said, and tells the others: 10,000
-ranks that read it each would need minutes of the one process that keeps the store.
+ranks that read it each would need minutes of the one process that keeps the store. They ask once, and are
+answered then.
 """
 
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.files.progress import awaiting_others, note_progress
 
 _MIN_POLL_S = 0.01
+_MIN_LOOK_S = 0.5  # for which the store lets a rank wait for news
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +58,11 @@ class Rounds:
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
-        # A round, and its last verdict on absence.
-        self._known: tuple[int, dict[str, Any]] = 0, {}
+        self._verdicts: dict[
+            int, dict[str, Any]
+        ] = {}  # of rounds that have begun: they do not change
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
+        self._look_s = max(self.poll_s, _MIN_LOOK_S)
 
     def is_finished(self, number: int) -> bool:
         """Return whether an iteration was finished in a round."""
@@ -112,7 +117,34 @@ class Rounds:
 
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
-        return self._has(number, "declared")
+        return self._verdict(number) is not None
+
+    def _verdict(self, number: int) -> dict[str, Any] | None:
+        """Return the verdict with which a round has begun; None if it has not."""
+        if number not in self._verdicts:
+            self._learn(number, self._store.get(_key(number, "declared")))
+        return self._verdicts.get(number)
+
+    def _learn(self, number: int, verdict: dict[str, Any] | None) -> None:
+        if verdict is not None:
+            self._verdicts[number] = verdict
+
+    def wait_until_declared(self, number: int, *others: str) -> bool:
+        """Return whether a round has begun, or another key of it is there; wait for that, not for long."""
+        verdict, *found = self._look([_key(number, each) for each in ("declared", *others)])
+        self._learn(number, verdict)
+        return verdict is not None or any(found)
+
+    def wait_until_broken(self, number: int) -> bool:
+        """Return whether a round has begun, or a rank has timed out before; wait for that, not for long."""
+        return self.wait_until_declared(number, "timed_out")
+
+    def _look(self, keys: Sequence[str], wait_s: float = math.inf) -> list[Any]:
+        """Return some values; the store lets this wait for the first one."""
+        found = self._store.look(keys, min(wait_s, self._look_s))
+        if not any(each is not None for each in found):
+            time.sleep(_MIN_POLL_S)  # also if a stranger's value is there
+        return found
 
     def newest(self, since: int = 0) -> int:
         """Return the number of the last round that has begun, at or after one that has."""
@@ -122,7 +154,7 @@ class Rounds:
 
     def dead_ranks(self, number: int) -> tuple[int, ...]:
         """Return the ranks whose processes are not part of a round or of a later one: their node is lost."""
-        return tuple((self._store.get(_key(number, "declared")) or {}).get("ranks", ()))
+        return tuple((self._verdict(number) or {}).get("ranks", ()))
 
     def is_own_lost(self, number: int) -> bool:
         """Return whether the rank's process so far is not part of a round: its node is lost."""
@@ -138,15 +170,8 @@ class Rounds:
 
     def _of_absent(self, number: int) -> dict[str, Any]:
         """Return the last verdict, up to a round, that has named absent ranks: other rounds leave them be."""
-        since, verdict = self._known if self._known[0] <= number else (0, {})
-        for each in range(number, since, -1):
-            found = self._store.get(_key(each, "declared")) or {}
-            if "absent" in found:
-                verdict = found
-                break
-        if self.is_declared(number):  # verdicts do not change: later looks begin here
-            self._known = number, verdict
-        return verdict
+        verdicts = (self._verdict(each) or {} for each in range(number, 0, -1))
+        return next((each for each in verdicts if "absent" in each), {})
 
     def declare_lost(
         self,
@@ -239,7 +264,7 @@ class Rounds:
         """Take part in a round, once. A replacement declares it with that."""
         if entry.died_s is not None:
             self._declare(number, {})
-        self._store.append(_key(number, "members"), asdict(entry))
+        self._store.add(_key(number, "members"), asdict(entry))
 
     def join_for_dead(self, entry: Entry, since: int = 0) -> int:
         """Join the round in which a replacement takes the place of a dead rank, and return its number.
@@ -274,9 +299,10 @@ class Rounds:
         Raises:
             RepairError: if some have not joined in time, or the round is broken.
         """
-        told = self._wait_for(number, "members", deadline_s)
-        entries = [Entry(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
-        return sorted(entries, key=lambda each: each.rank)
+        (most, _), *others = self._wait_for(number, "members", deadline_s)
+        facts = {rank: each for each, spans in others for rank in _ranks_in(spans)}
+        ranks = sorted(self._awaited(number))
+        return [Entry(**{**facts.get(rank, most), "rank": rank}) for rank in ranks]
 
     def wait_until_ready(self, number: int, deadline_s: float) -> None:
         """Say that this rank can make connections, and wait until all can.
@@ -284,7 +310,7 @@ class Rounds:
         Raises:
             RepairError: if some cannot in time, or the round is broken.
         """
-        self._store.append(_key(number, "ready"), {"rank": self.rank})
+        self._store.add(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
     def have_met(self, number: int) -> bool:
@@ -298,20 +324,28 @@ class Rounds:
 
     @awaiting_others()
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
-        """Return what all ranks have said in a list, as pairs of a value and the ranks that have said it."""
+        """Return what all ranks have said in a list; see `_by_value`.
+
+        The first rank asks again and again for what has come since. The store tells the others when all is
+        there, or when the next round begins.
+        """
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
-        awaited = set(range(self._world_size)) - self.absent(number)
+        awaited, next_key = self._awaited(number), _key(number + 1, "declared")
+        first, said, num_bytes = min(awaited), dict[int, dict[str, Any]](), 0
         while True:
-            if self.rank == min(awaited):
-                said = {each["rank"]: each for each in self._store.values(_key(number, what))}
+            if self.rank == first:
+                more, num_bytes = self._store.more_values(_key(number, what), num_bytes)
+                said |= {each["rank"]: each for each in more}
                 if said.keys() == awaited:
                     self._store.set(told_key, told := _by_value(said))
                     return told
                 missing = f"{sorted(awaited - said.keys())} are missing"
             else:
-                if (told := self._store.get(told_key)) is not None:
+                told, verdict = self._look([told_key, next_key], max(0.0, end_s - time.monotonic()))
+                self._learn(number + 1, verdict)
+                if told is not None:
                     return told
-                missing = f"rank {min(awaited)} says which are missing"
+                missing = f"rank {first} says which are missing"
             if self.is_declared(number + 1):
                 raise RepairError(f"round {number} is broken: one of its ranks has died")
             if time.monotonic() > end_s and self._waits_for_spare(number):
@@ -321,7 +355,11 @@ class Rounds:
                 raise RepairError(
                     f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
                 )
-            time.sleep(self.poll_s)
+            if self.rank == first:
+                time.sleep(_MIN_POLL_S)
+
+    def _awaited(self, number: int) -> set[int]:
+        return set(range(self._world_size)) - self.absent(number)
 
     def _has(self, number: int, what: str) -> bool:
         return self._store.get(_key(number, what)) is not None
@@ -332,9 +370,27 @@ def _key(number: int, what: str) -> str:
 
 
 def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
-    """Return pairs of what was said, without the rank, and the ranks: most say the same."""
+    """Return pairs of what was said, without the rank, and spans of ranks; none for what most ranks say."""
     found: dict[str, list[int]] = {}
     for rank, value in sorted(said.items()):
         rest = {name: each for name, each in value.items() if name != "rank"}
         found.setdefault(json.dumps(rest), []).append(rank)
-    return [[json.loads(text), ranks] for text, ranks in found.items()]
+    most = max(found, key=lambda text: len(found[text]))
+    others = [[json.loads(text), _spans(ranks)] for text, ranks in found.items() if text != most]
+    return [[json.loads(most), []], *others]
+
+
+def _spans(ranks: Sequence[int]) -> list[list[int]]:
+    """Return ascending ranks as first ones, last ones and steps: each rank would read 16,384 numbers."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][2] in (0, rank - spans[-1][1]):
+            spans[-1][1:] = rank, rank - spans[-1][1]
+        else:
+            spans.append([rank, rank, 0])
+    return spans
+
+
+def _ranks_in(spans: Sequence[Sequence[int]]) -> Iterator[int]:
+    for first, last, step in spans:
+        yield from range(first, last + 1, step or 1)

@@ -12,7 +12,7 @@ The store is one process: the more ranks ask it, the less often each of them doe
 import hmac
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_ft.errors import RepairError
@@ -75,10 +75,24 @@ class SignedStore:
         raw = self._read(key, MAX_VALUE_BYTES)
         return None if raw is None else self._checked(key, raw)
 
-    def append(self, key: str, value: Any) -> int:
-        """Add a value to a list, and return its `length`; raises as `set` does."""
+    def look(self, keys: Sequence[str], wait_s: float) -> list[Any]:
+        """Return some values, None where there is none, once one is there or after so many seconds.
+
+        Of the job's store alone: its server answers when the value is written.
+        """
+        if not self._token():
+            return [None] * len(keys)
+        found = zip(keys, self._store.look(keys, 1, wait_s), strict=True)
+        return [None if raw is None else self._checked(key, raw) for key, raw in found]
+
+    def add(self, key: str, value: Any) -> None:
+        """Add a value to a list whose `length` nobody asks for; raises as `set` does."""
         # What a stranger has appended without the end of a line is a line of its own.
         self._store.append(key, "\n" + self._signed(key, value) + "\n")
+
+    def append(self, key: str, value: Any) -> int:
+        """Add a value to a list, and return its `length`; raises as `set` does."""
+        self.add(key, value)
         return int(self._store.add(_counter(key), 1))
 
     def length(self, key: str) -> int:
@@ -87,8 +101,15 @@ class SignedStore:
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a list. Does not wait."""
-        lines = (self._read(key, _MAX_LIST_BYTES) or b"").split(b"\n")
-        found = (self._checked(key, line) for line in lines if line)
+        return self._checked_lines(key, self._read(key, _MAX_LIST_BYTES) or b"")
+
+    def more_values(self, key: str, start: int) -> tuple[list[Any], int]:
+        """Return the values of a list from a byte on, and the byte after them. Of the job's store alone."""
+        raw = self._store.rest(key, start) if self._token() and start < _MAX_LIST_BYTES else b""
+        return self._checked_lines(key, raw), start + len(raw)
+
+    def _checked_lines(self, key: str, lines: bytes) -> list[Any]:
+        found = (self._checked(key, line) for line in lines.split(b"\n") if line)
         return [value for value in found if value is not None]
 
     def _read(self, key: str, max_bytes: int) -> bytes | None:

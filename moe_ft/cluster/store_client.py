@@ -128,20 +128,34 @@ class JobStore:
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value in the place of an expected one, or of none; return what is there, as torch does."""
         request = Request("compare_set", [self._key(key)], _bytes(desired), _bytes(expected))
-        return self._ask(request).value or b""
+        return self._ask(request).value
+
+    def rest(self, key: str, start: int) -> bytes:
+        """Return a value from a byte on; nothing if it is not there."""
+        return self._ask(Request("wait", [self._key(key)], start=start)).values[0] or b""
+
+    def look(
+        self, keys: Sequence[str], num_needed: int = 0, wait_s: float = 0.0
+    ) -> Sequence[bytes | None]:
+        """Return the values of some keys, once so many are there, or after so many seconds.
+
+        Other threads cannot use this connection meanwhile.
+        """
+        names = [self._key(each) for each in keys]
+        return self._ask(Request("wait", names, amount=num_needed, wait_s=wait_s)).values
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all values are there."""
-        return bool(self._ask(Request("wait", [self._key(each) for each in keys])).number)
+        return None not in self.look(keys)
 
-    def wait(self, keys: Sequence[str], seconds: float) -> bytes | None:
-        """Return the first value once all are there; None if they are not within so many seconds."""
-        end_s, names = time.monotonic() + seconds, [self._key(each) for each in keys]
+    def wait(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
+        """Return all values once they are there; None if they are not within so many seconds."""
+        end_s = time.monotonic() + seconds
         while True:
             wait_s = min(_SLICE_S, max(0.0, end_s - time.monotonic()))
-            reply = self._ask(Request("wait", names, wait_s=wait_s))
-            if reply.number:
-                return reply.value or b""
+            found = [each for each in self.look(keys, len(keys), wait_s) if each is not None]
+            if len(found) == len(keys):
+                return found
             if time.monotonic() >= end_s:
                 return None
 

@@ -10,7 +10,10 @@ import hmac
 import socket
 import threading
 from collections import defaultdict
+from functools import partial
 from typing import override
+
+from msgspec.structs import replace
 
 from moe_ft.addresses import keep_alive
 from moe_ft.cluster.store_wire import (
@@ -102,22 +105,28 @@ class StoreServer:
                 self._wait(each, each.asked)
 
     def _wait(self, client: "_Client", request: Request | None) -> None:
-        """Reply if all values are there, or if the client does not wait; else wait for one of them."""
+        """Reply if enough values are there, or if the client does not wait; else wait for the others."""
         assert request is not None
-        missing = next((key for key in request.keys if key not in self.values), None)
-        if missing is None or request.wait_s <= 0:
+        missing = [key for key in request.keys if key not in self.values]
+        if len(request.keys) - len(missing) >= request.amount or request.wait_s <= 0:
             self.leave(client)
-            client.reply(Reply(self.values.get(request.keys[0]), int(missing is None)))
-        else:
-            self._waiting[missing].add(client)
-            client.wait(request, missing)
+            found = [self.values.get(key) for key in request.keys]
+            start = request.start
+            client.reply(
+                Reply(values=[each and each[start:] for each in found] if start else found)
+            )
+            return
+        for key in missing:
+            self._waiting[key].add(client)
+        client.wait(request)
 
     def leave(self, client: "_Client") -> None:
         """Have a client wait no more."""
-        missing = client.stop_waiting()
-        self._waiting[missing].discard(client)
-        if not self._waiting[missing]:
-            del self._waiting[missing]
+        request = client.stop_waiting()
+        for key in () if request is None else request.keys:
+            self._waiting[key].discard(client)
+            if not self._waiting[key]:
+                del self._waiting[key]
 
 
 class _Client(asyncio.Protocol):
@@ -129,7 +138,6 @@ class _Client(asyncio.Protocol):
         self._greeted = greeting(server.run)
         self._incoming: Seal | None = None  # once it has proven itself
         self.asked: Request | None = None  # while it waits
-        self._missing = ""
         self._timer: asyncio.TimerHandle | None = None
 
     @override
@@ -197,24 +205,19 @@ class _Client(asyncio.Protocol):
         """Answer the request."""
         self._transport.write(self._outgoing.seal(reply))
 
-    def wait(self, request: Request, missing: str) -> None:
-        """Wait for a value, at most as long as the request says in all."""
+    def wait(self, request: Request) -> None:
+        """Wait for values, at most as long as the request says in all."""
         if self.asked is None:
-            self._timer = self._loop.call_later(request.wait_s, self._give_up)
-        self.asked, self._missing = request, missing
+            give_up = partial(self._server.answer, self, replace(request, wait_s=0.0))
+            self._timer = self._loop.call_later(request.wait_s, give_up)
+        self.asked = request
 
-    def stop_waiting(self) -> str:
-        """Wait no more, neither for a value nor for a proof; return the key of the value."""
+    def stop_waiting(self) -> Request | None:
+        """Wait no more, neither for values nor for a proof; return what asks for the values."""
         if self._timer is not None:
             self._timer.cancel()
-        self.asked, self._timer = None, None
-        return self._missing
-
-    def _give_up(self) -> None:
-        assert self.asked is not None
-        keys = self.asked.keys
-        self._server.leave(self)
-        self.reply(Reply(self._server.values.get(keys[0]), 0))
+        request, self.asked, self._timer = self.asked, None, None
+        return request
 
     def end(self) -> None:
         """Close the connection at once."""

@@ -34,11 +34,12 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     """One operation on the store.
 
     Attributes:
-        keys: all that a "wait" waits for; one for the others, none for "count".
+        keys: those that a "wait" asks for; one for the others, none for "count".
         value: to be written.
         expected: by "compare_set".
-        amount: of "add".
+        amount: of "add"; of the keys of a "wait", how many it waits for.
         wait_s: seconds that a "wait" may take.
+        start: of the bytes that a "wait" returns of a value.
     """
 
     op: Literal["wait", "set", "add", "append", "compare_set", "delete", "count"]
@@ -47,13 +48,15 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     expected: bytes = b""
     amount: int = 0
     wait_s: float = 0.0
+    start: int = 0
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """Answer to a request: a value, None if there is none, and a number (0 or 1 for "no" or "yes")."""
+    """Answer to a request: a value, a number, and those of a "wait" by key, None where there is none."""
 
-    value: bytes | None = None
+    value: bytes = b""
     number: int = 0
+    values: Sequence[bytes | None] = ()
 
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -66,6 +66,11 @@ class Store:
             texts[key] = desired
         return texts.get(key, expected).encode()
 
+    def rest(self, key: str, start: int) -> bytes:
+        """Return what is in a text from a place on."""
+        self._reach(key)
+        return self.values.texts.get(key, "")[start:].encode()
+
 
 class _StoreOfStart(Store):
     """The store of one start. The launcher of the first node keeps it."""

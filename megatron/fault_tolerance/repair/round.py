@@ -27,7 +27,7 @@ from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.renewals import renew
-from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, swap
+from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, connecting, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
@@ -138,7 +138,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         phases.end("meet")
         swap(rank.groups, rank.links, rank.store, met.number, met.absent)
         renew(get_args())
-        _share_roles(rank, built, met)
+        with connecting(rank.store):
+            _share_roles(rank, built, met)
         phases.end("swap")
         with (
             rank.watcher.inside()

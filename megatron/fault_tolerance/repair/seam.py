@@ -336,7 +336,7 @@ def installed(
     # Each thread has a connection of its own, made before those that end with a round.
     deadline_s = 60.0 * args.distributed_timeout_minutes
     own, watched = (job_store.connect(os.environ, member.token, deadline_s) for _ in range(2))
-    store = TorchStore(own)
+    store = TorchStore(own, deadline_s)
     member.connect(own, args.world_size)
     of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)
     plays = answer == "reroute"
@@ -361,7 +361,7 @@ def _without_repairs(
     store = job_store.connect(os.environ, member.token, deadline_s)
     member.connect(store, args.world_size)
     with listeners, hooks.installed(listeners), _noting_end(member):
-        yield {"store": TorchStore(store)}
+        yield {"store": TorchStore(store, deadline_s)}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A store of torch that is written in Python needs neither a group nor a server of
 of moe_ft/cluster/store_client.py; its errors are torch's here.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,18 +16,22 @@ from moe_ft.cluster.store_client import JobStore
 from moe_ft.errors import JobStoreError
 
 _ANSWER_S = 30.0  # for values that others write
+# gloo asks for the addresses of all ranks of a group at once then, and not twice for each.
+_VARIABLE = "GLOO_ENABLE_STORE_V2_API"
 
 
 class TorchStore(dist.Store):
     """A connection to a job's store. Any thread may use it; one that waits delays others by a second."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, limit_s: float = _ANSWER_S) -> None:
+        """Use a connection; ranks that make a group have so many seconds to write their addresses."""
         super().__init__()
+        os.environ.setdefault(_VARIABLE, "1")
         self._store = store
-        self.set_timeout(timedelta(seconds=_ANSWER_S))
+        self.set_timeout(timedelta(seconds=limit_s))
 
-    def _wait(self, keys: Sequence[str], timeout: timedelta | None) -> bytes:
-        """Return the first value when all are there; raises DistStoreError if they are not in time."""
+    def _wait(self, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
+        """Return all values when they are there; raises DistStoreError if they are not in time."""
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         with _as_torch():
             found = self._store.wait(keys, seconds)
@@ -45,7 +50,8 @@ class TorchStore(dist.Store):
 
     @override
     def get(self, key: str) -> bytes:
-        return self._wait([key], None)
+        limit: timedelta = min(self.timeout, timedelta(seconds=_ANSWER_S))  # type: ignore[attr-defined]
+        return self._wait([key], limit)[0]
 
     @override
     def add(self, key: str, amount: int) -> int:
@@ -83,7 +89,7 @@ class TorchStore(dist.Store):
 
     @override
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(each) for each in keys]
+        return self._wait(keys, None)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several values, one after the other."""

@@ -11,7 +11,8 @@ Python: ctypes calls it here. It has no arguments. A group has no backend then, 
 
 import ctypes
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -199,6 +200,17 @@ class Groups:
         _world.group_count = number * _COUNT_OF_ROUND
 
 
+@contextmanager
+def connecting(store: Any) -> Iterator[None]:
+    """Wait for addresses of ranks for CONNECT_S at most: one may die, and nobody can end such a wait."""
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=CONNECT_S))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
 def swap(
     groups: Groups, links: Links, store: Any, number: int, absent: Set[int] = frozenset()
 ) -> None:
@@ -208,8 +220,7 @@ def swap(
         absent: ranks that have no process any more.
     """
     links.begin()
-    with links.recording():
-        # A rank may die meanwhile, and nobody can end a wait for its address.
+    with links.recording(), connecting(store):
         groups.renew(store, number, timedelta(seconds=CONNECT_S), absent)
     groups.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
 

@@ -83,11 +83,12 @@ class Watcher:
 
     def _watch(self) -> None:
         try:
-            while not self._ended.wait(self._rounds.poll_s):
+            while not self._ended.is_set():
                 # Before the look at the links of the round: the next one may open them.
                 number = self._member.round
                 if not self._links.is_open:
                     self._end_if_stuck()
+                    self._ended.wait(self._rounds.poll_s)
                 elif self._is_broken(number + 1):
                     if self._rounds.is_own_lost(number + 1):
                         self._member.end_replaced(number + 1)
@@ -98,8 +99,8 @@ class Watcher:
             warn(f"no rank can be replaced any more: {error}")
 
     def _is_broken(self, number: int) -> bool:
-        """Return whether a rank has died, or one has timed out waiting for another."""
-        if self._rounds.is_declared(number):
+        """Return whether a rank has died, or one has timed out waiting for another; wait, not for long."""
+        if self._rounds.wait_until_broken(number):
             return True
         if time.monotonic() < self._next_look_s:
             return False
@@ -107,7 +108,7 @@ class Watcher:
         if failure := self._links.failure():
             warn(f"{failure}: all ranks leave what they are doing")
             self._rounds.time_out(number)
-        return self._rounds.has_timed_out(number)
+        return False
 
     def _end_if_stuck(self) -> None:
         """End this process if the training thread was freed and is in the same place as before."""
@@ -180,7 +181,7 @@ class Deaths:
             )
             if not waits or time.monotonic() - begin_s > wait_s:
                 return False
-            time.sleep(rounds.poll_s)
+            rounds.wait_until_declared(number)
         return True
 
 

@@ -3,6 +3,7 @@
 All that is signed and read in it is the product's.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, override
 
@@ -92,6 +93,17 @@ class JobStore(Store):
 
     def close(self) -> None:
         """Do nothing."""
+
+    def look(self, keys: Sequence[str], num_needed: int, wait_s: float) -> list[bytes | None]:
+        """Return texts once so many are there, or after so many seconds."""
+        until_s = self._kernel.now + wait_s
+        while True:
+            for key in keys:
+                self._reach(key)
+            texts = [self.values.texts.get(key) for key in keys]
+            if len(texts) - texts.count(None) >= num_needed or self._kernel.now >= until_s:
+                return [None if text is None else text.encode() for text in texts]
+            self._kernel.sleep(_LOOK_S)
 
     def get(self, key: str) -> bytes:
         while key not in self.values.texts:

@@ -14,14 +14,14 @@ from megatron.fault_tolerance.seams.megatron_loop import COUNTERS
 from moe_ft.cluster.member import Position
 from moe_ft.cluster.rounds import Entry, Rounds
 from tests.simulation.repairs import product
-from tests.unit.signed import member_of, signed
+from tests.unit.signed import LookedAt, member_of, signed
 
 
 class Watched:
     """Rank 0 of some ranks in round 0, with a watcher of its links."""
 
     def __init__(self, num_ranks: int = 1, transport: Gloo | None = None) -> None:
-        self.job_store = dist.HashStore()
+        self.job_store = LookedAt()
         self.store = signed(self.job_store)
         self.member = member_of(0, num_ranks, self.job_store)
         self.link = self.member.link

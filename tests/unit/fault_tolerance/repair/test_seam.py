@@ -31,7 +31,7 @@ from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.unit.fault_tolerance.repair.members import fake_world, make_world
-from tests.unit.signed import signed
+from tests.unit.signed import LookedAt, signed
 
 ARGUMENTS = ("forward", "data", "model", "optimizer", "scheduler", "config", "schedule")
 
@@ -53,7 +53,7 @@ def repairing(
 ) -> Iterator[RepairSeam]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     loop_args.world_size = 2  # the other rank is not needed
-    member.connect(store)
+    member.connect(LookedAt(store))
     watched, heart = Rounds(signed(store), 0, 1), Heart(member.link, limit_s=100.0)
     yield RepairSeam(member, Listeners(LoopState(), []), store, watched, links, heart)
     dist.destroy_process_group()
@@ -186,7 +186,7 @@ def test_job_that_cannot_be_repaired_meets_in_the_store_and_knows_why(
     args = Namespace(rank=0, world_size=1, moe_ft_elastic=False, distributed_timeout_minutes=1)
     listeners, rounds = Listeners(LoopState(), []), Rounds(signed(store), 0, 1)
     monkeypatch.setattr(seam, "why_not_in_place", lambda *args, **facts: "one rank")
-    monkeypatch.setattr(seam, "TorchStore", lambda store: store)
+    monkeypatch.setattr(seam, "TorchStore", lambda store, _: store)
     with installed(config, args, listeners) as arguments:
         assert arguments == {"store": store} and listeners.loop.no_repair == "one rank"
         assert not rounds.have_ended()

@@ -76,7 +76,7 @@ def test_store_that_does_not_answer_holds_up_no_end_of_training(
         is_asked.set()
         return not is_answered.wait(60.0)
 
-    monkeypatch.setattr(rank.watcher._rounds, "is_declared", ask)
+    monkeypatch.setattr(rank.watcher._rounds, "wait_until_broken", ask)
     with rank.watching():
         assert is_asked.wait(60.0)
     assert rank.watcher._thread.is_alive()

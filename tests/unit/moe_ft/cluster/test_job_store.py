@@ -66,7 +66,7 @@ def test_store_outlives_the_processes_that_use_it(given: Environment) -> None:
         job_store.connect(given, TOKEN, DEADLINE_S).set("key", "value")
         os._exit(0)
     assert os.waitpid(writer, 0)[1] == 0
-    assert job_store.connect(given, TOKEN, DEADLINE_S).wait(["key"], 0.0) == b"value"
+    assert job_store.connect(given, TOKEN, DEADLINE_S).wait(["key"], 0.0) == [b"value"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])

@@ -20,7 +20,7 @@ from moe_ft.cluster.rounds import Entry
 from moe_ft.errors import RepairError
 from moe_ft.launches import launch_of
 from tests.unit.fault_tolerance.repair.members import position_at, survivor
-from tests.unit.signed import member_of
+from tests.unit.signed import LookedAt, member_of
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_rank_of_a_lost_node_joins_the_round_of_its_loss_and_one_that_dies_there
     first.take_place()
     first.link.note_hang(3.0)
     second = first.replacement(7.0)
-    second.connect(store)
+    second.connect(LookedAt(store))
     second.take_place()
     assert (first.round, second.round) == (1, 2)
     rounds.join(1, survivor(0, 4))

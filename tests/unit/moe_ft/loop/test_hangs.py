@@ -30,7 +30,6 @@ from torch.distributed.distributed_c10d import GroupName
 from moe_ft.cluster.job_store import wait_for_listener
 from moe_ft.cluster.member import become_member, own_member
 from moe_ft.cluster.rounds import Entry, Rounds
-from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.config import RecoveryConfig
 from moe_ft.errors import RepairError
 from moe_ft.events import EventLog
@@ -49,7 +48,7 @@ from moe_ft.loop.hangs import (
 from moe_ft.loop.listeners import Listeners, LoopState
 from tests.device.process import late_process
 from tests.unit.fault_tolerance.loops import last_event
-from tests.unit.signed import member_of
+from tests.unit.signed import member_of, signed
 from tests.waiting import wait_for
 
 _context = multiprocessing.get_context("fork")
@@ -175,7 +174,7 @@ def test_thread_in_an_exchange_waits_for_others(
 
 
 def test_thread_that_polls_the_store_for_other_ranks_awaits_them() -> None:
-    rounds = Rounds(SignedStore(dist.HashStore(), lambda: "token"), 0, 2)
+    rounds = Rounds(signed(), 0, 2)
 
     def polls(ends: threading.Event) -> None:
         with suppress(RepairError):
