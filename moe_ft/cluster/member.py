@@ -76,7 +76,7 @@ class Round:
     """A round in which all ranks have met.
 
     Attributes:
-        entries: of its ranks, in their order.
+        entries: of its ranks, in their order; of survivors at the same position, that of the first one.
         positions: of those that know where their loop is.
         absent: ranks that have died and are not replaced: peers play their roles.
         lost_s: time since 1970 when the last of them was heard that was lost.

@@ -18,7 +18,7 @@ answered then.
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -294,15 +294,16 @@ class Rounds:
         return number
 
     def wait_for_all(self, number: int, deadline_s: float) -> Sequence[Entry]:
-        """Return the entries of all ranks of a round, in their order. Called by all of them.
+        """Return the entries of a round when all ranks have joined, in their order. Called by all of them.
+
+        Of survivors with the same facts there is the first one: each rank of many would make them all.
 
         Raises:
             RepairError: if some have not joined in time, or the round is broken.
         """
-        (most, _), *others = self._wait_for(number, "members", deadline_s)
-        facts = {rank: each for each, spans in others for rank in _ranks_in(spans)}
-        ranks = sorted(self._awaited(number))
-        return [Entry(**{**facts.get(rank, most), "rank": rank}) for rank in ranks]
+        told = self._wait_for(number, "members", deadline_s)
+        entries = [Entry(**{**facts, "rank": rank}) for facts, ranks in told for rank in ranks]
+        return sorted(entries, key=lambda each: each.rank)
 
     def wait_until_ready(self, number: int, deadline_s: float) -> None:
         """Say that this rank can make connections, and wait until all can.
@@ -330,7 +331,8 @@ class Rounds:
         there, or when the next round begins.
         """
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
-        awaited, next_key = self._awaited(number), _key(number + 1, "declared")
+        awaited = set(range(self._world_size)) - self.absent(number)
+        next_key = _key(number + 1, "declared")
         first, said, num_bytes = min(awaited), dict[int, dict[str, Any]](), 0
         while True:
             if self.rank == first:
@@ -358,9 +360,6 @@ class Rounds:
             if self.rank == first:
                 time.sleep(_MIN_POLL_S)
 
-    def _awaited(self, number: int) -> set[int]:
-        return set(range(self._world_size)) - self.absent(number)
-
     def _has(self, number: int, what: str) -> bool:
         return self._store.get(_key(number, what)) is not None
 
@@ -370,27 +369,11 @@ def _key(number: int, what: str) -> str:
 
 
 def _by_value(said: Mapping[int, dict[str, Any]]) -> list[Any]:
-    """Return pairs of what was said, without the rank, and spans of ranks; none for what most ranks say."""
+    """Return pairs of what was said, without the rank, and ranks: all replacements, else the first."""
     found: dict[str, list[int]] = {}
     for rank, value in sorted(said.items()):
         rest = {name: each for name, each in value.items() if name != "rank"}
-        found.setdefault(json.dumps(rest), []).append(rank)
-    most = max(found, key=lambda text: len(found[text]))
-    others = [[json.loads(text), _spans(ranks)] for text, ranks in found.items() if text != most]
-    return [[json.loads(most), []], *others]
-
-
-def _spans(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ascending ranks as first ones, last ones and steps: each rank would read 16,384 numbers."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][2] in (0, rank - spans[-1][1]):
-            spans[-1][1:] = rank, rank - spans[-1][1]
-        else:
-            spans.append([rank, rank, 0])
-    return spans
-
-
-def _ranks_in(spans: Sequence[Sequence[int]]) -> Iterator[int]:
-    for first, last, step in spans:
-        yield from range(first, last + 1, step or 1)
+        ranks = found.setdefault(json.dumps(rest), [])
+        if not ranks or value.get("died_s") is not None:
+            ranks.append(rank)
+    return [[json.loads(text), ranks] for text, ranks in found.items()]

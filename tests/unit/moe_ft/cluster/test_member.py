@@ -45,7 +45,7 @@ def test_survivor_tells_where_its_loop_is_and_learns_who_is_replaced(store: dist
     found = member.meet()
     assert (member.round, found.number, found.dead_ranks, found.died_s) == (1, 1, (1,), 5.0)
     assert found.hung_s == {1: 2.0}
-    assert found.positions == [position_at(4)] * 2
+    assert found.positions == [position_at(4)], "that of both survivors"
 
 
 def test_replacement_begins_at_the_latest_iteration_of_the_survivors() -> None:

@@ -29,14 +29,17 @@ class _Counting:
         return getattr(self._store, name)
 
 
-def test_what_most_ranks_say_and_what_others_say_is_told_of_each_rank() -> None:
+def test_each_replacement_is_told_and_each_position_of_survivors_once() -> None:
     store, size = signed(), 40
-    said = [{"reads": rank % 8 == 0, "is_late": rank in (3, 4, 6)} for rank in range(size)]
-    for rank, facts in enumerate(said):
-        Rounds(store, rank, size).join(1, Entry(rank=rank, facts=facts))
+    for rank in range(size):
+        died_s = 5.0 if rank in (16, 17, 18) else None
+        entry = Entry(rank=rank, facts={"reads": rank % 8 == 0}, died_s=died_s)
+        Rounds(store, rank, size).join(1, entry)
     for rank in (0, 1):
         entries = Rounds(store, rank, size).wait_for_all(1, 0.0)
-        assert [(each.rank, each.facts) for each in entries] == [*enumerate(said)]
+        found = [(each.rank, each.facts["reads"], each.died_s) for each in entries]
+        assert found[:2] == [(0, True, None), (1, False, None)]
+        assert found[2:] == [(16, True, 5.0), (17, False, 5.0), (18, False, 5.0)]
 
 
 def test_what_a_rank_reads_while_it_waits_and_meets_hardly_grows_with_their_number() -> None:
@@ -52,7 +55,7 @@ def test_what_a_rank_reads_while_it_waits_and_meets_hardly_grows_with_their_numb
         assert store.num_bytes < 100, "it waits for rank 0"
         Rounds(signed(store), 0, world_size).wait_for_all(1, 0.0)
         store.num_bytes = 0
-        assert len(rounds.wait_for_all(1, 0.0)) == world_size
+        assert [each.rank for each in rounds.wait_for_all(1, 0.0)] == [0]
         read.append(store.num_bytes)
     assert read[1] < read[0] + 50, "not the numbers of the ranks"
 

@@ -1,0 +1,24 @@
+"""What the job's store is asked by many ranks of the real control plane does not grow with the square of them."""
+
+import pytest
+
+from benchmarks.many_ranks import RANKS_PER_NODE, measure
+from tests.shares import share_of
+
+# Of a rank in a repair: that it joins, is ready and has finished; and that the round has begun, who takes part,
+# that all are ready, and that no other round has begun since.
+WRITES, ANSWERS, MOST_BYTES = 3, 4, 1400
+REPLACEMENTS = (
+    16 * RANKS_PER_NODE
+)  # requests more of those whose node was lost, and of their neighbours
+
+
+@pytest.mark.parametrize("num_ranks", share_of((512, 2048), 512))
+def test_rank_asks_the_store_as_often_in_a_repair_however_many_others_there_are(
+    num_ranks: int,
+) -> None:
+    start, repair = measure(num_ranks)
+    assert start.writes + start.answers <= RANKS_PER_NODE, "rank 0 tells that they train"
+    assert repair.writes <= WRITES * num_ranks + REPLACEMENTS
+    assert repair.answers <= ANSWERS * num_ranks + REPLACEMENTS
+    assert repair.num_bytes <= MOST_BYTES * num_ranks
