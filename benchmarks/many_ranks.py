@@ -2,10 +2,10 @@
 
     python -m benchmarks.many_ranks [--ranks N ...] [--output FILE.md]
 
-The store, its coordinator and the law, seats of nodes, members and rounds are the product's. A rank is a
-thread with two connections, without model and process groups; eight processes have all of them. All ranks
-begin to train, a node goes silent, a spare gets its ranks, and all meet in a round of repairs. The store counts
-what ranks ask about rounds. What they ask in vain, and again, is counted apart: that is a matter of time.
+The store, its coordinator and law, seats of nodes, members and rounds are the product's. A rank is a
+thread with two connections, without model and process groups; eight processes have all of them. All
+ranks begin to train, a node goes silent, a spare gets its ranks, and all meet in a round of repairs.
+The store counts what ranks ask about rounds. What they ask in vain is apart: it is a matter of time.
 """
 
 import argparse
@@ -87,17 +87,17 @@ def _count(counts: Any) -> None:
             client.counted = request
         answer(self, client, request)
 
-    def replying(self: Any, given: Reply) -> None:
-        request = self.counted
+    def replying(client: Any, given: Reply) -> None:
+        request = client.counted
         if request is not None:
             values = [each for each in (given.value, *given.values) if each and each != b"-"]
             is_write = request.op in ("set", "append", "add") or request.expected != request.value
             counts[_WRITES if is_write else _ANSWERS if values else _IDLE] += 1
             counts[_BYTES] += 0 if is_write else sum(map(len, values))
-        reply(self, given)
+        reply(client, given)
 
     store_server.StoreServer.answer = counting  # type: ignore[method-assign]
-    store_server._Client.reply = replying  # type: ignore[method-assign]
+    store_server._Client.reply = replying  # type: ignore[method-assign, assignment]
 
 
 def _coordinate(num_nodes: int, open_start: Callable[[int], SignedStore]) -> NoReturn:

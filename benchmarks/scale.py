@@ -5,20 +5,23 @@
 Placements and recoveries are planned by the functions of the product, on one core. So are manifests and the
 overview of another layout, for ranks of a model with 16 stages whose 256 experts are divided among 32 ranks,
 with the indexes that such ranks write. Seconds are those of the processor, as other processes share it.
-Agreement of many ranks is in agreement.py.
+The last table is what all that makes of a repair, a start's look and a manifest (scale_costs.py). Agreement
+of many ranks in an iteration is in agreement.py.
 """
 
 import argparse
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.scale_costs import Own, table
 from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
@@ -31,11 +34,19 @@ from moe_ft.planning.placement import place_replicas, plan_node_memory
 from moe_ft.planning.recovery import Plan, Version, plan_recovery, plan_to_keep
 from moe_ft.planning.relayout import ModelTensor
 from moe_ft.planning.shares import Common, share_out
-from moe_ft.recovery.inventory import Inventory, merge_packed, pack
+from moe_ft.recovery.inventory import (
+    Inventory,
+    look_at_memory,
+    look_at_storage,
+    merge_packed,
+    pack,
+)
 from moe_ft.recovery.overview import Overview, merge, number_of
 from moe_ft.topology import RankInfo, Topology
 
-_SIZES = (64, 512, 4096, 16384)
+_SIZES = (64, 1024, 4096, 16384)
+_NUM_COUNTED = 512  # ranks whose requests of the store are counted
+_NUM_KEPT = 2  # checkpoints on storage
 _RANKS_PER_NODE, _NUM_STAGES, _FACTOR = 8, 8, 2
 _GOAL_S, _GOAL_BYTES = 5.0, 200 << 20
 _NUM_SETTINGS = 150  # of an identity
@@ -152,7 +163,8 @@ class _Recovery:
         return max(len(msgspec.msgpack.encode(each)) for each in (common, *parts))
 
 
-def _recover(num_ranks: int, num_times: int) -> list[object]:
+def _recover(num_ranks: int, num_times: int) -> tuple[list[object], float, float]:
+    """Return a row, and seconds of the look and of the plan on rank 0."""
     recovery = _Recovery(num_ranks)
     steps: Sequence[Callable[[], None]] = (recovery.merge, recovery.plan, recovery.cut_up)
     seconds: list[list[float]] = [[] for _ in steps]
@@ -169,7 +181,7 @@ def _recover(num_ranks: int, num_times: int) -> list[object]:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     is_met = sum(map(max, seconds)) < _GOAL_S and peak_bytes < _GOAL_BYTES
-    return [
+    row: list[object] = [
         f"{num_ranks:,}",
         f"{recovery.num_versions:,}",
         *map(spread, seconds),
@@ -177,6 +189,8 @@ def _recover(num_ranks: int, num_times: int) -> list[object]:
         f"{message:.2f}",
         "yes" if is_met else "no",
     ]
+    merge_s, plan_s, cut_up_s = map(median, seconds)
+    return row, merge_s, plan_s + cut_up_s
 
 
 _STAGES, _EP, _LAYERS, _EXPERTS = 16, 32, 4, 256  # layers of a stage, experts of a layer
@@ -271,8 +285,11 @@ def _identity_of(num_ranks: int) -> Identity:
     )
 
 
-def _manifest(num_ranks: int) -> list[object]:
-    """Write the manifest of a checkpoint, whose indexes are in memory."""
+def _manifest(num_ranks: int) -> tuple[list[object], float, float]:
+    """Write the manifest of a checkpoint, whose indexes are in memory, and look at two of that size.
+
+    Returns a row, and the seconds of both.
+    """
     identity, num_bytes = _identity_of(num_ranks), 0
     with tempfile.TemporaryDirectory(prefix="scale_", dir="/dev/shm") as folder:
         for rank in range(num_ranks):
@@ -282,8 +299,44 @@ def _manifest(num_ranks: int) -> list[object]:
         start = time.process_time()
         manifest = write_manifest(Storage(folder), 100, "0" * 8, num_ranks)
         seconds = time.process_time() - start
+        start = time.process_time()
+        for _ in range(_NUM_KEPT):
+            look_at_storage(Storage(folder))
+        look_s = time.process_time() - start
     size = len(encode(manifest)) / 2**20
-    return [f"{num_ranks:,}", f"{num_bytes / 2**20:,.0f}", f"{seconds:.2f}", f"{size:.1f}"]
+    row: list[object] = [
+        f"{num_ranks:,}",
+        f"{num_bytes / 2**20:,.0f}",
+        f"{seconds:.2f}",
+        f"{size:.1f}",
+    ]
+    return row, seconds, look_s
+
+
+def _look_at_node() -> float:
+    """Return the seconds of a look at the memory of a node, whose ranks have two regions and two replicas."""
+    identity = _identity_of(_SIZES[-1])
+    with tempfile.TemporaryDirectory(prefix="scale_", dir="/dev/shm") as folder:
+        for rank in range(_RANKS_PER_NODE):
+            names = (
+                f"rank_{rank:05d}",
+                *(f"replica_{rank:05d}_at_{100 + each:05d}" for each in range(_FACTOR)),
+            )
+            index = msgspec.structs.replace(_index_of(rank, identity), file_bytes=1)
+            for path in (Path(folder, name) for name in names):
+                path.mkdir(mode=0o700)
+                for region in range(2):
+                    own = msgspec.structs.replace(
+                        index, file=f"region_{region}.safetensors", header_bytes=1
+                    )
+                    (path / own.file).write_bytes(b"x")
+                    (path / f"region_{region}.json").write_bytes(encode(own))
+        start = time.process_time()
+        found = look_at_memory(Path(folder), "node", "job")
+        pack(found)
+        seconds = time.process_time() - start
+    assert len(found.versions) == 2 * (1 + _FACTOR) * _RANKS_PER_NODE, found.problems
+    return seconds
 
 
 def _overview(num_ranks: int) -> list[object]:
@@ -316,10 +369,11 @@ def _version_in(num_ranks: int) -> Callable[[int], Version]:
     return version_of
 
 
-def _planned(sizes: Sequence[int], num_times: int) -> list[str]:
+def _planned(
+    sizes: Sequence[int], num_times: int, recovered: Iterable[Sequence[object]]
+) -> list[str]:
     """Return what placements and recoveries take."""
     placed = [_measure(layout, size, num_times) for layout in _LAYOUTS for size in sizes]
-    recovered = [_recover(size, num_times) for size in sizes]
     headers = ("ranks", "versions", "merge s", "plan s", "cut up s", "MiB at most")
     is_met = "< 5 s and 200 MiB"
     return [
@@ -331,12 +385,12 @@ def _planned(sizes: Sequence[int], num_times: int) -> list[str]:
     ]
 
 
-def _indexed(sizes: Sequence[int]) -> list[str]:
+def _indexed(sizes: Sequence[int], manifests: Iterable[Sequence[object]]) -> list[str]:
     """Return what manifests and the overview of another layout take."""
     return [
         "Manifest of a checkpoint, by the writer of rank 0, next to training: indexes that it reads, seconds "
         "of a core, and the manifest",
-        markdown_table(map(_manifest, sizes), ("ranks", "indexes MiB", "s", "manifest MiB")),
+        markdown_table(manifests, ("ranks", "indexes MiB", "s", "manifest MiB")),
         "Recovery in another layout: rank 0 joins what its group has found, and all ranks get that. Heads "
         f"are what ranks had for themselves, each once. A rank of {_OTHER_STAGES} stages with {_OTHER_EP} "
         "ranks for the experts opens some of the indexes, not all",
@@ -352,10 +406,19 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="of each plan (default 5)")
     options = parse_options(parser, times=1)
     sizes = _SIZES[:2] if options.quick else _SIZES
+    recovered = [_recover(size, options.times) for size in sizes]
+    manifests, node_s = [_manifest(size) for size in sizes], _look_at_node()
+    own = [
+        Own(size, plan_s, node_s + merge_s + storage_s, manifest_s)
+        for size, (_, merge_s, plan_s), (_, manifest_s, storage_s) in zip(
+            sizes, recovered, manifests, strict=True
+        )
+    ]
     parts = [
         f"One core; median (range) of {options.times}. {versions()}.",
-        *_planned(sizes, options.times),
-        *_indexed(sizes),
+        *_planned(sizes, options.times, (row for row, _, _ in recovered)),
+        *_indexed(sizes, (row for row, _, _ in manifests)),
+        *table(own, 64 if options.quick else _NUM_COUNTED),
     ]
     show(parts, options.output)
 

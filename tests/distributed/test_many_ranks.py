@@ -1,12 +1,12 @@
-"""What the job's store is asked by many ranks of the real control plane does not grow with the square of them."""
+"""Requests of many ranks of the real control plane to the job's store: none grow with their square."""
 
 import pytest
 
 from benchmarks.many_ranks import RANKS_PER_NODE, measure
 from tests.shares import share_of
 
-# Of a rank in a repair: that it joins, is ready and has finished; and that the round has begun, who takes part,
-# that all are ready, and that no other round has begun since.
+# Of a rank in a repair: it joins, is ready and has finished; it learns that the round has begun, on two
+# connections, who takes part, and that all are ready.
 WRITES, ANSWERS, MOST_BYTES = 3, 4, 1400
 REPLACEMENTS = (
     16 * RANKS_PER_NODE

@@ -157,15 +157,21 @@ class Oracle:
         if self.absent - rank.absent:  # a node has come, at whatever time
             self.limit_s = 0.0
         self.absent = rank.absent
-        own = next(each for each in entries if each.rank == rank.rank)
+        position = rank.member.position
+        facts = {} if position is None else position.facts()
+        # Of survivors with the same facts there is one.
+        alike = (each for each in entries if each.died_s is None and each.facts == facts)
+        own = next((each for each in entries if each.rank == rank.rank), None) or next(alike, None)
+        if own is None:
+            self.violate(f"rank {rank.rank}, at {position}, is no member of round {number}")
+            return
         is_other = self._trains[rank.rank] is not rank._process
         if is_other != (own.died_s is not None):
             self.violate(
                 f"rank {rank.rank} is a member of round {number} as {own}, and its process is "
                 f"{'another one' if is_other else 'the same'} as before"
             )
-        position = rank.member.position
-        if own.facts and (position is None or own.facts != position.facts()):
+        if own.facts and own.facts != facts:
             self.violate(f"rank {rank.rank} is at {position}, and round {number} has {own.facts}")
 
     def finishes(self, rank: Rank) -> None:
