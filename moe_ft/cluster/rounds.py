@@ -16,7 +16,6 @@ answered then.
 """
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -131,20 +130,14 @@ class Rounds:
 
     def wait_until_declared(self, number: int, *others: str) -> bool:
         """Return whether a round has begun, or another key of it is there; wait for that, not for long."""
-        verdict, *found = self._look([_key(number, each) for each in ("declared", *others)])
+        keys = [_key(number, each) for each in ("declared", *others)]
+        verdict, *found = _look(self._store, keys, self._look_s)
         self._learn(number, verdict)
         return verdict is not None or any(found)
 
     def wait_until_broken(self, number: int) -> bool:
         """Return whether a round has begun, or a rank has timed out before; wait for that, not for long."""
         return self.wait_until_declared(number, "timed_out")
-
-    def _look(self, keys: Sequence[str], wait_s: float = math.inf) -> list[Any]:
-        """Return some values; the store lets this wait for the first one."""
-        found = self._store.look(keys, min(wait_s, self._look_s))
-        if not any(each is not None for each in found):
-            time.sleep(_MIN_POLL_S)  # also if a stranger's value is there
-        return found
 
     def newest(self, since: int = 0) -> int:
         """Return the number of the last round that has begun, at or after one that has."""
@@ -325,11 +318,7 @@ class Rounds:
 
     @awaiting_others()
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
-        """Return what all ranks have said in a list; see `_by_value`.
-
-        The first rank asks again and again for what has come since. The store tells the others when all is
-        there, or when the next round begins.
-        """
+        """Return what all ranks have said in a list, as `_by_value` does. The first one reads what is new."""
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
         awaited = set(range(self._world_size)) - self.absent(number)
         next_key = _key(number + 1, "declared")
@@ -343,7 +332,8 @@ class Rounds:
                     return told
                 missing = f"{sorted(awaited - said.keys())} are missing"
             else:
-                told, verdict = self._look([told_key, next_key], max(0.0, end_s - time.monotonic()))
+                wait_s = min(self._look_s, max(0.0, end_s - time.monotonic()))
+                told, verdict = _look(self._store, [told_key, next_key], wait_s)
                 self._learn(number + 1, verdict)
                 if told is not None:
                     return told
@@ -362,6 +352,14 @@ class Rounds:
 
     def _has(self, number: int, what: str) -> bool:
         return self._store.get(_key(number, what)) is not None
+
+
+def _look(store: SignedStore, keys: Sequence[str], wait_s: float) -> list[Any]:
+    """Return some values; the store lets this wait for the first one."""
+    found = store.look(keys, wait_s)
+    if not any(each is not None for each in found):
+        time.sleep(_MIN_POLL_S)  # also if a stranger's value is there
+    return found
 
 
 def _key(number: int, what: str) -> str:
