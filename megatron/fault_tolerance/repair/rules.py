@@ -32,6 +32,9 @@ _RULES_ON_GPUS: Mapping[str, str] = {
     "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",
 }
 
+# Of addresses that ranks read in a repair, at 164 bytes and 8 for each member, for each of its members.
+_MOST_ADDRESS_BYTES = 4e9
+_NUM_GLOO_GROUPS = 3  # of Megatron, for the data-parallel ranks
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _TRUE = ("y", "yes", "1", "t", "true")  # as torch reads it
 
@@ -89,6 +92,18 @@ def check_job_is_repairable(
         refused |= renewals.reasons(args)
     for what, reason in refused.items():
         raise ConfigError(f"{asked} does not work with {what}: {reason}. Leave one of them out.")
+
+
+def line_on_gloo_groups(args: argparse.Namespace) -> str:
+    """Return a line for jobs so large that Megatron's groups of gloo take too long to make again; or none."""
+    size = args.data_parallel_size
+    num_bytes = _NUM_GLOO_GROUPS * args.world_size * size * (164 + 8 * size)
+    if not args.use_gloo_process_groups or num_bytes < _MOST_ADDRESS_BYTES:
+        return ""
+    return (
+        f"a repair makes Megatron's groups of gloo again, in which {args.world_size} ranks read "
+        f"{num_bytes / 1e9:.0f} GB of addresses: add --disable-gloo-process-groups"
+    )
 
 
 def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: Member) -> str:

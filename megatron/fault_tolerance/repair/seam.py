@@ -32,6 +32,7 @@ from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
+    line_on_gloo_groups,
     why_not_in_place,
 )
 from megatron.fault_tolerance.repair.store import TorchStore
@@ -325,6 +326,8 @@ def installed(
             yield arguments
         return
     check_torch()
+    if args.rank == 0 and (line := line_on_gloo_groups(args)):
+        warn(line)
     listeners.loop.without_spare = answer = answer_to_lost_nodes(config, args, member)
     if answer == "crowd":
         where = partial(site_of, listeners.find(Checkpoints))

@@ -8,6 +8,7 @@ import pytest
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
+    line_on_gloo_groups,
     why_not_in_place,
 )
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
@@ -162,6 +163,15 @@ def test_job_whose_connections_gloo_makes_later_is_refused(
         check()
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     assert not check()
+
+
+def test_job_whose_groups_of_gloo_take_too_long_is_told_the_flag() -> None:
+    def line(size: int, num_ranks: int, *, has_groups: bool = True) -> str:
+        given = {"data_parallel_size": size, "world_size": num_ranks}
+        return line_on_gloo_groups(Namespace(**given, use_gloo_process_groups=has_groups))
+
+    assert not line(64, 1024) and not line(1024, 16384, has_groups=False)
+    assert "16384 ranks read 421 GB of addresses: add --disable-gloo" in line(1024, 16384)
 
 
 def answer(value: str, *, is_watched: bool = True, **changes: Any) -> str:
