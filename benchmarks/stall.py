@@ -1,7 +1,7 @@
 """Cost of a checkpoint to training: seconds blocked, until complete and lost, and host memory.
 
-    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--rounds N] [--quick]
-        [--output FILE.md]
+    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--rounds N]
+        [--torch-checkpointing DIR] [--quick] [--output FILE.md]
 
 Two ranks on gloo train a state of which every byte changes in every iteration. Stretches of five iterations
 without a checkpoint and with one take turns; candidates take turns too, --rounds times. A row is the median
@@ -20,8 +20,8 @@ host does while a GPU works). The last checkpoint is loaded and compared, bit by
 what `partial` and `sparse` load, with the iteration that each part is of.
 Files go to the folder for temporary files (TMPDIR), which has to be a disk for fsync to mean anything,
 and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other
-libraries, in benchmarks/peers.py. The exit code is 1 if a candidate that is installed
-fails, or loads something else.
+libraries, in benchmarks/peers.py and benchmarks/torch_checkpointing_peer.py. The exit code is 1 if a
+candidate that is installed fails, or loads something else.
 """
 
 import argparse
@@ -46,6 +46,7 @@ import torch.multiprocessing as mp
 from benchmarks.host_memory import host_memory_bytes
 from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.stall_rank import CANDIDATES, CHECKPOINT_INTERVAL, NUM_RANKS, Job, Phase, run_rank
+from benchmarks.torch_checkpointing_peer import DEFAULT_FOLDER, make_importable
 
 TORN = "TORN"  # content of a checkpoint that is not as it was saved
 _SAMPLE_S = 0.02
@@ -192,7 +193,8 @@ def _is_installed(module: str) -> bool:
 def conditions(options: argparse.Namespace) -> str:
     """Return the conditions of the measurements."""
     versions = [f"Python {platform.python_version()}"]
-    for package in ("torch", "megatron-core", "nvidia-resiliency-ext", "safetensors"):
+    packages = ("torch", "megatron-core", "nvidia-resiliency-ext", "safetensors")
+    for package in (*packages, "torch-checkpointing"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     return (
@@ -211,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="turns of each candidate")
     parser.add_argument("--candidates", nargs="+", metavar="TEXT", default=[""])
     parser.add_argument("--work", choices=("busy", "sleep", "both"), default="both")
+    parser.add_argument("--torch-checkpointing", type=Path, default=DEFAULT_FOLDER, metavar="DIR")
     options = parse_options(
         parser,
         mib=8,
@@ -234,6 +237,7 @@ def main() -> None:
     """Measure every candidate and print a table for each kind of work."""
     options = parse()
     has_failed = False
+    make_importable(options.torch_checkpointing)
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}  # for helper processes too
     parts = [conditions(options)]
     for work in ("busy", "sleep") if options.work == "both" else (options.work,):

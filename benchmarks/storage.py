@@ -1,10 +1,13 @@
 """Speed of the storage tier and of restores, against the plainest way to move the same bytes.
 
-    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--quick] [--output FILE.md]
+    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--torch-checkpointing DIR]
+        [--quick] [--output FILE.md]
 
 One rank's state, taken into a region on tmpfs by the engine's own thread:
 
-persist   what the writer process does with it, and a plain write and fsync of the same bytes
+persist   what the writer process does with it until the checkpoint is complete, and until it is read
+          back; a plain write and fsync of the same bytes; the same tensors written by DCP and
+          torch-checkpointing, which neither check nor read back anything
 restore   finding, verifying and copying it into the live state, and copying the same bytes (``copy_``)
           from warm memory
 verify    reading a checkpoint and comparing its checksums, as ``python -m moe_ft verify`` does
@@ -15,6 +18,8 @@ the disk has nothing else to write. Numbers are medians (and ranges).
 """
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -27,9 +32,17 @@ from statistics import median
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from benchmarks import stand_ins
 from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.torch_checkpointing_peer import (
+    DEFAULT_FOLDER,
+    MODULE,
+    blocking_manager,
+    make_importable,
+    save_blocking,
+)
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.requests import PersistRequest
 from moe_ft.engine.persist.writer import PersistWorker
@@ -114,8 +127,10 @@ def check_region(region: Region) -> None:
         check_units(read_index(region), {"": content}, str(region.data_path))
 
 
-def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
-    """Time the writer and a plain write, in one directory."""
+def measure_persist(
+    region: Region, disk: Path, repetitions: int, state: dict[str, torch.Tensor]
+) -> Samples:
+    """Time the writer, a plain write, and other libraries with the same tensors, in one directory."""
     directory = disk / "persist"
     worker = PersistWorker(disk, Storage(str(directory)), 1)
     index = read_index(region)
@@ -136,15 +151,33 @@ def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
         directory.mkdir()
         os.sync()
 
+    complete_s: list[float] = []
     functions: dict[str, Callable[[], None]] = {
         "write and fsync": lambda: write_plainly(region, index.file_bytes, directory / "plain"),
-        "persist": lambda: _discard(worker.persist(request)),
+        "persist, and read back": lambda: _discard(
+            worker.persist(request, tell=lambda _, seconds, __: complete_s.append(seconds))
+        ),
         "of which checksums": lambda: check_region(region),
+        "DCP": lambda: write_with_dcp(state, directory / "dcp"),
     }
-    samples = take_turns(functions, repetitions, prepare)
+    with contextlib.ExitStack() as stack:
+        if importlib.util.find_spec(MODULE) is not None:
+            for name, syncs in (
+                ("torch-checkpointing", False),
+                ("torch-checkpointing + fsync", True),
+            ):
+                manager = stack.enter_context(blocking_manager(syncs=syncs))
+                functions[name] = partial(save_blocking, manager, directory / "peer", state)
+        samples = take_turns(functions, repetitions, prepare)
+    samples["of which until complete"] = complete_s[1:]
     prepare()
     worker.persist(request)  # to be verified
     return samples
+
+
+def write_with_dcp(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors by torch.distributed.checkpoint, which syncs its files."""
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 def _discard(result: object) -> None:
@@ -250,7 +283,9 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="of a snapshot")
     parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
     parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
+    parser.add_argument("--torch-checkpointing", type=Path, default=DEFAULT_FOLDER, metavar="DIR")
     options = parse_options(parser, mib=8, repetitions=1)
+    make_importable(options.torch_checkpointing)
     torch.set_num_threads(1)
     state = new_state(options.mib)
     parameters = stand_ins.parameters_of(state, stand_ins.adam())
@@ -263,8 +298,9 @@ def main() -> None:
         disk, memory = Path(disk_name), Path(memory_name)
         region = stand_ins.snapshot(parameters, plan, layout, memory / "rank_00000", _ITERATION)
         count = options.repetitions
+        saved = {name: each for name, each in state.items() if not name.endswith(".weight")}
         tables = {
-            "Persist": (measure_persist(region, disk, count), "write and fsync"),
+            "Persist": (measure_persist(region, disk, count, saved), "write and fsync"),
             "Restore from memory": (
                 measure_restore(state, parameters, region, memory, count),
                 "copy",

@@ -101,5 +101,6 @@ def test_newest_whole_state_stays_while_others_push_each_other_out(job: Checkpoi
     often = ("--moe-ft-persist-interval", "1", "--moe-ft-persist-dense-interval", "20")
     kill = ("--moe-ft-inject-fault", "kill:1@36:backward")
     job.run("--train-iters", "40", *flags, *often, *kill, storage=True)
-    whole, newest = job.stored()
-    assert 20 <= whole < 30 < newest
+    whole, *newer = job.stored()
+    assert 20 <= whole < 30 < newer[-1]
+    assert len(newer) <= 2  # the one that is kept, and one that not all ranks have read back yet
