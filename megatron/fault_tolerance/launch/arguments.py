@@ -17,7 +17,11 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.environment import prepare_environment, prepare_restarts
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.flag_classes import SCRIPT_FLAGS, untested_lines
+from megatron.fault_tolerance.seams.flag_classes import (
+    SCRIPT_FLAGS,
+    megatron_parser,
+    untested_lines,
+)
 from megatron.fault_tolerance.seams.refusals import check_yaml
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,
@@ -25,6 +29,7 @@ from megatron.fault_tolerance.seams.settings import (
     is_off,
     own_parser,
 )
+from megatron.fault_tolerance.seams.versions import later
 from moe_ft.loop.refusing import refuse, refusing
 from moe_ft.saying import warn
 from moe_ft.spelling import explained
@@ -105,15 +110,23 @@ def unread_flags(command_line: Sequence[str], args: argparse.Namespace) -> list[
 
 
 def _script_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    known = {each.dest for each in (*own_parser()._actions, *_megatron_parser()._actions)}
+    known = {each.dest for each in (*own_parser()._actions, *megatron_parser()._actions)}
     return tuple(sorted({each.dest for each in parser._actions} - known))
 
 
-@functools.cache
-def _megatron_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    megatron_arguments.add_megatron_arguments(parser)
-    return parser
+def keep_docstrings() -> None:
+    """Have Megatron read the sources of its settings once in a process, before ranks are forked from it.
+
+    Each of its parsers reads them again for the help texts of the flags, which takes most of the time of a
+    parser. The values of the flags do not depend on that.
+    """
+    factory: Any = later("megatron.training.argument_utils", "ArgumentGroupFactory")
+    read = getattr(factory, "_get_field_docstrings", None)
+    if read is None:  # a version that has another way
+        return
+    known = functools.cache(lambda settings: read(factory.__new__(factory), settings))
+    factory._get_field_docstrings = lambda _, settings: dict(known(settings))
+    megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 @functools.cache  # Megatron parses several times

@@ -21,7 +21,12 @@ from megatron.training import arguments, get_args, training
 from megatron.training.training import pretrain as stock_pretrain
 from torch.distributed.elastic.multiprocessing import errors
 
-from megatron.fault_tolerance.launch.arguments import parse_args, unread_flags, words_of_moe_ft
+from megatron.fault_tolerance.launch.arguments import (
+    keep_docstrings,
+    parse_args,
+    unread_flags,
+    words_of_moe_ft,
+)
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
     prepare_environment,
@@ -54,6 +59,8 @@ _NEW_CALL = (
     "ModelType.encoder_or_decoder, forward_step)"
 )
 _PARSE = "args = parse_and_validate_args(extra_args_provider=..., args_defaults=...)"
+
+keep_docstrings()  # also in the process that ranks are forked from, which imports this and parses nothing
 
 
 @wraps(stock_pretrain)

@@ -20,7 +20,6 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
-from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -28,6 +27,7 @@ from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
+    megatron_parser,
     record_settings,
     replay_settings,
     script_settings,
@@ -103,8 +103,7 @@ class MegatronLoop(CoreLoop):
         args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
         has_homes = getattr(args, "moe_ft_expert_slots", 0) > 0
         num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
-        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        defaults = parser.parse_args([])
+        defaults = megatron_parser().parse_args([])
         of_state = {**fingerprint(args), **_slot_settings(args, "expert_slots")}
         of_replays = {
             **replay_settings(args),

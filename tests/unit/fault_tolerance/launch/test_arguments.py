@@ -15,7 +15,7 @@ from megatron.fault_tolerance.launch.arguments import (
     words_of_moe_ft,
 )
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.flag_classes import script_settings
+from megatron.fault_tolerance.seams.flag_classes import megatron_parser, script_settings
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import model_flags
 
@@ -52,7 +52,7 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
     args = parse(monkeypatch, "--corpus", "a", "--num-layers", "3", *ON)
     assert (args.corpus, args.temperature, args.num_layers) == ("a", 0.5, 3)
     assert (args.lr, args.moe_ft_strategy, args.world_size) == (0.25, "dense", 2)
-    defaults = arguments._megatron_parser().parse_args([])
+    defaults = megatron_parser().parse_args([])
     assert script_settings(args, defaults).keys() == {"--corpus", "--temperature"}
 
 
