@@ -9,7 +9,6 @@ learn of it. It kills ranks that hang.
 
 import gc
 import importlib
-import importlib.util
 import os
 import selectors
 import signal
@@ -40,7 +39,7 @@ from moe_ft.cluster.protocol import (
     receive_request,
     send,
 )
-from moe_ft.cluster.target import Target
+from moe_ft.cluster.target import Target, is_found
 from moe_ft.processes import follow_parent, set_process_name
 from moe_ft.saying import say, silence_dependencies, warn
 
@@ -82,8 +81,7 @@ def import_modules(target: Target) -> str:
     path, blamed = list(sys.path), ""
     sys.path.insert(0, target.first_path_of_imports)
     for name in (*target.preload, *(_OF_COMPILER if has_driver() else ())):
-        top = name.partition(".")[0]
-        if top not in sys.modules and importlib.util.find_spec(top) is None:
+        if name not in sys.modules and not is_found(name):
             continue
         try:
             with without_driver():

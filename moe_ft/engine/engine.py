@@ -167,6 +167,7 @@ class CheckpointEngine:
         self._memory.open((restored.start, restored.iteration) if restored else None)
         if context.is_on_gpu:
             _pin(self._memory, self._settings, self._reports, iteration)
+        self._memory.mappings.touch_later()
         self._start_iteration = self._iteration = iteration
         kept = self._windows.start(iteration, restored)
         is_in_use = restored is not None and restored.needs_breakpoint

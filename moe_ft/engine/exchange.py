@@ -19,6 +19,8 @@ from moe_ft.errors import ExchangeError
 
 _MOST_BYTES = 1 << 30  # what the nodes of 16,384 ranks have found is some 100 MB
 _MET_BYTES = 256
+# Of a message that comes first: the size of the content, and its beginning, which mostly is all of it.
+_FIRST_BYTES, _SIZE_BYTES = 512, 8
 
 BOOL, INT, TEXT, SETTINGS = Decoder(bool), Decoder(int), Decoder(str), Decoder(dict[str, Any])
 # Encoded values, as ranks pass them on: in the order of their ranks, and by rank.
@@ -61,18 +63,25 @@ def scatter(group: Any, contents: Sequence[bytes]) -> bytes:
 
 
 def _send(group: Any, rank: int, content: bytes) -> None:
-    group.send([torch.tensor([len(content)])], rank, 0).wait()
-    group.send([torch.frombuffer(bytearray(content), dtype=torch.uint8)], rank, 0).wait()
+    first = len(content).to_bytes(_SIZE_BYTES) + content
+    for part in (first[:_FIRST_BYTES].ljust(_FIRST_BYTES), first[_FIRST_BYTES:]):
+        if part:
+            group.send([torch.frombuffer(bytearray(part), dtype=torch.uint8)], rank, 0).wait()
 
 
 def _receive(group: Any, rank: int) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], rank, 0).wait()
+    first = _receive_part(group, rank, _FIRST_BYTES)
+    size = int.from_bytes(first[:_SIZE_BYTES])
     if not 0 < size <= _MOST_BYTES:
-        raise _refusal(f"a message of {int(size)} bytes")
-    content = torch.empty(int(size), dtype=torch.uint8)
-    group.recv([content], rank, 0).wait()
-    return content.numpy().tobytes()
+        raise _refusal(f"a message of {size} bytes")
+    content, num_more = first[_SIZE_BYTES:], _SIZE_BYTES + size - _FIRST_BYTES
+    return content + _receive_part(group, rank, num_more) if num_more > 0 else content[:size]
+
+
+def _receive_part(group: Any, rank: int, num_bytes: int) -> bytes:
+    part = torch.empty(num_bytes, dtype=torch.uint8)
+    group.recv([part], rank, 0).wait()
+    return part.numpy().tobytes()
 
 
 def meet[Value](value: Value, decoder: msgspec.json.Decoder[Value]) -> list[Value]:

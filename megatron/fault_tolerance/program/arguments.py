@@ -30,6 +30,7 @@ from megatron.fault_tolerance.program.text_dataset import (
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import PATH_LISTS, is_number
 from megatron.fault_tolerance.seams.flag_classes import untested_lines
+from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.refusals import (
     SEAM_REFUSALS,
     check_refusals,
@@ -166,7 +167,9 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
         source = TextSource(paths=(args.text_dir,), tokenizer=args.tokenizer_model)
         prefix = prepare_cached(source, args.data_cache_path)
         sys.argv += ["--data-path", str(prefix), *_tokenizer_flags(args)]
-    with refusals_of_megatron():
+    with refusals_of_megatron(), Patches() as patches:
+        if args.text_dir is None:  # else the command line has become another one
+            patches.set(megatron_arguments, "parse_args", lambda *_: args)
         args = megatron_arguments.parse_and_validate_args(add_flags)
         check_splits(args)
     check_refusals(

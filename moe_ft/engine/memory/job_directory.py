@@ -33,6 +33,7 @@ PERSIST_NAME = "persist"
 LAUNCHER_NAME = "launcher"  # note of the node on its last start
 _FORMAT = "moe_ft/job/1"
 _LOCK_TIMEOUT_S = 20.0  # removing a terabyte takes a while
+_LOCK_POLL_S = 0.002  # all ranks of a node enter at the same moment, each for a millisecond
 _NAMES = rf"rank_\d{{5,}}{re.escape(ALIVE_SUFFIX)}|failed_\d{{5,}}\.json|{LAUNCHER_NAME}"
 # Also what a process leaves that is killed while it writes.
 _FILE = re.compile(rf"{_NAMES}|\.({_NAMES})\.\d+")
@@ -222,7 +223,7 @@ def entered_job(directory: Path, timeout_s: float) -> Iterator[None]:
             f"{directory} has no {MARKER_NAME} and holds {foreign.relative_to(directory)}: it is not a job's"
         )
     try:
-        lock = job_lock(directory).acquire(timeout=timeout_s)
+        lock = job_lock(directory).acquire(timeout=timeout_s, poll_interval=_LOCK_POLL_S)
     except FileExistsError as error:  # that the lock says if the directory goes while it is made
         raise FileNotFoundError(error.errno, "was removed just now", str(directory)) from error
     with lock:

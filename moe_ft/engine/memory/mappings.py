@@ -1,13 +1,15 @@
 """Mapped memory of a rank: files on tmpfs that its process has mapped, touched and, for a GPU, pinned.
 
 A process that starts again, after a repair, takes up what it has: mapping, touching and pinning 30 GiB takes
-it many seconds. What is in the files is engine/memory/regions.py and pool.py.
+it many seconds. A new process, such as the replacement of a rank, maps the files that it finds, whose pages
+are there, and touches them while it goes on. What is in the files is engine/memory/regions.py and pool.py.
 """
 
 import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +27,8 @@ from moe_ft.processes import num_cores_of_rank
 
 _MADV_POPULATE_WRITE = 23  # Python has no name for it before 3.14
 _HUGE_PAGE_BYTES = 2 << 20
-_SLICE_BYTES = 128 << 20  # that a thread touches at once
+_SLICE_BYTES = 32 << 20  # that a thread touches at once: meanwhile its process maps nothing else
+_BLOCK_BYTES = 512  # of st_blocks
 _MOST_THREADS = 8
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -37,11 +40,13 @@ class _Mapped:
 
     Attributes:
         file: device, inode and bytes of the file when it was mapped.
+        is_touched: whether its pages are mapped, or about to be.
         unpin: undoes what `Mappings.pin` has done; None if it is not pinned.
     """
 
     memory: mmap.mmap
     file: tuple[int, int, int]
+    is_touched: bool
     unpin: Callable[[], None] | None = None
 
 
@@ -55,7 +60,9 @@ class Mappings:
         self._pin_problem = ""
 
     def open(self, path: Path, num_bytes: int) -> mmap.mmap:
-        """Return the mapping of a file, all of it touched; one that is there in this size keeps its bytes.
+        """Return the mapping of a file, with room for all of it; one of this size keeps its bytes.
+
+        All of it is touched, unless it is a large one that was found whole: `touch_later`.
 
         Raises:
             UnsafePathError, OSError: as `MappedFile.open`.
@@ -64,9 +71,13 @@ class Mappings:
             self._release(path)
             descriptor = create_private(path)
             try:
+                is_whole = num_bytes > _SLICE_BYTES and _has_pages(descriptor, num_bytes)
                 with waiting(num_bytes / SLOWEST_BYTES_PER_S):
-                    memory = _map(descriptor, path, num_bytes)
-                self._mapped[path] = _Mapped(memory=memory, file=_file_of(os.fstat(descriptor)))
+                    memory = (
+                        _map_whole(descriptor) if is_whole else _map(descriptor, path, num_bytes)
+                    )
+                file = _file_of(os.fstat(descriptor))
+                self._mapped[path] = _Mapped(memory=memory, file=file, is_touched=not is_whole)
             finally:
                 os.close(descriptor)
         return self._mapped[path].memory
@@ -110,6 +121,25 @@ class Mappings:
                 _unpin(mapped)
             raise PinError(self._pin_problem)
 
+    def touch_later(self) -> None:
+        """Touch what was found whole and is not pinned, in the background: no repair waits for that."""
+        waiting_for = [
+            each for each in self._mapped.values() if not each.is_touched and each.unpin is None
+        ]
+        views = [memoryview(each.memory) for each in waiting_for]  # keep it mapped meanwhile
+        for each in waiting_for:
+            each.is_touched = True
+
+        def touch() -> None:
+            while views:
+                view = views.pop()
+                with suppress(OSError):  # Linux before 5.14: the first copies touch it
+                    for start in range(0, len(view), _SLICE_BYTES):
+                        _populate_slice(_address(view), len(view), start)
+
+        if views:
+            threading.Thread(target=touch, name="moe_ft-touch", daemon=True).start()
+
     def keep_only(self, sizes: Mapping[Path, int]) -> None:
         """Unmap all files but these, and those that were removed or replaced: their memory is free then."""
         for path in [*self._mapped]:
@@ -133,12 +163,24 @@ class Mappings:
                 mapped.memory.close()
 
 
-def _address(memory: mmap.mmap) -> int:
+def _address(memory: mmap.mmap | memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _file_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
+
+
+def _has_pages(descriptor: int, num_bytes: int) -> bool:
+    """Return whether a file has this size and no holes, as one that was being made may have."""
+    status = os.fstat(descriptor)
+    return status.st_size == num_bytes <= status.st_blocks * _BLOCK_BYTES
+
+
+def _map_whole(descriptor: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, 0)
+    memory.madvise(mmap.MADV_DONTFORK)  # what loads data would keep memory that was let go
+    return memory
 
 
 def _map(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
@@ -158,8 +200,9 @@ def _map(descriptor: int, path: Path, num_bytes: int) -> mmap.mmap:
         if memory is not None:
             os.ftruncate(descriptor, 0)  # else it would look like one with room
         raise
-    memory = memory or mmap.mmap(descriptor, num_bytes)
-    memory.madvise(mmap.MADV_DONTFORK)  # what loads data would keep memory that was let go
+    if memory is None:
+        memory = mmap.mmap(descriptor, num_bytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # as in `_map_whole`
     try:
         _populate(memory)
     except OSError as error:  # Linux before 5.14

@@ -118,7 +118,7 @@ def test_pickle_of_a_stranger_that_leads_is_refused_and_does_not_run(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("size", [-1, 0, exchange._MOST_BYTES + 1, 1 << 62])
+@pytest.mark.parametrize("size", [0, exchange._MOST_BYTES + 1, 1 << 62])
 def test_size_that_no_message_has_is_refused_before_there_is_room_for_it(
     pair: Pair, size: int
 ) -> None:
@@ -126,7 +126,26 @@ def test_size_that_no_message_has_is_refused_before_there_is_room_for_it(
         with pytest.raises(ExchangeError, match=f"a message of {size} bytes"):
             exchange.gather(pair.groups[0], b"own")
 
-    pair.together(lead, lambda: pair.groups[1].send([torch.tensor([size])], 0, 0).wait())
+    first = bytearray(size.to_bytes(8).ljust(512))
+    sent = [torch.frombuffer(first, dtype=torch.uint8)]
+    pair.together(lead, lambda: pair.groups[1].send(sent, 0, 0).wait())
+
+
+@pytest.mark.parametrize("num_bytes", [1, 503, 504, 505, 100_000])
+def test_content_of_any_size_arrives_as_it_was_sent(pair: Pair, num_bytes: int) -> None:
+    content = bytes(number % 251 for number in range(num_bytes))
+    arrived: list[bytes] = []
+
+    def lead() -> None:
+        arrived.extend(exchange.gather(pair.groups[0], b"own") or ())
+        exchange.scatter(pair.groups[0], [b"own", arrived[1]])
+
+    def follow() -> None:
+        exchange.gather(pair.groups[1], content)
+        arrived.append(exchange.scatter(pair.groups[1], ()))
+
+    pair.together(lead, follow)
+    assert arrived == [b"own", content, content]
 
 
 def test_lists_that_are_nested_without_end_are_refused() -> None:

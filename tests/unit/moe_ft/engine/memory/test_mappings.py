@@ -152,6 +152,58 @@ def test_pages_of_a_large_file_are_touched_by_as_many_threads_as_cores_of_the_ra
     kept.close()
 
 
+def test_large_file_that_is_whole_is_mapped_as_it_is_and_touched_after_the_start(
+    tmp_path: Path, counts: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "_SLICE_BYTES", SIZE)
+    path, num_bytes, kept = tmp_path / "file", 2 * SIZE + 1, Mappings()
+    kept.open(path, num_bytes)[-2:] = b"ab"
+    kept.close()
+    for holes in (False, True):
+        if holes:  # as of a process that was killed while it made the file
+            content = path.read_bytes()
+            path.unlink()
+            with path.open("wb") as file:
+                file.truncate(num_bytes)
+                file.seek(num_bytes - 2)
+                file.write(content[-2:])
+            path.chmod(0o600)
+            assert path.stat().st_blocks * 512 < num_bytes
+        counts.forget()
+        found = Mappings()
+        assert found.open(path, num_bytes)[-2:] == b"ab"
+        assert sorted(counts.touched) == ([1, SIZE, SIZE] if holes else [])
+        before = {*threading.enumerate()}
+        found.touch_later()
+        for thread in {*threading.enumerate()} - before:
+            thread.join()
+        assert sorted(counts.touched) == [1, SIZE, SIZE]
+        found.touch_later()
+        assert len(counts.touched) == 3
+        found.close()
+        assert not is_mapped(path)
+    counts.forget()
+    assert kept.open(path, num_bytes + 1)[-1:] == b"\0"  # another size: it is made again
+    assert sorted(counts.touched) == [2, SIZE, SIZE]
+    kept.close()
+
+
+def test_large_file_that_is_whole_is_pinned_instead_of_touched(
+    tmp_path: Path, counts: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "_SLICE_BYTES", SIZE)
+    path, register = tmp_path / "file", lambda address, size: counts.registered.append(size) or ""
+    for num_touches in (2, 0):
+        kept = Mappings()
+        kept.open(path, 2 * SIZE)
+        kept.pin([path], register, lambda address: None)
+        kept.touch_later()
+        assert len(counts.touched) == num_touches
+        kept.close()
+        counts.touched.clear()
+    assert counts.registered == [2 * SIZE] * 2
+
+
 def test_page_that_cannot_be_had_is_an_error_and_an_old_kernel_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
