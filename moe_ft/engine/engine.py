@@ -165,9 +165,8 @@ class CheckpointEngine:
         """Open memory, accept replicas, start workers and the writer; raises OSError or PinError."""
         context = self._context
         self._memory.open((restored.start, restored.iteration) if restored else None)
-        if context.is_on_gpu:
-            _pin(self._memory, self._settings, self._reports, iteration)
-        self._memory.mappings.touch_later()
+        parts = self._memory, self._settings, self._reports, iteration
+        _pin_or_touch(*parts, is_on_gpu=context.is_on_gpu)
         self._start_iteration = self._iteration = iteration
         kept = self._windows.start(iteration, restored)
         is_in_use = restored is not None and restored.needs_breakpoint
@@ -424,12 +423,21 @@ class CheckpointEngine:
         self._memory.remove()
 
 
-def _pin(memory: RankMemory, settings: EngineSettings, reports: Reports, iteration: int) -> None:
+def _pin_or_touch(
+    memory: RankMemory,
+    settings: EngineSettings,
+    reports: Reports,
+    iteration: int,
+    *,
+    is_on_gpu: bool,
+) -> None:
     """Pin a rank's memory; if CUDA refuses, report that, or raise PinError where it must not."""
     try:
-        memory.pin()
+        if is_on_gpu:
+            memory.pin()
     except PinError as error:
         if settings.needs_pins:
             raise
         reason = f"--moe-ft-pin=try: snapshots take longer and training waits for them: {error}"
         reports.degraded(BackgroundPart.MEMORY, iteration, reason)
+    memory.mappings.touch_later()  # what is not pinned
