@@ -30,6 +30,7 @@ from megatron.fault_tolerance.seams.settings import (
     own_parser,
 )
 from megatron.fault_tolerance.seams.versions import later
+from moe_ft.config.flag_table import flag_classes
 from moe_ft.loop.refusing import refuse, refusing
 from moe_ft.saying import warn
 from moe_ft.spelling import explained
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if unknown := [word for word in others if word.startswith(PREFIX)]:
             _refuse(parser, f"unrecognized arguments: {' '.join(unknown)}")
         setattr(found, SCRIPT_FLAGS, _script_flags(parser))
-        if not is_off(found):
+        if os.environ.get("RANK", "0") == "0" and not is_off(found):
             _warn_once(*untested_lines(found, parser, getattr(found, SCRIPT_FLAGS)))
         return found, others
 
@@ -114,12 +115,13 @@ def _script_flags(parser: argparse.ArgumentParser) -> tuple[str, ...]:
     return tuple(sorted({each.dest for each in parser._actions} - known))
 
 
-def keep_docstrings() -> None:
-    """Have Megatron read the sources of its settings once in a process, before ranks are forked from it.
+def prepare_parsers() -> None:
+    """Do once in a process what its parsers would do again and again: before ranks are forked from it.
 
-    Each of its parsers reads them again for the help texts of the flags, which takes most of the time of a
-    parser. The values of the flags do not depend on that.
+    Each of Megatron's parsers reads the sources of its settings for the help texts of the flags, which takes
+    most of the time of a parser. The values of the flags do not depend on that.
     """
+    flag_classes()
     factory: Any = later("megatron.training.argument_utils", "ArgumentGroupFactory")
     read = getattr(factory, "_get_field_docstrings", None)
     if read is None:  # a version that has another way
@@ -131,7 +133,7 @@ def keep_docstrings() -> None:
 
 @functools.cache  # Megatron parses several times
 def _warn_once(*lines: str) -> None:
-    for line in lines if os.environ.get("RANK", "0") == "0" else ():
+    for line in lines:
         warn(line)
 
 

@@ -22,8 +22,8 @@ from megatron.training.training import pretrain as stock_pretrain
 from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch.arguments import (
-    keep_docstrings,
     parse_args,
+    prepare_parsers,
     unread_flags,
     words_of_moe_ft,
 )
@@ -35,6 +35,7 @@ from megatron.fault_tolerance.launch.environment import (
 from megatron.fault_tolerance.repair.seam import installed
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.settings import (
     check_model,
     checked_config,
@@ -60,7 +61,7 @@ _NEW_CALL = (
 )
 _PARSE = "args = parse_and_validate_args(extra_args_provider=..., args_defaults=...)"
 
-keep_docstrings()  # also in the process that ranks are forked from, which imports this and parses nothing
+prepare_parsers()  # also in the process that ranks are forked from, which imports this and parses nothing
 
 
 @wraps(stock_pretrain)
@@ -121,7 +122,9 @@ def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:
-            with installed(config, args, listeners) as arguments_of_repair:
+            with installed(config, args, listeners) as arguments_of_repair, Patches() as patches:
+                # It parses once more for two flags of its own, while others may wait for a replacement.
+                patches.set(arguments, "parse_args", lambda *_, **__: args)
                 result = call(**arguments_of_repair)
         except SystemExit as exit_:  # an --exit-* flag, or a failed validation of results
             if exit_.code:

@@ -162,7 +162,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Mo
     config = checked_config(args, REFUSALS)
     check_program(args)
     check_model(args, config)
-    untested = untested_lines(args, parser)
+    untested = untested_lines(args, parser) if args.rank == 0 else []  # which prints them
     if args.text_dir is not None:
         source = TextSource(paths=(args.text_dir,), tokenizer=args.tokenizer_model)
         prefix = prepare_cached(source, args.data_cache_path)

@@ -79,15 +79,15 @@ def untested_flags(
         script_flags: the flags that a script has added, by ``dest``: they are its own business.
     """
     found: dict[str, list[str]] = {}
-    choices = {each.dest: each.choices for each in parser._actions}
+    actions = {each.dest: each for each in reversed(parser._actions)}
     for dest, flag in sorted(megatron_flags(parser).items(), key=lambda each: each[1]):
         value = getattr(args, dest, None)
-        names = _names(value) if choices[dest] or dest in TESTED_VALUES else []
+        names = _names(value) if actions[dest].choices or dest in TESTED_VALUES else []
         if dest in TESTED_VALUES:
             names = [name for name in names if name not in TESTED_VALUES[dest]]
             is_named = bool(names)
         else:
-            is_named = not _is_tested(dest) and value != _default(parser, dest)
+            is_named = not _is_tested(dest) and value != _default(parser, actions[dest])
         if is_named and dest not in script_flags:
             each = flag_classes().get(dest)
             subject = each.subject if each else UNKNOWN
@@ -114,9 +114,8 @@ def _names(value: Any) -> list[str]:
     ]
 
 
-def _default(parser: argparse.ArgumentParser, name: str) -> Any:
+def _default(parser: argparse.ArgumentParser, action: argparse.Action) -> Any:
     """Return the value of a flag that is not given, as parsing gives it."""
-    action = next(each for each in parser._actions if each.dest == name)
     if action.default is argparse.SUPPRESS:
         return None
     is_text = isinstance(action.default, str)
