@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
 PRELOADED = (
     "megatron.fault_tolerance.launch.pretraining",  # with torch, Megatron and moe_ft
-    "megatron.fault_tolerance.program.forward_step",  # with Megatron's data sets
+    "megatron.fault_tolerance.program.arguments",  # with Megatron's data sets
     "megatron.fault_tolerance.program.model",
     "megatron.core.tokenizers.text.models",
     "megatron.core.tokenizers.text.text_tokenizer",

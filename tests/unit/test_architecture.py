@@ -92,6 +92,8 @@ LAUNCHER = "megatron.fault_tolerance.launch.pretraining"
 FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.cluster.target", LAUNCHER),
+    ("moe_ft.cluster.target", "megatron.fault_tolerance.program.arguments"),
+    ("moe_ft.cluster.target", "megatron.fault_tolerance.program.model"),
     ("moe_ft.commands.command_line", "megatron.fault_tolerance.program.plan"),
     (
         "moe_ft.convert.huggingface.shared_experts",
