@@ -3,15 +3,20 @@
     python -m benchmarks.touch [--folders DIR ...] [--megabytes N] [--repetitions N] [--output FILE.md]
 
 A new file is reserved, mapped and touched as at the first start of a rank: with one thread, and with those
-that a rank has which is alone on its node, in turns. The third row is a start in a new process that finds the
-file, the last one a repair, which takes up what its process has mapped. Folders on mounts with and
+that a rank has which is alone on its node, in turns. The other rows are of a repair: in the replacement of a
+rank, a new process that finds the file, and in the others, which take up what they have mapped. A replacement
+touches the file later, in a thread; the row "touched" has what it would wait for otherwise. "other thread"
+has how long another thread of the replacement stood still meanwhile, at most. Folders on mounts with and
 without huge=within_size show what huge pages change. Pinning needs a GPU and is not in it.
 """
 
 import argparse
 import tempfile
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -22,13 +27,19 @@ from moe_ft.engine.memory.job_directory import huge_pages
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.processes import num_cores_of_rank
 
+TOUCHED, FOUND = "replacement, touched", "replacement"
+OTHER, TAKEN_UP = "replacement, other thread", "survivor"
+_LOOK_S = 0.001
+
 
 def measure(folder: Path, num_bytes: int, repetitions: int) -> dict[str, list[float]]:
     """Return seconds by what is measured."""
     threads = {
         f"new, {each} thread{'s' * (each > 1)}": each for each in (1, min(num_cores_of_rank(), 8))
     }
-    found: dict[str, list[float]] = {name: [] for name in (*threads, "found", "taken up")}
+    found: dict[str, list[float]] = {
+        name: [] for name in (*threads, TOUCHED, FOUND, OTHER, TAKEN_UP)
+    }
 
     def timed(name: str, memory: Mappings) -> None:
         begin_s = time.perf_counter()
@@ -43,10 +54,44 @@ def measure(folder: Path, num_bytes: int, repetitions: int) -> dict[str, list[fl
                 mock.patch.object(mappings, "num_cores_of_rank", lambda each=num_threads: each),
             ):
                 timed(name, memory)
-        with closing(Mappings()) as memory:
-            timed("found", memory)
-            timed("taken up", memory)
+        with (
+            closing(Mappings()) as memory,
+            mock.patch.object(mappings, "_has_pages", lambda *_: False),
+        ):
+            timed(TOUCHED, memory)
+        with closing(Mappings()) as memory, _longest_gap(found[OTHER]):
+            timed(FOUND, memory)
+            _touch(memory)
+            timed(TAKEN_UP, memory)
     return found
+
+
+def _touch(memory: Mappings) -> None:
+    before = set(threading.enumerate())
+    memory.touch_later()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+
+
+@contextmanager
+def _longest_gap(gaps: list[float]) -> Iterator[None]:
+    """Add the longest time for which another thread did not run in this context."""
+    has_ended, seconds = threading.Event(), [time.perf_counter()]
+
+    def run() -> None:
+        while not has_ended.wait(_LOOK_S):
+            seconds.append(time.perf_counter())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        gaps.append(
+            max(after - before for before, after in pairwise([*seconds, time.perf_counter()]))
+        )
 
 
 def main() -> None:
