@@ -1,10 +1,13 @@
 """Flags of moe_ft join those of a script, and none of them is ignored in silence."""
 
 import argparse
+import inspect
 import sys
+from pathlib import Path
 
 import pytest
 from megatron.training import arguments as megatron_arguments
+from megatron.training.config import TrainingConfig
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch import arguments
@@ -54,6 +57,19 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
     assert (args.lr, args.moe_ft_strategy, args.world_size) == (0.25, "dense", 2)
     defaults = megatron_parser().parse_args([])
     assert script_settings(args, defaults).keys() == {"--corpus", "--temperature"}
+
+
+@pytest.mark.versions
+def test_parsers_of_a_process_that_is_prepared_read_no_sources_and_have_the_same_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments.prepare_parsers()
+    monkeypatch.setattr(inspect, "getsource", lambda of: pytest.fail(f"the source of {of} is read"))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    megatron_arguments.add_megatron_arguments(parser)
+    (action,) = [each for each in parser._actions if each.dest == "train_iters"]
+    source = Path(inspect.getfile(TrainingConfig)).read_text()
+    assert action.help and action.help in " ".join(source.split())
 
 
 def test_arguments_of_a_script_are_those_of_the_ranks_that_train(

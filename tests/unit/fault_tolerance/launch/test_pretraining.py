@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.training import global_vars, training
+from megatron.training import arguments, ft_integration, global_vars, training
 from megatron.training import pretrain as stock_pretrain
 
 from megatron import fault_tolerance
@@ -171,6 +171,23 @@ def test_sigterm_is_reported_as_a_failure_unless_it_means_a_planned_end(
         checked_config(args), args, lambda: during.append(signal.getsignal(signal.SIGTERM))
     )
     assert (during != [before]) == is_reported
+
+
+def test_megatron_does_not_parse_again_in_pretrain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse("--mock-data", "--moe-ft-event-log", str(tmp_path))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    stock, found = arguments.parse_args, list[argparse.Namespace]()
+
+    def pretrain() -> None:
+        ft_integration.setup()
+        found.append(arguments.parse_args(ignore_unknown_args=True))
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-layers", "none"])  # would be refused
+    pretraining.train(checked_config(args), args, pretrain)
+    assert found == [args]
+    assert arguments.parse_args is stock
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
