@@ -201,7 +201,9 @@ def run(options: argparse.Namespace) -> int:
         [f"a start refuses this: {refusal}"] if refusal else planned.values.notes(planned.command)
     )
     lines = "\n".join(f"note: {line}" for line in notes)
-    survival = f"memory survives the loss of {_survival(job)}"
+    share = kind.footprint(job).share
+    num_sending = share.num_covered(job.replication_factor, job.replica_regions)
+    survival = f"memory survives the loss of {_survival(job, num_sending)}"
     parts = [
         _no_room(planned, kind),
         kind.report(job),
@@ -223,7 +225,11 @@ def _no_room(planned: _Planned, kind: StrategyKind) -> str:
     if planned.limit is None:
         return ""
     job, share = planned.job, kind.footprint(planned.job).share
-    num_bytes = share.total_bytes(persists=job.persists, replication_factor=job.replication_factor)
+    num_bytes = share.total_bytes(
+        persists=job.persists,
+        replication_factor=job.replication_factor,
+        replica_regions=job.replica_regions,
+    )
     num_bytes += job.boundary_bytes(kind.longest_window(job.config))
     return check_room(job, num_bytes, planned.limit)[1]
 
@@ -310,19 +316,22 @@ def _check_storage(bandwidth: str | None) -> None:
         )
 
 
-def _survival(job: PlannedJob) -> str:
+def _survival(job: PlannedJob, num_sending: int) -> str:
     """Return the losses that replicas cover, whichever nodes of a file with domains the job gets."""
     given, num_nodes = job.config.memory.failure_domain, job.replication_factor
+    found = Survival(
+        num_nodes=num_nodes, num_sending=num_sending if num_sending < num_nodes else None
+    )
     if given is None or not num_nodes:
-        return Survival(num_nodes=num_nodes, domain=None if given is None else False).describe()
+        return replace(found, domain=None if given is None else False).describe()
     if given == SLURM:
-        return f"{Survival(num_nodes=num_nodes, domain=True).describe()}, if SLURM gives it several"
+        return f"{replace(found, domain=True).describe()}, if SLURM gives it several"
     sizes = Counter(read_domains(Path(given)).values())
     largest = max(sizes.values(), default=0)
-    found = Survival(num_nodes=num_nodes, domain=len(sizes) > 1).describe()
+    words = replace(found, domain=len(sizes) > 1).describe()
     if len(sizes) > 1 and job.num_nodes <= largest:
-        found += f", if its {job.num_nodes} nodes are in several (one domain has {largest} nodes)"
-    return found
+        words += f", if its {job.num_nodes} nodes are in several (one domain has {largest} nodes)"
+    return words
 
 
 def _advise(planned: _Planned, *, varies: bool = True) -> Told:

@@ -75,6 +75,12 @@ class MemoryConfig(Part):
         bounds=Bounds(at_least=0),
         page="checkpoints.md",
     )
+    replica_regions: str = setting(
+        "1",
+        "regions of a rank at each of several peers; 2 = as many nodes may be lost while a snapshot is sent",
+        choices=("1", "2"),
+        needs=(STRATEGY, PEERS),
+    )
     failure_domain: str | None = setting(
         None,
         "where nodes fail together: a file with lines 'NODE DOMAIN', or slurm for its switches",

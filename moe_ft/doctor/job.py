@@ -10,7 +10,7 @@ from moe_ft.config.fields import flag_of
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import find_domains
-from moe_ft.planning.host_memory import Footprint
+from moe_ft.planning.host_memory import Footprint, num_replica_regions, regions_at_peers
 from moe_ft.planning.placement import (
     default_replication_factor,
     find_survival,
@@ -57,9 +57,11 @@ class Job:
         """Host memory of a node; None if it is not planned."""
         if self.footprint is None or self.ranks is None:
             return None
+        factor = self.replication_factor(self.num_nodes)
         return self.ranks[1] * self.footprint.share.total_bytes(
             persists=self.config.storage.persists,
-            replication_factor=self.replication_factor(self.num_nodes),
+            replication_factor=factor,
+            replica_regions=regions_at_peers(self.config.memory, factor),
         )
 
     @property
@@ -131,11 +133,13 @@ class Placement:
 
     Attributes:
         peers: ``[rank]`` the ranks that keep its replicas.
+        replica_regions: that each of these keeps of the rank.
         problem: why the failure domains of the nodes are not known, if they were asked for.
     """
 
     topology: Topology
     peers: Sequence[tuple[int, ...]]
+    replica_regions: int
     problem: ConfigError | None = None
 
     def nodes(self) -> dict[str, list[str]]:
@@ -151,7 +155,7 @@ class Placement:
         """Return the row on failures that memory survives."""
         if self.problem is not None:
             return refused(_FAILURES, _ALL, self.problem)
-        survival = find_survival(self.topology, self.peers)
+        survival = find_survival(self.topology, self.peers, self.replica_regions)
         found = f"memory survives the loss of {survival.describe()}"
         if not survival.num_nodes:
             more = (
@@ -193,4 +197,11 @@ def place_on_nodes(job: Job, nodes: Sequence[str]) -> Placement:
     )
     topology = Topology(ranks=ranks)
     factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
-    return Placement(topology=topology, peers=place_replicas(topology, factor), problem=problem)
+    has_pool = job.footprint is not None and job.footprint.share.pool_bytes > 0
+    regions = num_replica_regions(regions_at_peers(job.config.memory, factor), has_pool=has_pool)
+    return Placement(
+        topology=topology,
+        peers=place_replicas(topology, factor),
+        replica_regions=regions,
+        problem=problem,
+    )

@@ -12,7 +12,8 @@ from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions
 from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
-from moe_ft.engine.links.peers import PeerReplicator, ReplicaSender
+from moe_ft.engine.links.peers import PeerReplicator
+from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.copying import StateCopier
@@ -153,7 +154,8 @@ def _build_writer(
         parameters = [each for each in context.parameters if each.unit in units]
         gradients = GradientCapture(parameters, strategy.followable)
     if replicator is not None:
-        sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock)
+        halved = [each.rank for each in context.peers] if settings.halves_peers else []
+        sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock, halved)
     return SnapshotWriter(
         StateCopier(context.parameters, pool, settings.staging_bytes),
         _indexer(context, records),

@@ -166,6 +166,8 @@ class LastSteps:
         window = self._windows.open
         if window is not None and window.is_growing:
             window.is_given_up = window.is_cut_off = True
+        if self._is_for_memory and self._windows.is_passing_on:
+            turn = min(turn, Turn.WAIT)  # the peers of other ranks take it until all have ended
         self._decisions.begin(partial(self._votes, turn), self._iteration)
         decided = self._decisions.read(self._iteration)
         if decided is None:
@@ -181,7 +183,9 @@ class LastSteps:
         is_on_storage = self._storage.is_at_end(self._iteration)
         return Progress(
             turn=votes.turn,
-            is_saved=is_in_memory if self._is_for_memory else is_on_storage,
+            is_saved=is_in_memory and votes.turn is not Turn.WAIT
+            if self._is_for_memory
+            else is_on_storage,
             has_failed=is_confirmed is False or has_window_failed,
             is_idle=votes.is_idle
             and votes.state is not SnapshotState.RUNNING

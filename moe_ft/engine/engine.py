@@ -66,6 +66,7 @@ class EngineSettings:
         num_streams: connections to each peer.
         keeps_gradients: whether peers make replicas of gradients.
         needs_pins: whether a start fails if CUDA cannot register its memory.
+        halves_peers: whether a window goes to one half of the peers after the other, see links/sender.py.
     """
 
     interval: int | None
@@ -78,6 +79,7 @@ class EngineSettings:
     num_streams: int = 1
     keeps_gradients: bool = False
     needs_pins: bool = True
+    halves_peers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from moe_ft.events import EventLog
 from moe_ft.loop.checkpoints import Checkpoints, met_of
 from moe_ft.loop.listeners import LoopListener, LoopState
 from moe_ft.loop.training_loop import TrainingLoop
+from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import find_survival
 from moe_ft.planning.protection import Launcher, Protection, Starter, block_of
 from moe_ft.recovery.job_memory import reserved_bytes
@@ -73,7 +74,8 @@ class Protects(LoopListener):
     def _protection(self, met: Met, starter: Starter) -> Protection:
         config, topology = self._config, met.site.topology
         strategy, storage, kind = config.strategy, config.storage, chosen(config)
-        survival = find_survival(topology, met.peers)
+        copies = min(map(len, met.peers))
+        survival = find_survival(topology, met.peers, regions_at_peers(config.memory, copies))
         return Protection(
             strategy=strategy.strategy,
             contents=kind.contents(config),
@@ -83,7 +85,7 @@ class Protects(LoopListener):
             memory_dir=config.memory.memory_dir,
             node_bytes=max(reserved_bytes(met.site, met.peers).values()),
             num_nodes=len(topology.nodes),
-            copies=min(map(len, met.peers)),
+            copies=copies,
             survival=survival,
             storage=storage.persist_dir or "",
             persist_interval=storage.persist_interval,

@@ -8,8 +8,8 @@ upper bounds: headers, indexes, notes, and the pages that a file system gives to
 from dataclasses import dataclass
 
 from moe_ft.arithmetic import round_up
+from moe_ft.config.config import MemoryConfig
 
-NUM_REPLICA_REGIONS = 2
 NUM_GRADIENT_BUFFERS = 2  # of the snapshot that is being sent, and of the step that follows
 
 
@@ -43,6 +43,26 @@ def num_regions(*, persists: bool) -> int:
     One is the newest that is complete, one is being filled, one is being written to storage.
     """
     return 3 if persists else 2
+
+
+def regions_at_peers(memory: MemoryConfig, num_peers: int) -> int:
+    """Return the regions that a peer keeps of a rank with so many peers and without a pool.
+
+    One is enough where others keep the newest state while one is filled (engine/links/sender.py). A replica
+    by gradients is made of the one before.
+    """
+    return int(memory.replica_regions) if num_peers > 1 and not memory.sends_gradients else 2
+
+
+def num_replica_regions(without_pool: int, *, has_pool: bool) -> int:
+    """Return the regions that a peer keeps of a rank; one is the newest complete one, one is being filled.
+
+    Where there is a pool they hold little: it takes 36 bytes of a parameter, or 18, and a region 0.3.
+
+    Args:
+        without_pool: see `regions_at_peers`.
+    """
+    return 2 if has_pool else without_pool
 
 
 def num_slots(num_units: int, most_in_snapshot: int) -> int:
@@ -80,24 +100,39 @@ class MemoryShare:
         sent = self.boundary_bytes + NUM_GRADIENT_BUFFERS * self.gradient_bytes
         return regions + self.pool_bytes + self.breakpoint_bytes + sent
 
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes that one peer keeps for the rank."""
-        return NUM_REPLICA_REGIONS * self.region_bytes + self.pool_bytes
+    def replica_bytes(self, replica_regions: int) -> int:
+        """Return the bytes that one peer keeps for the rank."""
+        return self._num_replica_regions(replica_regions) * self.region_bytes + self.pool_bytes
 
-    def beside_bytes(self, *, persists: bool, replication_factor: int) -> int:
+    def _num_replica_regions(self, replica_regions: int) -> int:
+        return num_replica_regions(replica_regions, has_pool=self.pool_bytes > 0)
+
+    def num_covered(self, replication_factor: int, replica_regions: int) -> int:
+        """Return the nodes whose loss at one time peers survive, whatever is on its way to them."""
+        is_halved = self._num_replica_regions(replica_regions) == 1
+        return replication_factor // 2 if is_halved else replication_factor
+
+    def beside_bytes(self, *, persists: bool, replication_factor: int, replica_regions: int) -> int:
         """Return the bytes of the small files of a rank, and of those of the replicas that it keeps.
 
         The old index stays until the new one is whole. As much again is for notes and requests.
         """
         num_own = num_regions(persists=persists) + (3 if self.breakpoint_bytes else 2)
-        num_kept = replication_factor * (NUM_REPLICA_REGIONS + 1)
+        num_kept = replication_factor * (self._num_replica_regions(replica_regions) + 1)
         return (num_own + num_kept) * self.index_bytes
 
-    def total_bytes(self, *, persists: bool, replication_factor: int) -> int:
-        """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers."""
-        kept = replication_factor * self.replica_bytes
-        beside = self.beside_bytes(persists=persists, replication_factor=replication_factor)
+    def total_bytes(self, *, persists: bool, replication_factor: int, replica_regions: int) -> int:
+        """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers.
+
+        Args:
+            replica_regions: see `num_replica_regions`.
+        """
+        kept = replication_factor * self.replica_bytes(replica_regions)
+        beside = self.beside_bytes(
+            persists=persists,
+            replication_factor=replication_factor,
+            replica_regions=replica_regions,
+        )
         return self.own_bytes(persists=persists) + kept + beside
 
 

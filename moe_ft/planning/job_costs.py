@@ -121,7 +121,9 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
     copied = sum(saved.snapshots) / period
     lost = interval * (rounds - 1) / 2
     share = saved.share.total_bytes(
-        persists=job.persists, replication_factor=job.replication_factor
+        persists=job.persists,
+        replication_factor=job.replication_factor,
+        replica_regions=job.replica_regions,
     )
     return Costs(
         strategy=strategy,
@@ -136,7 +138,9 @@ def costs_of(job: PlannedJob, strategy: str, saved: Saved) -> Costs:
         host_bytes=share + job.boundary_bytes(saved.longest_window),
         lost_token_share=lost / (interval / 2 + window - 1 + lag),
         recoveries=_recoveries(job, machine, saved),
-        nodes_lost=None if job.reads_storage else job.replication_factor,
+        nodes_lost=None
+        if job.reads_storage
+        else saved.share.num_covered(job.replication_factor, job.replica_regions),
         stored=stored,
     )
 

@@ -5,7 +5,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from moe_ft.config.config import MemoryConfig
 from moe_ft.errors import ConfigError, PlanError
+from moe_ft.planning.host_memory import num_replica_regions, regions_at_peers
 from moe_ft.topology import RankInfo, Topology
 
 DEFAULT_FACTOR = 2
@@ -176,30 +178,52 @@ class Survival:
 
     Attributes:
         num_nodes: any so many nodes at once.
+        num_sending: as many while a snapshot is on its way to peers; None if that makes no difference.
         domain: any one failure domain, with all of its nodes; None if domains are not known.
     """
 
     num_nodes: int
     domain: bool | None = None
+    num_sending: int | None = None
+
+    @property
+    def nodes(self) -> str:
+        """The nodes in words."""
+        if self.num_sending is None:
+            return _nodes(self.num_nodes)
+        return f"{_nodes(self.num_nodes)} (while a snapshot is sent, {_nodes(self.num_sending)})"
 
     def describe(self) -> str:
         """Return it in words for people."""
-        nodes = "no node" if not self.num_nodes else f"any {self.num_nodes} nodes at once"
-        nodes = "any one node" if self.num_nodes == 1 else nodes
         if self.domain is None:
-            return f"{nodes}; failure domains are not known (--moe-ft-failure-domain)"
-        return f"{nodes}; {'any one' if self.domain else 'no'} failure domain"
+            return f"{self.nodes}; failure domains are not known (--moe-ft-failure-domain)"
+        return f"{self.nodes}; {'any one' if self.domain else 'no'} failure domain"
 
 
-def find_survival(topology: Topology, peers: Sequence[tuple[int, ...]]) -> Survival:
-    """Return what the replicas of a job cover."""
+def _nodes(number: int) -> str:
+    return {0: "no node", 1: "any one node"}.get(number, f"any {number} nodes at once")
+
+
+def find_survival(
+    topology: Topology, peers: Sequence[tuple[int, ...]], replica_regions: int
+) -> Survival:
+    """Return what the replicas of a job cover; see `plan_node_memory`."""
+    has_pool = any(info.num_slots for info in topology.ranks)
+    is_halved = num_replica_regions(replica_regions, has_pool=has_pool) == 1
+    num_nodes = min(map(len, peers))
     domains = [info.domain for info in topology.ranks]
     pairs = list(zip(domains, peers, strict=True))
     is_covered = all(any(domains[peer] != own for peer in chosen) for own, chosen in pairs)
-    return Survival(num_nodes=min(map(len, peers)), domain=is_covered if topology.domains else None)
+    return Survival(
+        num_nodes=num_nodes,
+        domain=is_covered if topology.domains else None,
+        num_sending=num_nodes // 2 if is_halved else None,
+    )
 
 
-def describe_domains(topology: Topology, peers: Sequence[tuple[int, ...]]) -> str:
+def describe_domains(
+    topology: Topology, peers: Sequence[tuple[int, ...]], memory: MemoryConfig
+) -> str:
     """Return where replicas go, and what that covers, of a job whose failure domains are known."""
     num_nodes, num_domains = len(topology.nodes), len(topology.domains)
     factor = min(map(len, peers))
@@ -211,7 +235,8 @@ def describe_domains(topology: Topology, peers: Sequence[tuple[int, ...]]) -> st
     elif factor >= num_domains:
         others = f"{num_domains - 1} of {factor} to other domains, then to other nodes"
     placed = f"replicas go {others}" if factor else "no replicas"
-    return f"{where}: {placed}; memory survives the loss of {find_survival(topology, peers).describe()}"
+    found = find_survival(topology, peers, regions_at_peers(memory, factor)).describe()
+    return f"{where}: {placed}; memory survives the loss of {found}"
 
 
 def sources_of(peers: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
@@ -223,19 +248,20 @@ def plan_node_memory(
     topology: Topology,
     peers: Sequence[tuple[int, ...]],
     num_regions: int,
-    num_replica_regions: int,
+    replica_regions: int,
 ) -> dict[str, int]:
     """Return the bytes of host memory that the memory and peer tiers take on each node.
 
     Args:
         topology: node, and bytes of regions, pools, breakpoints and boundary logs, of each rank.
         num_regions: regions of each rank for its own state, in addition to a pool.
-        num_replica_regions: regions that a peer keeps for each rank it serves, also in addition to a pool.
+        replica_regions: regions that a peer keeps for each rank it serves, see `num_replica_regions`.
     """
     total = dict.fromkeys(topology.nodes, 0)
     for info in topology.ranks:
         total[info.node] += info.memory_bytes(num_regions)
         total[info.node] += info.breakpoint_bytes + info.boundary_bytes + info.note_bytes
+        at_peer = num_replica_regions(replica_regions, has_pool=info.num_slots > 0)
         for peer in peers[info.rank]:
-            total[topology.ranks[peer].node] += info.memory_bytes(num_replica_regions)
+            total[topology.ranks[peer].node] += info.memory_bytes(at_peer)
     return total

@@ -236,8 +236,7 @@ def _snapshots(kept: Protection) -> str:
 def _copies(kept: Protection) -> str:
     if kept.copies:
         nodes = "another node" if kept.copies == 1 else f"{kept.copies} other nodes"
-        number = kept.survival.num_nodes
-        covered = "any one node" if number == 1 else f"any {number} nodes at once"
+        covered = kept.survival.nodes
         if kept.survival.domain:
             covered += ", or of a failure domain"
         return f"each rank's state is on {nodes}, too: memory survives the loss of {covered}"

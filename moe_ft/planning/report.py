@@ -174,10 +174,12 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
     factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
     num_parameters = job.heaviest.num_elements
     own = [share.own_bytes(persists=job.persists) for share in shares.values()]
-    kept = [factor * share.replica_bytes for share in shares.values()]
+    kept = [factor * share.replica_bytes(job.replica_regions) for share in shares.values()]
     state = [sum(each) for each in zip(own, kept, strict=True)]
     beside = [
-        share.beside_bytes(persists=job.persists, replication_factor=factor)
+        share.beside_bytes(
+            persists=job.persists, replication_factor=factor, replica_regions=job.replica_regions
+        )
         for share in shares.values()
     ]
     both = [sum(each) for each in zip(state, beside, strict=True)]

@@ -16,6 +16,7 @@ from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
+from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
 from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
@@ -97,6 +98,7 @@ def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) 
         topology,
         sources_of(peers, site.rank),
         persists=site.config.storage.persists,
+        replica_regions=regions_at_peers(site.config.memory, len(peers[site.rank])),
     )
 
 

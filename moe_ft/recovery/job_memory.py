@@ -28,7 +28,7 @@ from moe_ft.engine.memory.job_directory import (
 )
 from moe_ft.errors import BusyError, ConfigError, ForeignPathError
 from moe_ft.files.private_files import make_private, make_root
-from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.host_memory import num_regions, regions_at_peers
 from moe_ft.planning.placement import plan_node_memory
 from moe_ft.processes import holder_of_lock, is_ending
 from moe_ft.recovery.site import Site
@@ -252,7 +252,8 @@ def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
 def reserved_bytes(site: Site, peers: Sequence[tuple[int, ...]]) -> dict[str, int]:
     """Return the bytes that regions and replicas take on each node, at most."""
     regions = num_regions(persists=site.config.storage.persists)
-    return plan_node_memory(site.topology, peers, regions, NUM_REPLICA_REGIONS)
+    replica_regions = regions_at_peers(site.config.memory, len(peers[site.rank]))
+    return plan_node_memory(site.topology, peers, regions, replica_regions)
 
 
 def room_bytes(node_dir: Path) -> int:

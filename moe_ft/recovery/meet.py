@@ -376,7 +376,7 @@ def _place_replicas(
     try:
         peers = place_replicas(topology, factor)
         if topology.domains and facts.rank == 0:
-            say(describe_domains(topology, peers))
+            say(describe_domains(topology, peers, config.memory))
         return peers
     except PlanError as error:
         raise ConfigError(

@@ -26,6 +26,7 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import BusyError, ConfigError, PinError, SnapshotError
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Identity, Start
+from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
 from moe_ft.planning.recovery import Family, Source, Tier
 from moe_ft.recovery.claim import Claimed, memory_of
@@ -63,6 +64,7 @@ def protect(
     if restored is not None and restored.plan.is_other_layout:
         if not met.strategy.saves_all:
             met, claimed = clear_of_pools(met, claimed)
+        claimed.memory.stay_clear()
         make_room(met.site, met.peers, _needed(restored))
         missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes, exchange.INT)
         met.ranks.check_together(partial(check_room, met.site, missing))
@@ -116,7 +118,8 @@ def _build(
     origins: Mapping[str, str],
     trouble: str,
 ) -> CheckpointEngine:
-    config = met.config
+    config, peers = met.config, _peers_of(met)
+    own = met.site.topology.ranks[met.site.rank]
     return build_engine(
         EngineSettings(
             interval=config.strategy.interval_iterations,
@@ -129,6 +132,7 @@ def _build(
             num_streams=config.memory.streams,
             keeps_gradients=config.memory.sends_gradients,
             needs_pins=config.memory.pin == "require",
+            halves_peers=regions_at_peers(config.memory, len(peers)) == 1 and not own.num_slots,
         ),
         EngineContext(
             rank=met.site.rank,
@@ -139,7 +143,7 @@ def _build(
             memory=claimed.memory,
             origins=origins,
             stage_load=met.ranks.stage if met.strategy.counted_layers else None,
-            peers=_peers_of(met),
+            peers=peers,
             server=met.server,
             token=met.token,
             writer=_writer_settings(met.site, lock),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from moe_ft.engine.voices import VoicedAgreement, Voices
-from tests.simulation import variations
+from tests.simulation import halves, variations
 from tests.simulation.active import Patches
 from tests.simulation.job import Setup
 from tests.simulation.mutations import of_group
@@ -37,6 +37,8 @@ FAILED_SEAT = Schedule(
 
 def draw_some(seed: int) -> Schedule:
     """Return a schedule of any job."""
+    if random.Random(f"one region {seed}").random() < halves.SHARE:
+        return halves.draw_halved(seed)
     is_one = random.Random(f"dead ranks {seed}").random() < SHARE
     return draw_dead(seed) if is_one else draw(seed)
 

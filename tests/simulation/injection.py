@@ -192,6 +192,19 @@ class Injection:
         else:
             self._oracle.lose_memory()
 
+    def lose_two(self, fault: Fault, start: Start | None) -> None:
+        """Lose two nodes at once, which peers survive unless something is on its way to them."""
+        lives = start.lives if start is not None else ()
+        is_safe = all(each.is_at_rest() for each in lives)
+        nodes = {self._node(fault), self._other(fault)}
+        self._kill_nodes(start, nodes)
+        for node in sorted(nodes):
+            self._files.lose_node(node)
+        if is_safe and self._job.setup.nodes > 2 and self._job.setup.replication in ("auto", "2"):
+            self._oracle.lose_node()
+        else:
+            self._oracle.lose_memory()
+
     def lose_all_memory(self, fault: Fault, start: Start | None) -> None:
         nodes = {f"node-{each}" for each in range(self._job.setup.nodes)}
         self._kill_nodes(start, nodes)

@@ -40,6 +40,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         recovery: as --moe-ft-recovery takes it.
         later: layouts of the starts after the first; those after these have the last one.
         fan_out: ranks of a group of the agreement.
+        replica_regions: as --moe-ft-replica-regions takes it.
         streams: as --moe-ft-streams takes it.
         pin: as --moe-ft-pin takes it.
         dead: ``[start]`` the rank that is dead in it, for which the one before it in its stage speaks; -1
@@ -54,6 +55,7 @@ class Setup(Shape, frozen=True, kw_only=True):
     interval: str = "1"
     sharding: str = "equal"
     replication: str = "auto"
+    replica_regions: str = "1"
     persist_interval: int = 0
     dense_interval: int = 0
     keep: int = 2
@@ -120,6 +122,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 memory_dir=str(root / "memory"),
                 job_id="job",
                 replication_factor=self.replication,
+                replica_regions=self.replica_regions,
                 replicate="gradients" if self.is_followed else "state",
                 breakpoints=self.breakpoints,
                 upstream_log=self.upstream_log,

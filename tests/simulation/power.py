@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.simulation.dead_ranks import OF_DEAD, draw_dead, draw_some
+from tests.simulation.halves import OF_HALVES, draw_halved
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.near import NEAR, vary
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
@@ -72,6 +73,8 @@ def drawer_for(
         return draw_followed
     if mutation in OF_BUDGETS:
         return draw_selective
+    if mutation in OF_HALVES:
+        return draw_halved
     if mutation in OF_DEAD:
         return draw_dead
     if mutation in OF_AGES:

@@ -60,7 +60,9 @@ class Life:
         rests: checksums of everything but its experts, by iteration.
         reports: what the engine has reported, with the iteration at which that was seen.
         complete: iterations that this rank has known all ranks to have in memory, 0 included.
-        replicated: iterations that all peers of this rank have.
+        sent: peers of this rank by the iteration that they have got.
+        replicated: iterations that peers of this rank have, so many that one lost node does not matter.
+        is_at_rest: whether all peers have what was complete last, and nothing is on its way to them.
         counted: iterations of the versions that this rank counts as at its peers, by unit; none if peers get
             whatever they lack.
         confirmed: newest iteration that this rank knows to be a checkpoint on storage.
@@ -82,7 +84,9 @@ class Life:
     rests: dict[int, str] = field(default_factory=dict)
     reports: list[tuple[int, Report]] = field(default_factory=list)
     complete: set[int] = field(default_factory=lambda: {0})
+    sent: dict[int, set[int]] = field(default_factory=dict)
     replicated: set[int] = field(default_factory=set)
+    is_at_rest: Callable[[], bool] = lambda: False
     counted: Mapping[str, int] = field(default_factory=dict)
     confirmed: int = 0
     error: BaseException | None = None
@@ -129,8 +133,12 @@ class ObservedCheckpoints(Checkpoints):
         super()._write_report(report)
         self.life.reports.append((self._loop.iteration, report))
         peers = self.running.met.peers[self.life.rank]
-        if report.event == "replicate" and set(report.fields["peers"]) == set(peers):
-            self.life.replicated.add(report.iteration)
+        if report.event == "replicate":
+            sent = self.life.sent.setdefault(report.iteration, set())
+            sent.update(report.fields["peers"])
+            is_halved = self.running.engine._settings.halves_peers
+            if len(sent) > (len(peers) - 1) // 2 if is_halved else sent == set(peers):
+                self.life.replicated.add(report.iteration)
 
 
 class Rank:
@@ -219,8 +227,15 @@ class Rank:
     def _note_recovery(self, outcome: Outcome) -> None:
         """Note that the state and the loop are what they were when the recovered state was made."""
         self._life.outcome = outcome
+        self._life.is_at_rest = self._is_at_rest
         self._life.on_recovery()
         self._note(outcome.iteration)
+
+    def _is_at_rest(self) -> bool:
+        running = self._checkpoints.running
+        windows, peers = running.engine._windows, running.met.peers[self._life.rank]
+        is_sent = self._life.sent.get(windows.complete_iteration or 0) == set(peers)
+        return not running.engine._settings.halves_peers or (windows.open is None and is_sent)
 
     def _note(self, iteration: int) -> None:
         model = self._loop.model

@@ -1,6 +1,6 @@
 """Pictures of how things are arranged: processes of a node, ways to recover, layers of the code."""
 
-from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.host_memory import num_regions
 from moe_ft.planning.slot_tables import balanced
 from tools.pictures.svg import Drawing
 
@@ -74,7 +74,7 @@ def _draw_host_memory(drawing: Drawing) -> None:
     more = num_regions(persists=True) * _FULL
     rows = [
         ("own regions", f"{own} bytes per parameter, {more} with storage"),
-        ("replicas for each peer", f"{NUM_REPLICA_REGIONS * _FULL} bytes"),
+        ("a replica for each peer", f"{_FULL} bytes where there are two, else {2 * _FULL}"),
         ("breakpoint", f"{_FULL} bytes, with --moe-ft-breakpoints"),
         ("boundary log", "what the rank sends to other stages"),
     ]

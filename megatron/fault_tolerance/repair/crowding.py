@@ -21,7 +21,7 @@ from moe_ft.doctor.machine import free_bytes
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.free_memory import private_bytes
 from moe_ft.loop.listeners import EndedIteration, LoopListener
-from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.host_memory import num_regions, regions_at_peers
 from moe_ft.planning.placement import default_replication_factor, place_replicas, plan_node_memory
 from moe_ft.recovery.job_memory import measure
 from moe_ft.recovery.site import Site
@@ -140,7 +140,8 @@ def why_no_room(site: Site) -> str:
     except PlanError as error:
         return f"{flag_of('replication_factor')}={factor}: {error}. Lower it."
     regions = num_regions(persists=site.config.storage.persists)
-    kept = plan_node_memory(crowded, peers, regions, NUM_REPLICA_REGIONS)[site.node]
+    replica_regions = regions_at_peers(memory, factor)
+    kept = plan_node_memory(crowded, peers, regions, replica_regions)[site.node]
     processes = private_bytes([os.getpid()]) * len(site.topology.on_node(lost))
     limits = free_bytes(memory.memory_dir, measure(site.node_dir)[0])
     if (limit := memory.host_memory_limit_bytes) is not None:

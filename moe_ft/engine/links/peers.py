@@ -1,5 +1,7 @@
 """Host memory of other nodes: sending replicas to peers, reading theirs. The other side is server.py.
 
+Which peers get a snapshot when is sender.py.
+
 Plain connections between pairs of ranks: if one pair fails, only that pair stops. In a process group one
 rank's timeout would stop all of them.
 """
@@ -7,14 +9,13 @@ rank's timeout would stop all of them.
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import msgspec
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
+from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import (
     REPLY,
@@ -33,7 +34,6 @@ from moe_ft.engine.links.tcp import TCP
 from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.snapshots.job import ReplicationResult
 from moe_ft.engine.updates import following
 from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
@@ -49,7 +49,6 @@ from moe_ft.topology import RankInfo
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
 _BUSY_PAUSE_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
-_RECOVERED_RETRY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +280,7 @@ class PeerReplicator:
     Attributes:
         most_bytes: the most that a peer got of the last snapshot, in slots too.
         can_follow: False once a peer computes other bits than this rank.
+        lacking: peers that do not have what was last to be sent to them.
     """
 
     def __init__(
@@ -302,6 +302,7 @@ class PeerReplicator:
         self._followers = Followers(reports)
         self._is_lacking_address = len(self._pairs) < len(peers)
         self.most_bytes, self.can_follow = 0, True
+        self.lacking: set[int] = set()
 
     def replicate(self, replica: Replica) -> bool:
         """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
@@ -316,6 +317,7 @@ class PeerReplicator:
             if replica.peers is None or rank in replica.peers
         }
         reached = {rank: each for rank, each in sent.items() if each is not None}
+        self.lacking = (self.lacking | sent.keys()) - reached.keys()
         self.can_follow = self._followers.can_follow
         self.most_bytes = max((each.num_bytes for each in reached.values()), default=0)
         if reached:
@@ -397,52 +399,3 @@ def _units_of(index: Index) -> dict[tuple[int, str], UnitEntry]:
     """Return all unit versions by name, and by the snapshot that has the weights; -1 for FULL."""
     snapshots = enumerate((index.units, *index.compute), -1)
     return {(number, name): unit for number, units in snapshots for name, unit in units.items()}
-
-
-class ReplicaSender:
-    """Sends one replica after the other on a worker. Any thread may submit."""
-
-    def __init__(
-        self, replicator: PeerReplicator, reports: Reports, worker: ThreadWorker, clock: Clock
-    ) -> None:
-        self._replicator, self._reports = replicator, reports
-        self._worker, self._clock = worker, clock
-
-    def start(self) -> None:
-        """Start the worker."""
-        self._worker.start()
-
-    def submit(self, replica: Replica) -> Future[ReplicationResult]:
-        """Send a snapshot after everything submitted before."""
-        return self._worker.submit(partial(self._send, replica))
-
-    def submit_recovered(self, replica: Replica) -> None:
-        """Send what was recovered; try again until peers have it, or there is something newer to send."""
-        self._worker.submit(partial(self._send_recovered, replica))
-
-    def close(self, timeout_s: float) -> None:
-        """End the worker after what is under way, or leave it after some seconds; then close connections."""
-        self._worker.close(timeout_s)
-        self._replicator.close()
-
-    def _send(self, replica: Replica) -> ReplicationResult:
-        start = self._clock.perf_counter()
-        is_protected = False
-        iteration = replica.index.iteration
-        try:
-            is_protected = self._replicator.replicate(replica)
-        except Exception as error:  # a peer's failure is reported there: this is one of ours
-            self._reports.degraded(BackgroundPart.REPLICATE, iteration, describe(error), error)
-        finally:
-            if replica.lent is not None:
-                replica.lent.release()
-        return ReplicationResult(
-            is_protected=is_protected,
-            seconds=self._clock.perf_counter() - start,
-            num_bytes=self._replicator.most_bytes,
-            can_follow=self._replicator.can_follow,
-        )
-
-    def _send_recovered(self, replica: Replica) -> None:
-        if not self._send(replica).is_protected:
-            self._worker.when_idle(_RECOVERED_RETRY_S, partial(self._send_recovered, replica))

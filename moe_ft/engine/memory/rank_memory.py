@@ -34,7 +34,7 @@ from moe_ft.files.progress import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
 from moe_ft.format.index import IndexHead
-from moe_ft.planning.host_memory import NUM_REPLICA_REGIONS, num_regions
+from moe_ft.planning.host_memory import num_regions, num_replica_regions
 from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
@@ -68,6 +68,7 @@ class RankMemory:
         sources: Sequence[int],
         *,
         persists: bool,
+        replica_regions: int = 2,
     ) -> None:
         self.node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
@@ -87,7 +88,9 @@ class RankMemory:
             source: ReplicaMemory(
                 regions=_regions(
                     replica_directory(node_dir, source, rank),
-                    NUM_REPLICA_REGIONS,
+                    num_replica_regions(
+                        replica_regions, has_pool=topology.ranks[source].num_slots > 0
+                    ),
                     topology.ranks[source],
                 ),
                 pool=_pool(replica_directory(node_dir, source, rank), topology.ranks[source]),
@@ -95,6 +98,15 @@ class RankMemory:
             for source in sources
         }
         self.take_up(Mappings())
+
+    def stay_clear(self) -> None:
+        """Take other regions than are there where one is kept of a rank: another layout may need these."""
+        for source, replica in self.replicas.items():
+            if len(replica.regions) == 1:
+                directory, info = replica.regions[0].directory, self._topology.ranks[source]
+                regions = _regions(directory, 1, info, is_clear=True)
+                self.replicas[source] = ReplicaMemory(regions=regions, pool=replica.pool)
+        self.take_up(self.mappings)
 
     @property
     def is_lowest_on_node(self) -> bool:
@@ -187,16 +199,21 @@ def _pool(directory: Path, info: RankInfo) -> Pool | None:
     return Pool(directory, info.slot_bytes, info.num_slots) if info.num_slots else None
 
 
-def _regions(directory: Path, count: int, info: RankInfo) -> tuple[Region, ...]:
-    """Return regions; they stay clear of regions of another size, which may still be needed."""
+def _regions(
+    directory: Path, count: int, info: RankInfo, *, is_clear: bool = False
+) -> tuple[Region, ...]:
+    """Return regions; they stay clear of regions of another size, which may still be needed.
+
+    Args:
+        is_clear: whether to stay clear of all that are there.
+    """
     found = directory.iterdir() if directory.is_dir() else ()
     matches = ((path, _REGION.fullmatch(path.name)) for path in found)
-    others = [
-        int(match[1])
-        for path, match in matches
-        if match and path.stat().st_size != info.region_bytes
-    ]
+    sizes = {int(match[1]): path.stat().st_size for path, match in matches if match}
+    others = [each for each in sizes if is_clear or sizes[each] != info.region_bytes]
     first = max(others) + 1 if others else 0
+    if sizes and not others and count == 1:
+        first = min(sizes)  # a start that has stayed clear has left no other
     return tuple(
         Region(directory, number, info.region_bytes) for number in range(first, first + count)
     )

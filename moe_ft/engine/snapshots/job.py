@@ -102,6 +102,7 @@ class SnapshotResult:
         pooled: the newest version in the pool of each unit, as its index names them.
         at_peers: the versions of these units that peers have once it is sent; None if those are the same.
         replication: what sending it comes to; None if it is not sent.
+        pass_on: sends its window to the other half of the peers, once all ranks have it; None for no halves.
     """
 
     copy_s: float
@@ -109,6 +110,7 @@ class SnapshotResult:
     pooled: Mapping[str, UnitEntry]
     at_peers: Mapping[str, UnitEntry] | None
     replication: Future[ReplicationResult] | None
+    pass_on: Callable[[], Future[ReplicationResult]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ sent it to the peers that take it, so there always is one that all ranks have.
 
 import sys
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
 
@@ -30,6 +31,7 @@ from moe_ft.engine.snapshots.index import RecordLog
 from moe_ft.engine.snapshots.job import (
     Announce,
     OpenWindow,
+    ReplicationResult,
     SnapshotJob,
     SnapshotRequest,
     SnapshotState,
@@ -122,6 +124,7 @@ class Windows:
         self.complete_iteration: int | None = None
         self.announce: Announce = announce_to_nobody
         self.last_iteration = self.num_failed = 0
+        self._passed_on: Future[ReplicationResult] | None = None
 
     def start(self, iteration: int, restored: Handover | None) -> list[Region]:
         """Begin with what was recovered, in memory that is open; lay out the first windows.
@@ -147,6 +150,11 @@ class Windows:
     def state(self) -> SnapshotState:
         """Progress of the window under way on this rank."""
         return SnapshotState.NONE if self.open is None else self.open.state
+
+    @property
+    def is_passing_on(self) -> bool:
+        """True while the complete window is on its way to the second half of this rank's peers."""
+        return self._passed_on is not None and not self._passed_on.done()
 
     @property
     def last_job(self) -> SnapshotJob | None:
@@ -192,6 +200,8 @@ class Windows:
         assert last is not None  # no rank calls a window without snapshots complete
         self.complete, self.complete_iteration = window.region, last.iteration
         result, before = last.result.result(), last.request.at_peers
+        if result.pass_on is not None:
+            self._passed_on = result.pass_on()
         is_sent = is_protected and last.request.is_sent_to_peers
         at_peers = result.at_peers if is_sent else before
         self.store.complete(window.region, result.pooled, before or {}, at_peers)

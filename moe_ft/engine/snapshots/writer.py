@@ -15,12 +15,18 @@ import msgspec
 
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica, ReplicaSender
+from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.memory.layout import UnitPlace
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
-from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotResult
+from moe_ft.engine.snapshots.job import (
+    ReplicationResult,
+    SnapshotJob,
+    SnapshotRequest,
+    SnapshotResult,
+)
 from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.errors import SnapshotError
@@ -145,26 +151,33 @@ class SnapshotWriter:
             experts=_full_experts(request.places),
         )
         theirs, at_peers = _for_peers(request, index)
-        replication = None
-        if self._sender is not None and request.is_sent_to_peers:
-            start_byte, end_byte = request.stretch
-            replica = Replica(
-                region=request.region,
-                pool=self._pool,
-                index=theirs,
-                start_byte=start_byte,
-                end_byte=end_byte,
-                keep_iteration=request.keep_iteration,
-                lent=lent,
-            )
-            replication = self._sender.submit(replica)
+        replication, pass_on = self._send(request, theirs, lent)
         return SnapshotResult(
             copy_s=copy_s,
             commit_s=commit_s,
             pooled={name: entry for name, entry in index.units.items() if entry.file},
             at_peers=at_peers,
             replication=replication,
+            pass_on=pass_on,
         )
+
+    def _send(
+        self, request: SnapshotRequest, index: Index, lent: LentUpdate | None
+    ) -> tuple[Future[ReplicationResult] | None, Callable[[], Future[ReplicationResult]] | None]:
+        """Begin to send a snapshot to peers; return what that comes to, and what passes its window on."""
+        if self._sender is None or not request.is_sent_to_peers:
+            return None, None
+        start_byte, end_byte = request.stretch
+        replica = Replica(
+            region=request.region,
+            pool=self._pool,
+            index=index,
+            start_byte=start_byte,
+            end_byte=end_byte,
+            keep_iteration=request.keep_iteration,
+            lent=lent,
+        )
+        return self._sender.submit(replica), self._sender.rest_of(replica)
 
 
 def _full_experts(places: Iterable[UnitPlace]) -> dict[str, list[int]]:

@@ -74,7 +74,9 @@ class Plan:
     def node_bytes(self) -> int:
         """Host memory that checkpoints take on a node."""
         total = self.footprint.share.total_bytes(
-            persists=self.job.persists, replication_factor=self.job.replication_factor
+            persists=self.job.persists,
+            replication_factor=self.job.replication_factor,
+            replica_regions=self.job.replica_regions,
         )
         return self.job.ranks_per_node * total
 

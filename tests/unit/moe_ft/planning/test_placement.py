@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ft.config.config import MemoryConfig
 from moe_ft.errors import PlanError
 from moe_ft.planning.placement import (
     default_replication_factor,
@@ -173,7 +174,7 @@ def test_replicas_of_every_small_job_are_in_as_many_domains_and_nodes_as_there_c
 def test_survival_of_every_small_job_is_what_losses_leave() -> None:
     for topology, factor in small_topologies():
         peers = place_replicas(topology, factor)
-        found = find_survival(topology, peers)
+        found = find_survival(topology, peers, replica_regions=2)
         assert found.domain == all(survives(topology, peers, {each}) for each in topology.domains)
         losses = product(topology.nodes, repeat=found.num_nodes)
         assert all(survives(topology, peers, {*lost}) for lost in losses)
@@ -201,13 +202,14 @@ def test_replicas_in_equal_domains_are_spread_over_all_ranks(factor: int) -> Non
             "abcd",
             2,
             "4 nodes in 4 failure domains: replicas go to other domains; memory survives the loss of any 2 "
-            "nodes at once; any one failure domain",
+            "nodes at once (while a snapshot is sent, any one node); any one failure domain",
         ),
         (
             "aabb",
             2,
             "4 nodes in 2 failure domains: replicas go 1 of 2 to other domains, then to other nodes; memory "
-            "survives the loss of any 2 nodes at once; any one failure domain",
+            "survives the loss of any 2 nodes at once (while a snapshot is sent, any one node); any one "
+            "failure domain",
         ),
         (
             "aaaa",
@@ -228,7 +230,7 @@ def test_line_says_where_replicas_go_and_what_that_covers(
 ) -> None:
     nodes = ["n0", "n1", "n2", "n3"]
     topology = with_domains(make_topology(nodes), dict(zip(nodes, racks, strict=True)))
-    assert describe_domains(topology, place_replicas(topology, factor)) == line
+    assert describe_domains(topology, place_replicas(topology, factor), MemoryConfig()) == line
 
 
 @given(topologies_and_factors())
@@ -275,3 +277,11 @@ def test_node_memory_of_two_nodes_is_that_worked_by_hand() -> None:
     # a: 3 regions of 10 and of 20, and 2 replicas of b's 30. b: 3 x 30, and 2 x (10 + 20).
     memory = plan_node_memory(topology, [(2,), (2,), (0,)], 3, 2)
     assert memory == {"a": 3 * 30 + 2 * 30, "b": 3 * 30 + 2 * 30}
+
+
+def test_peers_keep_one_region_of_a_rank_without_a_pool_and_two_beside_one() -> None:
+    plain = make_topology(["a", "b", "c"], sizes=[10, 20, 30])
+    pooled = replace(plain.ranks[2], slot_bytes=1, num_slots=5)
+    topology, peers = Topology(ranks=(*plain.ranks[:2], pooled)), place_replicas(plain, 2)
+    memory = plan_node_memory(topology, peers, 2, 1)
+    assert memory == {"a": 20 + 20 + (60 + 5), "b": 40 + 10 + (60 + 5), "c": (60 + 5) + 10 + 20}

@@ -20,7 +20,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.launches import Launch
 from moe_ft.planning.experts import ExpertFacts
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import MemoryShare, regions_at_peers
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.planned_job import (
     Measured,
@@ -190,8 +190,9 @@ def test_memory_that_is_checked_at_start_is_what_plan_says(name: str, tmp_path: 
     share = planned_share(strategy)
     topology = topology_of(sizes_of(config_of(strategy)))
     for persists, factor in ((False, 0), (True, 2)):
-        expected = share.total_bytes(persists=persists, replication_factor=factor)
-        beside = share.beside_bytes(persists=persists, replication_factor=factor)
+        count: dict[str, Any] = {"persists": persists, "replication_factor": factor}
+        count["replica_regions"] = regions_at_peers(MemoryConfig(), factor)
+        expected, beside = share.total_bytes(**count), share.beside_bytes(**count)
         for limit, fits in ((expected - beside, False), (expected, True)):
             memory = MemoryConfig(memory_dir=str(tmp_path), host_memory_limit=str(limit))
             storage = StorageConfig(persist_dir="/somewhere" if persists else None)

@@ -265,7 +265,7 @@ def test_what_was_recovered_is_tried_again_until_peers_have_it(
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.peers._RECOVERED_RETRY_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.links.sender._RECOVERED_RETRY_S", 0.01)
     recorder.answer = failure
     replica = recovered(sending)
     sending.writer.send(replica)
@@ -281,7 +281,7 @@ def test_what_was_recovered_is_tried_again_until_peers_have_it(
 def test_what_was_recovered_is_not_tried_again_after_something_newer(
     sending: Trainer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.engine.links.peers._RECOVERED_RETRY_S", 0.01)
+    monkeypatch.setattr("moe_ft.engine.links.sender._RECOVERED_RETRY_S", 0.01)
     recorder.answer = False
     sending.writer.send(recovered(sending))
     wait_for(lambda: len(recorder.replicas) > 1, "it to be tried again")

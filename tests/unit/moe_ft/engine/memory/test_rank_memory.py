@@ -174,3 +174,31 @@ def test_breakpoint_of_another_size_stays_until_what_others_have_left_is_removed
     other.remove_left_overs()
     assert files(own_directory(tmp_path / "a", 0)) >= {other.breakpoint.data_path.name}
     assert not memory.breakpoint.data_path.exists()
+
+
+def test_the_one_region_of_a_replica_stays_clear_of_another_layout_and_is_found_again(
+    tmp_path: Path,
+) -> None:
+    topology = Topology(ranks=(info(0, "a"), info(1, "b", num_slots=0)))
+
+    def memory_here() -> RankMemory:
+        return RankMemory(tmp_path / "a", 0, topology, [1], persists=False, replica_regions=1)
+
+    def names(memory: RankMemory) -> list[str]:
+        return [region.data_path.name for region in memory.replicas[1].regions]
+
+    memory = memory_here()
+    memory.open(None)
+    assert names(memory) == ["region_0.safetensors"]
+    memory.close()
+    clear = memory_here()
+    clear.stay_clear()
+    assert names(clear) == ["region_1.safetensors"]
+    clear.open(None)
+    assert files(replica_directory(tmp_path / "a", 1, 0)) == {
+        "region_0.safetensors",
+        "region_1.safetensors",
+    }
+    clear.remove_left_overs()
+    clear.close()
+    assert names(memory_here()) == ["region_1.safetensors"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from moe_ft.engine.background import Reports, ThreadWorker
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import PeerReplicator, Replica, ReplicaSender
+from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region

@@ -182,7 +182,9 @@ def test_footprint_is_what_is_reserved() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
     text = planned("sparse", *flags)
     footprint = SPARSE.footprint(planned_job(*flags))
-    rank_bytes = footprint.share.total_bytes(persists=False, replication_factor=0)
+    rank_bytes = footprint.share.total_bytes(
+        persists=False, replication_factor=0, replica_regions=1
+    )
     assert row(text, "a rank, MB")[2] == f"{rank_bytes / 1e6:,.1f}"
     assert footprint.checkpoint_bytes == 8 * footprint.share.region_bytes
     whole = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-dense-interval", "9")
