@@ -13,12 +13,9 @@ engine/persist/storage_lock.py. Used by the writer process and by recovery; no t
 
 import copy
 import errno
-import inspect
 import os
-import random
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -31,16 +28,24 @@ from moe_ft.calls import looks_again
 from moe_ft.config.rules import check_holds_no_secret
 from moe_ft.errors import CorruptStateError, MoeFtError
 from moe_ft.files.apart import Helper
+from moe_ft.files.back_ends import (
+    call_ahead,
+    create_object,
+    give_own_random,
+    in_short,
+    open_file_system,
+    piece_bytes,
+    write_pieces,
+)
 from moe_ft.files.local_files import remove_here, sync_file, write_here
 from moe_ft.files.private_files import check_is_regular, open_regular
-from moe_ft.files.progress import call_within, note_progress
+from moe_ft.files.progress import call_within, note_progress, waiting
 from moe_ft.format.encoding import check_path, checksum, decode
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
 from moe_ft.saying import warn
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_CHUNK_BYTES = 16 << 20
 # A manifest of 16,384 ranks with 15,600 experts has 14 MiB. A stranger's may be a hole of 1 TB.
 MOST_JSON_BYTES = 128 << 20
 _OF_VERSIONS = (
@@ -50,17 +55,10 @@ _OF_VERSIONS = (
     "last_modified",
     "updated",
     "ETag",
+    "e_tag",
     "etag",
     "md5Hash",
 )
-# Packages of object stores draw jitter and shuffle connections, on threads of their own, from Python's
-# generator. Training draws from it too: an iteration that is run again must draw the same numbers.
-_PACKAGES = frozenset(
-    {"adlfs", "aiobotocore", "aiohttp", "aiohttp_retry", "azure", "botocore", "boto3", "decorator"}
-    | {"fsspec", "gcsfs", "google", "requests", "s3fs", "s3transfer", "tenacity", "urllib3"}
-)
-_own_random = random.Random()
-_num_modules = 0  # when they were last looked through
 
 
 def file_tag(identity: Identity, *, is_whole: bool = False) -> str:
@@ -114,8 +112,7 @@ class Storage:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        file_system, root = self.within_patience("open", lambda: fsspec.core.url_to_fs(self.url))
-        return file_system, root
+        return self.within_patience("open", partial(open_file_system, self.url))
 
     @cached_property
     def _is_local(self) -> bool:
@@ -187,12 +184,14 @@ class Storage:
             if not self._is_local:
                 give_own_random()
             yield
-        except (OSError, MoeFtError):
-            raise
-        except Exception as error:  # botocore, aiohttp and others have classes of their own
+        except (OSError, MoeFtError) as error:
+            if (reason := in_short(error)) == str(error):
+                raise
+            raise type(error)(reason) from error
+        except Exception as error:  # botocore, obstore and others have classes of their own
             if self._is_local:
                 raise
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {in_short(error)}"
             raise OSError(f"{self.url}: {operation}: {reason}") from error
 
     def _full(self, path: str) -> str:
@@ -209,18 +208,19 @@ class Storage:
         if is_new:
             sync_file(os.path.dirname(self._root))
 
-    def write(self, path: str, pieces: Iterable[memoryview]) -> None:
-        """Write a large file; a local one whole or not at all, and it is on the disk when this returns."""
+    def write(self, path: str, pieces: Iterable[memoryview], num_bytes: int = 0) -> None:
+        """Write a large file; a local one whole or not at all, and it is on the disk when this returns.
+
+        Args:
+            num_bytes: of all pieces, if that is known: needed from 70 GiB on.
+        """
         full = self._full(path)
         with self._translating(f"write {path}"):
             _make_directory(self._file_system, full.rpartition("/")[0])
             if self._is_local:
                 write_here(self._root, full, pieces)
             else:
-                with self._file_system.open(full, "wb") as file:
-                    for content in pieces:
-                        for start in range(0, len(content), _CHUNK_BYTES):
-                            file.write(content[start : start + _CHUNK_BYTES])
+                write_pieces(self._file_system, full, pieces, num_bytes)
 
     def write_atomically(self, path: str, content: bytes) -> None:
         """Write a small file so that readers see all of it or nothing."""
@@ -240,7 +240,7 @@ class Storage:
         Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
         the last one has written the file.
         """
-        act = partial(_create, self._file_system, self._full(path), content, self._is_there)
+        act = partial(create_object, self._file_system, self._full(path), content, self._is_there)
         self.within_patience(f"create {path}", act)
 
     def read(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytes:
@@ -258,18 +258,30 @@ class Storage:
             return b""
         if end is None and self._works_apart:
             return bytes(self._small(f"read {path}", "_read", full, offset, end))
-        if self._patience_s is None:
+        if end is None and self._patience_s is None:
             return self.within_patience(f"read {path}", partial(self._read, full, offset, end))
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
         if end is None:
             _check_length(full, expected_end)
-        starts = range(offset, max(expected_end, offset + 1), _CHUNK_BYTES)
-        pieces = []  # one of them is passed on without a copy
-        for start, stop in zip(starts, (*starts[1:], end), strict=True):
-            read = partial(self._read, full, start, stop)
-            pieces.append(self.within_patience(f"read {path}", read))
+        starts = range(
+            offset, max(expected_end, offset + 1), piece_bytes(self._file_system, num_bytes)
+        )
+        last = end if len(starts) == 1 else expected_end
+        reads = [
+            partial(self.within_patience, f"read {path}", partial(self._read, full, start, stop))
+            for start, stop in zip(starts, (*starts[1:], last), strict=True)
+        ]
+        pieces = list[bytes]()  # one of them is passed on without a copy
+        found = call_ahead(self._file_system, reads)
+        for _ in reads:
+            with waiting(self._patience_s or 0.0):
+                pieces.append(next(found))
             note_progress()
         return b"".join(pieces)
+
+    def read_each(self, spans: Iterable[tuple[str, int, int]]) -> Generator[bytes]:
+        """Yield ranges of files, given as path, offset and bytes; a server is asked for several at a time."""
+        return call_ahead(self._file_system, (partial(self.read, *span) for span in spans))
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
         if self._is_local:
@@ -418,33 +430,3 @@ def _check_length(path: str, num_bytes: int) -> None:
 
 def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def _create(file_system: Any, full: str, content: bytes, is_there: Callable[[str], bool]) -> None:
-    if not _has_conditional_put(file_system):
-        if is_there(full):
-            raise FileExistsError(full)
-        file_system.pipe_file(full, content)
-        return
-    try:
-        file_system.pipe_file(full, content, mode="create")
-    except Exception as error:  # back ends have errors of their own for it
-        if not is_there(full):
-            raise
-        raise FileExistsError(full) from error
-
-
-def _has_conditional_put(file_system: Any) -> bool:
-    put = getattr(file_system, "_pipe_file", file_system.pipe_file)
-    return "mode" in inspect.signature(put).parameters
-
-
-def give_own_random() -> None:
-    """Let the packages that are loaded by now draw from a generator of their own. Cheap if none is new."""
-    global _num_modules
-    if len(sys.modules) == _num_modules:
-        return
-    _num_modules = len(sys.modules)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _PACKAGES and getattr(module, "random", None) is random:
-            module.random = _own_random  # type: ignore[attr-defined]

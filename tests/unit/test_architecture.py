@@ -114,6 +114,7 @@ IMPORTS_LATE = (
     "moe_ft/doctor/meeting.py",
     "moe_ft/commands/launch.py",
     "moe_ft/commands/run.py",
+    "moe_ft/files/back_ends.py",
     "moe_ft/loop/metrics.py",
 )
 STRATEGIES = "moe_ft.strategies"

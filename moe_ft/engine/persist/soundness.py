@@ -3,7 +3,9 @@
 Bytes of units against their checksums are format/index.py; here they are read for that. No torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,7 +21,7 @@ from moe_ft.format.manifest import Manifest
 from moe_ft.format.packings import DTYPES
 
 _BLOCK_BYTES = 1 << 20  # stays in a processor's cache
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 8 << 20
 _TAKEN_BACK = "was taken back: its rank has read other bytes than it had written"
 
 
@@ -140,18 +142,19 @@ def check_data(storage: Storage, index: Index, path: str, *, with_older: bool) -
     """
     storage.forget_cached(path)
     check_header(index, storage.read(path, 0, index.header_bytes), f"{storage.url}/{path}")
-    for name, unit in index.entries():
-        if with_older or not unit.file:
-            check_unit(
-                name, unit, _pieces(storage, unit, path), f"{storage.url}/{unit.file or path}"
-            )
+    entries = [(name, unit) for name, unit in index.entries() if with_older or not unit.file]
+    with closing(storage.read_each(_spans([unit for _, unit in entries], path))) as pieces:
+        for name, unit in entries:
+            own = islice(pieces, -(-unit.num_bytes // _PIECE_BYTES))
+            check_unit(name, unit, own, f"{storage.url}/{unit.file or path}")
 
 
-def _pieces(storage: Storage, unit: UnitEntry, path: str) -> Iterator[bytes]:
-    """Yield the bytes of a unit in pieces: its file may be a hole of any size."""
-    end = unit.offset + unit.num_bytes
-    for start in range(unit.offset, end, _PIECE_BYTES):
-        yield storage.read(unit.file or path, start, min(_PIECE_BYTES, end - start))
+def _spans(units: Iterable[UnitEntry], path: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the pieces of units: the file of one may be a hole of any size."""
+    for unit in units:
+        end = unit.offset + unit.num_bytes
+        for start in range(unit.offset, end, _PIECE_BYTES):
+            yield unit.file or path, start, min(_PIECE_BYTES, end - start)
 
 
 def check_sizes(listings: Listings, manifest: Manifest) -> None:

@@ -295,7 +295,7 @@ class PersistWorker:
             raise CorruptStateError(
                 f"iteration {index.iteration} is not written to storage: {error}"
             ) from error
-        self._storage.write(data_path, stored.pieces(index, contents))
+        self._storage.write(data_path, stored.pieces(index, contents), stored.index.file_bytes)
 
     def _read_back(self, index: Index, data_path: str) -> None:
         """Read what was written, for which older checkpoints are deleted; take it back if it is not that.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ft.files import back_ends
 from moe_ft.files import storage as storages
 from moe_ft.files.progress import (
     awaiting,
@@ -45,7 +46,7 @@ def test_call_is_a_wait_that_excuses_the_caller() -> None:
 def test_each_piece_of_a_file_that_was_read_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storages, "_CHUNK_BYTES", 2)
+    monkeypatch.setattr(back_ends, "_CHUNK_BYTES", 2)
     storage = Storage(str(tmp_path), 30)
     noted: list[None] = []
     (tmp_path / "file").write_bytes(b"12345")
@@ -141,7 +142,7 @@ def test_each_piece_of_a_file_that_is_read_has_a_patience_of_its_own(
         return act()
 
     monkeypatch.setattr("moe_ft.files.storage.call_within", call)
-    monkeypatch.setattr("moe_ft.files.storage._CHUNK_BYTES", 100)
+    monkeypatch.setattr("moe_ft.files.back_ends._CHUNK_BYTES", 100)
     content = bytes(range(250))
     (tmp_path / "a").write_bytes(content)
     storage, piece = Storage(str(tmp_path), patience_s=30), f"30 {tmp_path}: read a"
@@ -163,7 +164,7 @@ def test_thread_with_an_event_loop_of_the_user_may_use_storage(tmp_path: Path) -
 def test_back_end_that_does_not_open_is_given_up(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.files.storage.fsspec.core.url_to_fs", lambda url: never.wait())
+    monkeypatch.setattr("moe_ft.files.back_ends.fsspec.core.url_to_fs", lambda url: never.wait())
     with pytest.raises(TimeoutError, match="s3://b: open"):
         Storage("s3://b", patience_s=0.01).names()
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.errors import ConfigError, CorruptStateError, UnsafePathError
-from moe_ft.files import storage
+from moe_ft.files import back_ends
+from moe_ft.files.back_ends import give_own_random
 from moe_ft.files.local_files import page_blocks
 from moe_ft.files.storage import (
     Storage,
     file_tag,
-    give_own_random,
     rank_path,
 )
 from moe_ft.format.encoding import encode
@@ -294,7 +294,7 @@ def test_modules_of_object_stores_draw_from_another_generator(
     module = ModuleType(name)
     module.random = random  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(storage, "_num_modules", 0)
+    monkeypatch.setattr(back_ends, "_num_modules", 0)
     before = random.getstate()
     give_own_random()
     module.random.shuffle([1, 2, 3])

@@ -17,7 +17,7 @@ TWO_RANKS = make_identity(world_size=2)
 @pytest.fixture
 def stored(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Storage:
     """Return a persist directory with checkpoints 1 and 2, in which failed requests are tried again once."""
-    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setattr("moe_ft.files.object_store.TRIES_S", 1.0)
     storage = Storage(f"{s3.bucket()}/persist")
     for iteration in (1, 2):
         save(storage, iteration, TWO_RANKS, 2)
@@ -74,7 +74,7 @@ def test_large_file_goes_up_in_parts_and_comes_back(s3: ObjectStore) -> None:
 def test_upload_in_parts_that_fails_leaves_nothing_to_see(
     s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setattr("moe_ft.files.object_store.TRIES_S", 1.0)
     storage = Storage(f"{s3.bucket()}/persist")
     content = memoryview(bytes(60 << 20))
     with s3.failing("InternalError", "PUT", part="partNumber=") as fault, pytest.raises(OSError):

@@ -123,7 +123,7 @@ def test_lock_without_a_conditional_put_goes_to_the_last_that_wrote(
     injector: Injector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(faulty_urls(tmp_path)["objects"])
-    monkeypatch.setattr("moe_ft.files.storage._has_conditional_put", lambda file_system: False)
+    monkeypatch.setattr("moe_ft.files.back_ends._has_conditional_put", lambda file_system: False)
     other = msgspec.json.encode(Lock(job_id="other", host="h", owner="o"))
 
     def let_the_other_write(seconds: float) -> None:
