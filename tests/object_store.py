@@ -1,6 +1,6 @@
 """A real S3 server on this machine, with the faults of object stores: moto, and a layer that injects them.
 
-Requests are those that s3fs makes over HTTP. An object appears when its upload is complete, as on S3.
+Requests are those that obstore makes over HTTP. An object appears when its upload is complete, as on S3.
 """
 
 import faulthandler

@@ -1,7 +1,6 @@
-"""Back ends of storage that are not local: which one a URL has, and how much is asked of it at a time.
+"""Back ends of storage that are not local: how much is asked of them at a time, their errors and randomness.
 
-S3, Google and Azure are object_store.py. A package of fsspec opens everything else, and these where obstore
-is not installed or the configuration of fsspec has options that it has no counterpart for.
+S3, Google and Azure are object_store.py, which storage.py opens; others are packages of fsspec.
 """
 
 import inspect
@@ -10,10 +9,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
-import fsspec
+from moe_ft.errors import MoeFtError
 
 PART_BYTES = 8 << 20
 NUM_AT_A_TIME = 8  # parts of one object that go up, and ranges that are read
@@ -27,19 +25,6 @@ _PACKAGES = frozenset(
 )
 _own_random = random.Random()
 _num_modules = 0  # when they were last looked through
-
-
-def open_file_system(url: str) -> tuple[Any, str]:
-    """Return what reads and writes a directory, and the directory's path in it; may need the network."""
-    protocol, _, place = url.partition("://")
-    if find_spec("obstore") is not None:
-        from moe_ft.files.object_store import open_store
-
-        store = open_store(protocol, place.strip("/"), fsspec.config.conf)
-        if store is not None:
-            return store, place.strip("/")
-    file_system, root = fsspec.core.url_to_fs(url)
-    return file_system, root
 
 
 def create_object(
@@ -116,10 +101,17 @@ def call_ahead(file_system: Any, reads: Iterable[Callable[[], bytes]]) -> Genera
                 each.cancel()
 
 
-def in_short(error: Exception) -> str:
-    """Return the text of an error without the page of details that obstore adds."""
+def as_of_files(error: Exception, what: str) -> Exception:
+    """Return an error of a back end as an OSError; without the page of details that obstore adds.
+
+    Args:
+        what: the operation, for the message; one of files or of moe_ft has its own.
+    """
     text, details, _ = str(error).partition("\n\nDebug source:")
-    return " ".join(text.split()) if details else text
+    reason = " ".join(text.split()) if details else text
+    if isinstance(error, OSError | MoeFtError):
+        return type(error)(reason) if details else error
+    return OSError(f"{what}: {type(error).__name__}: {reason}")
 
 
 def give_own_random() -> None:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ from fsspec.utils import get_protocol
 
 from moe_ft.calls import looks_again
 from moe_ft.config.rules import check_holds_no_secret
-from moe_ft.errors import CorruptStateError, MoeFtError
+from moe_ft.errors import CorruptStateError
 from moe_ft.files.apart import Helper
 from moe_ft.files.back_ends import (
+    as_of_files,
     call_ahead,
     create_object,
     give_own_random,
-    in_short,
-    open_file_system,
     piece_bytes,
     write_pieces,
 )
@@ -112,7 +112,7 @@ class Storage:
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """The file system and the directory's path in it; some back ends need the network for that."""
-        return self.within_patience("open", partial(open_file_system, self.url))
+        return self.within_patience("open", partial(_open, self.url))
 
     @cached_property
     def _is_local(self) -> bool:
@@ -184,15 +184,11 @@ class Storage:
             if not self._is_local:
                 give_own_random()
             yield
-        except (OSError, MoeFtError) as error:
-            if (reason := in_short(error)) == str(error):
+        except Exception as error:
+            translated = as_of_files(error, f"{self.url}: {operation}")
+            if self._is_local or translated is error:
                 raise
-            raise type(error)(reason) from error
-        except Exception as error:  # botocore, obstore and others have classes of their own
-            if self._is_local:
-                raise
-            reason = f"{type(error).__name__}: {in_short(error)}"
-            raise OSError(f"{self.url}: {operation}: {reason}") from error
+            raise translated from error
 
     def _full(self, path: str) -> str:
         check_path(path, "a path on storage")
@@ -209,11 +205,7 @@ class Storage:
             sync_file(os.path.dirname(self._root))
 
     def write(self, path: str, pieces: Iterable[memoryview], num_bytes: int = 0) -> None:
-        """Write a large file; a local one whole or not at all, and it is on the disk when this returns.
-
-        Args:
-            num_bytes: of all pieces, if that is known: needed from 70 GiB on.
-        """
+        """Write a large file, of so many bytes if that is known; a local one is on the disk then."""
         full = self._full(path)
         with self._translating(f"write {path}"):
             _make_directory(self._file_system, full.rpartition("/")[0])
@@ -266,10 +258,11 @@ class Storage:
         starts = range(
             offset, max(expected_end, offset + 1), piece_bytes(self._file_system, num_bytes)
         )
-        last = end if len(starts) == 1 else expected_end
         reads = [
             partial(self.within_patience, f"read {path}", partial(self._read, full, start, stop))
-            for start, stop in zip(starts, (*starts[1:], last), strict=True)
+            for start, stop in zip(
+                starts, (*starts[1:], end if len(starts) == 1 else expected_end), strict=True
+            )
         ]
         pieces = list[bytes]()  # one of them is passed on without a copy
         found = call_ahead(self._file_system, reads)
@@ -343,10 +336,6 @@ class Storage:
             names = [name for name in names if name not in links]
         return sorted((int(name.removeprefix("iter_")) for name in names), reverse=True)
 
-    def _list(self, full: str, *, has_sizes: bool = False) -> list[Any]:
-        found: list[Any] = self._small(f"list {full}", "_listed", full, has_sizes)
-        return found
-
     def _listed(self, full: str, has_sizes: bool) -> list[Any]:
         self._file_system.invalidate_cache()
         return list(self._file_system.ls(full, detail=has_sizes))
@@ -356,7 +345,11 @@ class Storage:
         return self._names_in(self._full(directory))
 
     def _names_in(self, full: str) -> list[str]:
-        return [_last_part(entry) for entry in self._list(full)] if self._is_there(full) else []
+        return (
+            [_last_part(entry) for entry in self._small(f"list {full}", "_listed", full, False)]
+            if self._is_there(full)
+            else []
+        )
 
     def sizes_in(self, directory: str) -> dict[str, int]:
         """Return the sizes of plain files in a directory by name, from one listing; none if it is not there.
@@ -368,7 +361,7 @@ class Storage:
         if not self._is_there(full):
             return {}
         try:
-            entries = self._list(full, has_sizes=True)
+            entries = self._small(f"list {full}", "_listed", full, True)
         except FileNotFoundError as error:
             raise OSError(f"{self.url}/{directory} changed while it was listed: {error}") from error
         files = (each for each in entries if each["type"] == "file" and each["size"] is not None)
@@ -390,14 +383,30 @@ class Storage:
     def remove(self, path: str) -> None:
         """Remove a file if it is there."""
         with suppress(FileNotFoundError):
-            full = self._full(path)
-            self._small(f"remove {path}", "_remove", full)
+            self._small(f"remove {path}", "_remove", self._full(path))
 
     def _remove(self, full: str) -> None:
-        if not self._is_local:
+        if self._is_local:
+            remove_here(self._root, full)
+        else:
             self._file_system.rm_file(full)
-            return
-        remove_here(self._root, full)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return what reads and writes a directory, and the directory's path in it; may need the network.
+
+    A package of fsspec opens object stores, too, where obstore is not installed, or where the configuration
+    of fsspec has options that obstore has no counterpart for.
+    """
+    protocol, _, place = url.partition("://")
+    if find_spec("obstore") is not None:
+        from moe_ft.files.object_store import open_store
+
+        store = open_store(protocol, place.strip("/"), fsspec.config.conf)
+        if store is not None:
+            return store, place.strip("/")
+    file_system, root = fsspec.core.url_to_fs(url)
+    return file_system, root
 
 
 def call_on(url: str, method: str, *arguments: Any) -> Any:

@@ -114,7 +114,8 @@ IMPORTS_LATE = (
     "moe_ft/doctor/meeting.py",
     "moe_ft/commands/launch.py",
     "moe_ft/commands/run.py",
-    "moe_ft/files/back_ends.py",
+    "moe_ft/files/object_store.py",
+    "moe_ft/files/storage.py",
     "moe_ft/loop/metrics.py",
 )
 STRATEGIES = "moe_ft.strategies"

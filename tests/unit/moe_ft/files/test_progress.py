@@ -164,7 +164,7 @@ def test_thread_with_an_event_loop_of_the_user_may_use_storage(tmp_path: Path) -
 def test_back_end_that_does_not_open_is_given_up(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ft.files.back_ends.fsspec.core.url_to_fs", lambda url: never.wait())
+    monkeypatch.setattr("moe_ft.files.storage.fsspec.core.url_to_fs", lambda url: never.wait())
     with pytest.raises(TimeoutError, match="s3://b: open"):
         Storage("s3://b", patience_s=0.01).names()
 
