@@ -159,8 +159,7 @@ class Storage:
     def aside[Result](self, operation: str, act: Callable[..., Result], *arguments: Any) -> Result:
         """Return what a function of a module returns, which another process may call; see `within_patience`.
 
-        Args:
-            arguments: values that msgspec encodes.
+        Its arguments are values that msgspec encodes.
         """
         if self._helper is None or not self._works_apart:
             return self.within_patience(operation, partial(act, *arguments))
@@ -229,8 +228,7 @@ class Storage:
     def create(self, path: str, content: bytes) -> None:
         """Write a small file to an object store; raises FileExistsError if it is there.
 
-        Of several that do so at the same time one succeeds, if the back end has a conditional put; if not,
-        the last one has written the file.
+        Of several at the same time one succeeds; without a conditional put, the last one has written it.
         """
         act = partial(create_object, self._file_system, self._full(path), content, self._is_there)
         self.within_patience(f"create {path}", act)
@@ -255,18 +253,16 @@ class Storage:
         expected_end = int(self._info(full).get("size") or 0) if end is None else end
         if end is None:
             _check_length(full, expected_end)
-        starts = range(
-            offset, max(expected_end, offset + 1), piece_bytes(self._file_system, num_bytes)
-        )
+        size = piece_bytes(self._file_system, num_bytes)
+        starts = range(offset, max(expected_end, offset + 1), size)
+        stops = (*starts[1:], end if len(starts) == 1 else expected_end)
         reads = [
-            partial(self.within_patience, f"read {path}", partial(self._read, full, start, stop))
-            for start, stop in zip(
-                starts, (*starts[1:], end if len(starts) == 1 else expected_end), strict=True
-            )
+            partial(self.within_patience, f"read {path}", partial(self._read, full, *span))
+            for span in zip(starts, stops, strict=True)
         ]
         pieces = list[bytes]()  # one of them is passed on without a copy
         found = call_ahead(self._file_system, reads)
-        for _ in reads:
+        while len(pieces) < len(reads):
             with waiting(self._patience_s or 0.0):
                 pieces.append(next(found))
             note_progress()
@@ -281,9 +277,9 @@ class Storage:
             num_bytes = check_is_regular(full)
             if end is None:
                 _check_length(full, num_bytes)
-        if start == 0 and end is None:  # of an empty object S3 has no range
-            return bytes(self._file_system.cat_file(full))
-        return bytes(self._file_system.cat_file(full, start=start, end=end))
+        # Of an empty object S3 has no range.
+        span = {} if (start, end) == (0, None) else {"start": start, "end": end}
+        return bytes(self._file_system.cat_file(full, **span))
 
     def forget_cached(self, path: str) -> None:
         """Have what is read of a file next come from the disk, or the server, and not from this machine."""
@@ -317,8 +313,7 @@ class Storage:
 
     def version(self, path: str) -> str:
         """Return what changes when a file is written again, as far as storage tells it."""
-        found = self._info(self._full(path))
-        return repr([found.get(key) for key in _OF_VERSIONS])
+        return repr([*map(self._info(self._full(path)).get, _OF_VERSIONS)])
 
     def names(self) -> list[str]:
         """Return the names of what is in the persist directory, none if it is not there."""
