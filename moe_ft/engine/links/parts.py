@@ -83,7 +83,7 @@ def _stamp_of(path: Path) -> _Stamp:
     return found.st_ino, found.st_mtime_ns
 
 
-def spread(num_bytes: int, ranges: Sequence[tuple[int, int]], parts: bytearray) -> memoryview:
+def spread(num_bytes: int, ranges: Sequence[tuple[int, int]], parts: memoryview) -> memoryview:
     """Return a unit of which only some ranges are there; the rest is zero.
 
     Raises:

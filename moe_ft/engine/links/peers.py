@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain
 
 import msgspec
+import numpy as np
 
 from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
 from moe_ft.engine.clock import Clock
@@ -163,11 +164,11 @@ class PeerConnection:
             raise CorruptStateError(reply.error)
         return reply.error
 
-    def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> bytearray:
+    def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> memoryview:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
         return self._ask(Get(path, offset, num_bytes), Deadline.for_bytes(0))[1]
 
-    def get_parts(self, request: GetParts, unit_bytes: int) -> bytearray:
+    def get_parts(self, request: GetParts, unit_bytes: int) -> memoryview:
         """Return ranges of a unit in the peer's node memory, which the peer verifies before.
 
         Raises:
@@ -176,11 +177,11 @@ class PeerConnection:
         """
         check_s = PROGRESS_TIMEOUT_S + unit_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply, content = self._ask(request, Deadline(check_s))
-        if checksum(memoryview(content)) != reply.checksum:
+        if checksum(content) != reply.checksum:
             raise CorruptStateError(f"parts of unit {request.unit} do not match their checksum")
         return content
 
-    def _ask(self, request: Get | GetParts, deadline: Deadline) -> tuple[Reply, bytearray]:
+    def _ask(self, request: Get | GetParts, deadline: Deadline) -> tuple[Reply, memoryview]:
         try:
             connection = self._connected()
             send(connection, request, deadline)
@@ -188,8 +189,9 @@ class PeerConnection:
                 reply = REPLY.decode(receive_header(connection, deadline))
             deadline = Deadline.for_bytes(reply.num_bytes)
             with waiting(deadline.rest_s):
-                content = bytearray(reply.num_bytes)
-                connection.receive_body([memoryview(content)], reply.num_bytes, deadline)
+                # Not zeroed: that takes as long as receiving, and the sender waits for it.
+                content = memoryview(np.empty(reply.num_bytes, np.uint8))
+                connection.receive_body([content], reply.num_bytes, deadline)
         except BaseException:
             self.close()  # in the middle of a message
             raise
