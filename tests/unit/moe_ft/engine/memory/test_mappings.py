@@ -192,7 +192,12 @@ def test_large_file_that_is_whole_is_pinned_instead_of_touched(
     tmp_path: Path, counts: Registrations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mappings, "_SLICE_BYTES", SIZE)
-    path, register = tmp_path / "file", lambda address, size: counts.registered.append(size) or ""
+    path = tmp_path / "file"
+
+    def register(_: int, num_bytes: int) -> str:
+        counts.registered.append(num_bytes)
+        return ""
+
     for num_touches in (2, 0):
         kept = Mappings()
         kept.open(path, 2 * SIZE)
