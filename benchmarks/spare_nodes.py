@@ -7,8 +7,8 @@ Two nodes with two ranks each train the demo model of the tests, and a third one
 rank each, PP 2 x DP 2, and a fifth. Each has a network namespace of its own. Needs root, and `ip` (iproute2).
 Kinds:
 
-power     The link of a node is cut, and all its processes are killed: no connection ends. It is silent for
-          --lost-after before it is lost.
+power     The link of a node is cut, and all its processes are killed: no connection ends. Two others find
+          that its kernel does not answer for a second.
 killed    All its processes are killed, and their connections end: 2 s of silence are enough then.
 rank      One rank of a node is killed, and its own node replaces it: what a repair takes without a verdict.
 played    As `killed`, without a spare: peers play the role of its rank. Of four nodes.
@@ -118,6 +118,9 @@ class Watched:
 
     def take_over(self, nodes: KeptNodes, *, is_cut: bool) -> Loss:
         """Lose a node, and have it come back as a spare when another one has taken over."""
+        # Agents have this name when they can fork ranks at once.
+        agent = nodes.processes(self._spare)[0]
+        wait_for(lambda: agent.name() == "moe_ft_node", "the imports of a spare", _DEADLINE_S)
         loss = self._repaired(self.lose(is_cut=is_cut), self._lost)
         silent_s = float(_SILENT.findall(nodes.log("node0"))[-1])
         # Of a replacement, `build` begins when its node was heard last.

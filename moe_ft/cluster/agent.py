@@ -74,6 +74,7 @@ class Agent:
         silence_s = 0.0 if options.is_alone else options.kernel_silence_s
         self._observer = Observer(options.meet[0], options.run, options.token, silence_s)
         self._observer.open()
+        self._look_s = LOOK_S if silence_s else self._period_s
         self._end = PlannedEnd(options.words, options.grace_s)
         self._seat = self._ask(self._register)
 
@@ -153,7 +154,7 @@ class Agent:
         """Hear the fork server until the next beat: at once if this misses other nodes than before."""
         end_s = time.monotonic() + self._period_s
         while (rest_s := end_s - time.monotonic()) > 0 and not self._observer.look():
-            self._forks.hear(min(rest_s, LOOK_S))
+            self._forks.hear(min(rest_s, self._look_s))
 
     @property
     def _has_ranks(self) -> bool:

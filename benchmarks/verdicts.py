@@ -1,0 +1,188 @@
+"""Seconds until a node without power is called lost, and nodes that live and are called lost, under load.
+
+    python -m benchmarks.verdicts [--minutes M] [--repeats N] [--hogs K] [--quick] [--output FILE.md]
+
+Four nodes and one that keeps the job's store have a network namespace each, and `moe_ft keep` as it is; their
+ranks only sleep. K processes compute beside them. Needs root, and `ip` (iproute2).
+
+power     The link of a node is cut, and all its processes are killed. Seconds until the line "is lost".
+stops     All processes of a node are stopped for 0.3 to 2.5 s, one node after the other.
+store     The link of the store's node is cut for 0.5 to 5 s.
+flaps 1   The link of a node is away for 0.4 s, with --kernel-silence 1. Linux announces a carrier that is
+          back up to a second late.
+flaps 2   The same with --kernel-silence 2.
+
+Nobody may be called lost but in `power`, and in `flaps 1`. The minutes are shared by the other kinds.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import override
+
+from benchmarks.conditions import conditions
+from benchmarks.output import markdown_table, parse_options, show, spread
+from tests.kept_nodes import KeptNodes
+from tests.namespaces import Namespaces, why_none
+from tests.waiting import wait_for
+
+_KEEP = (
+    "import sys; from moe_ft.cluster import options; options.PRELOADED = ('json',); "
+    "from moe_ft.commands.launch import keep; keep(sys.argv[1:])"
+)
+_HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100000))"
+_NAMES = ("node0", "node1", "node2", "node3")
+_STORE = "node4"
+_LOST = "is lost"
+_ESTABLISHED = " 01 "  # in a table of TCP connections
+_DEADLINE_S = 120.0
+_SETTLE_S = 4.0  # from the connections to the first fault, and from the last fault to its verdict
+# By kind: shares of the minutes, and seconds of silence.
+_SHARES = {"stops": (0.4, 1), "store": (0.2, 1), "flaps 1": (0.1, 1), "flaps 2": (0.3, 2)}
+
+
+class Nodes(KeptNodes):
+    """Nodes whose ranks import nothing."""
+
+    silence_s = 1
+
+    @override
+    def command(self, number: int) -> tuple[list[str], list[str], dict[str, str]]:
+        _, words, variables = super().command(number)
+        options = ["--kernel-silence", str(self.silence_s)]
+        return [sys.executable, "-c", _KEEP], [*options, *words], variables
+
+    def wait_until_watched(self) -> None:
+        """Wait until each agent watches three others, which watch it."""
+
+        def found() -> bool:
+            # One connection to the store, and two by which it and each other node watch each other.
+            agents = [dict(self._nodes)[name].pid for name in _NAMES]
+            tables = [Path(f"/proc/{pid}/net/tcp").read_text() for pid in agents]
+            return all(each.count(_ESTABLISHED) >= 7 for each in tables)
+
+        wait_for(found, "connections between agents", _DEADLINE_S, poll_s=0.2)
+        time.sleep(_SETTLE_S)
+
+
+@contextmanager
+def job(silence_s: int) -> Iterator[tuple[Nodes, Namespaces]]:
+    """Run a job until the end of this context; agents watch each other."""
+    with tempfile.TemporaryDirectory(prefix="verdicts_") as folder:
+        script = Path(folder, "script.py")
+        script.write_text("import time\ntime.sleep(10**6)\n")
+        with (
+            Namespaces(*_NAMES, _STORE) as networks,
+            Nodes(
+                Path(folder),
+                [str(script)],
+                num_nodes=4,
+                ranks_per_node=1,
+                networks=networks,
+                store=4,
+            ) as nodes,
+        ):
+            nodes.silence_s = silence_s
+            nodes.start(*_NAMES, _STORE)
+            nodes.wait_until_watched()
+            yield nodes, networks
+
+
+def lose(repeats: int) -> Iterator[float]:
+    """Yield the seconds from losses of power to verdicts, in a job each."""
+    for number in range(repeats):
+        with job(1) as (nodes, networks):
+            lost = _NAMES[1 + number % 3]
+            begin_s = time.monotonic()
+            networks.cut(lost)
+            nodes.kill(lost)
+            wait_for(lambda: _LOST in nodes.log(_STORE), _LOST, _DEADLINE_S, poll_s=0.02)
+            yield time.monotonic() - begin_s
+
+
+def _stop(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
+    name = rng.choice(_NAMES)
+    nodes.stop(name)
+    time.sleep(rng.uniform(0.3, 2.5))
+    nodes.wake(name)
+
+
+def _cut_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
+    networks.cut(_STORE)
+    time.sleep(rng.uniform(0.5, 5.0))
+    networks.restore(_STORE)
+    time.sleep(_SETTLE_S)
+
+
+def _flap(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
+    name = rng.choice(_NAMES)
+    networks.cut(name)
+    time.sleep(0.4)
+    networks.restore(name)
+    time.sleep(_SETTLE_S)
+
+
+_FAULTS: dict[str, Callable[[Nodes, Namespaces, random.Random], None]] = {
+    "stops": _stop,
+    "store": _cut_store,
+    "flaps 1": _flap,
+    "flaps 2": _flap,
+}
+
+
+def disturb(kind: str, seconds: float) -> tuple[int, int]:
+    """Inflict faults of a kind for so long; return their number, and that of false verdicts."""
+    rng, end_s = random.Random(kind), time.monotonic() + seconds
+    num_faults = num_false = 0
+    while time.monotonic() < end_s:
+        with job(_SHARES[kind][1]) as (nodes, networks):
+            while time.monotonic() < end_s and _LOST not in nodes.log(_STORE):
+                _FAULTS[kind](nodes, networks, rng)
+                num_faults += 1
+                time.sleep(rng.uniform(0.2, 1.0))
+            time.sleep(_SETTLE_S)
+            if _LOST in nodes.log(_STORE):
+                num_false += 1
+                print(kind, nodes.log(_STORE)[-300:], file=sys.stderr, flush=True)
+    return num_faults, num_false
+
+
+def main() -> None:
+    """Lose and disturb nodes, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="of faults that are no loss")
+    parser.add_argument("--repeats", type=int, default=9, help="losses of power")
+    parser.add_argument("--hogs", type=int, default=8, metavar="K")
+    options = parse_options(parser, None, minutes=1.0, repeats=1)
+    parts = [
+        conditions(f"{options.minutes:g} minutes of faults, {options.hogs} processes compute.")
+    ]
+    rows = [("not run: " + why_none(), "", "", "")]
+    if not why_none():
+        hogs = [
+            subprocess.Popen([sys.executable, "-c", _HOG], env=os.environ)
+            for _ in range(options.hogs)
+        ]
+        try:
+            taken_s = [*lose(options.repeats)]
+            rows = [("power", spread(taken_s, ".2f"), str(options.repeats), "0")]
+            for kind, (share, _) in _SHARES.items():
+                faults, false = disturb(kind, share * options.minutes * 60)
+                rows.append((kind, "-", str(faults), str(false)))
+        finally:
+            for each in hogs:
+                each.kill()
+                each.wait()
+    headers = ("kind", "to the verdict, s", "faults", "false verdicts")
+    show([*parts, markdown_table(rows, headers)], options.output)
+
+
+if __name__ == "__main__":
+    main()
