@@ -137,15 +137,15 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     ),
     # A node comes back while a rank is built that has died.
     "growth-in-the-middle-of-a-round": RepairSchedule(
-        seed=43705085097,
+        seed=196676841,
         nodes=3,
         fewest=1,
         keeps_apart=True,
         ranks=3,
-        iterations=4,
+        iterations=12,
         faults=(
-            Fault(kind="kill", start=0, moment="between", time=5, amount=0.38),
-            Fault(kind="cut-node", start=0, moment="in step", time=1, amount=0.3),
+            Fault(kind="lose-node", start=0, moment="forward", time=5, amount=0.38),
+            Fault(kind="kill", start=0, moment="backward", time=27, target=0, amount=0.4),
         ),
         switching=0.02,
     ),
