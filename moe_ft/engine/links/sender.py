@@ -108,9 +108,12 @@ class ReplicaSender:
         )
 
     def _send_recovered(self, replica: Replica) -> None:
-        if self._order and replica.peers is not None and replica.peers.issuperset(self._order):
-            # They may have the one before, which some rank may still need. The next window begins there.
-            self._replicator.lacking.update(self._order[self._num_first :])
-            replica = replace(replica, peers=frozenset(self._order[: self._num_first]))
+        if self._order and replica.peers is not None:
+            # Peers that lack it may have the one before, which some rank may need until its own peers have this
+            # one: half of them are to have it, and the next window begins with the others.
+            lacking = [rank for rank in self._order if rank in replica.peers]
+            num_sent = max(0, self._num_first - len(self._order) + len(lacking))
+            self._replicator.lacking.update(lacking[num_sent:])
+            replica = replace(replica, peers=frozenset(lacking[:num_sent]))
         if not self._send(replica).is_protected:
             self._worker.when_idle(_RECOVERED_RETRY_S, partial(self._send_recovered, replica))

@@ -140,7 +140,9 @@ def test_state_that_no_peer_has_after_a_recovery_leaves_the_one_before_at_the_se
     assert two.end() == [(1, {1}), (2, {2}), (2, {1})]
 
 
-def test_state_that_a_peer_has_after_a_recovery_goes_to_the_other(two: Rank) -> None:
+def test_state_that_a_peer_has_after_a_recovery_is_not_sent_and_the_other_gets_the_next_first(
+    two: Rank,
+) -> None:
     two.sender.submit_recovered(replace(two.replica(1), keep_iteration=None, peers=frozenset({2})))
     two.take(2)
-    assert two.end() == [(1, {2}), (2, {1}), (2, {2})]
+    assert two.end() == [(1, set()), (2, {2}), (2, {1})]
