@@ -109,7 +109,7 @@ class ReplicaSender:
 
     def _send_recovered(self, replica: Replica) -> None:
         if self._order and replica.peers is not None:
-            # Peers that lack it may have the one before, which some rank may need until its own peers have this
+            # Peers that lack it may have the one before, which a rank may need until its own peers have this
             # one: half of them are to have it, and the next window begins with the others.
             lacking = [rank for rank in self._order if rank in replica.peers]
             num_sent = max(0, self._num_first - len(self._order) + len(lacking))
