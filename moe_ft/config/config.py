@@ -31,12 +31,14 @@ from moe_ft.config.rules import (
     default_memory_dir,
     unmet_needs,
 )
+from moe_ft.config.storage import StorageConfig
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind
 
 # Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
 DEFAULT_MEMORY_DIR = default_memory_dir()
+_FEWEST_OF_PARITY = 3  # nodes of a group: the XOR of one other state is a copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,14 @@ class MemoryConfig(Part):
         "regions of a rank at each of several peers; 2 = as many nodes may be lost while a snapshot is sent",
         choices=("1", "2"),
         needs=(STRATEGY, PEERS),
+    )
+    replicas: str = setting(
+        "copies",
+        "what other nodes keep of a rank's state: copies, or parity:N = groups of at most N nodes keep the "
+        "XOR of their states, which takes 1/(N-1) of a copy and covers one lost node of each group",
+        metavar="{copies,parity:N}",
+        needs=(STRATEGY, PEERS),
+        page="parity.md",
     )
     failure_domain: str | None = setting(
         None,
@@ -154,9 +164,29 @@ class MemoryConfig(Part):
         return self.replicate == "gradients"
 
     @property
+    def parity_nodes(self) -> int | None:
+        """Most nodes of a group that keeps parity, None where peers keep copies.
+
+        Raises:
+            ConfigError: if it is neither of what the flag takes.
+        """
+        kind, _, number = self.replicas.partition(":")
+        if self.replicas == "copies":
+            return None
+        if kind != "parity" or not number.isdecimal() or int(number) < _FEWEST_OF_PARITY:
+            raise ConfigError(
+                f"{flag_of('replicas')}={self.replicas} must be copies or parity:N, with N at least "
+                f"{_FEWEST_OF_PARITY} nodes. Write it like parity:8."
+            )
+        return int(number)
+
+    @property
     def num_replicas(self) -> int | None:
-        """The replication factor, None for automatic; raises ConfigError if it is neither."""
-        return self.number_or_auto("replication_factor")
+        """The replication factor, None for automatic; raises ConfigError if it is neither.
+
+        Parity is sent, and lets a node be lost, as one replica does.
+        """
+        return 1 if self.parity_nodes is not None else self.number_or_auto("replication_factor")
 
     def resolve_job_id(self, environment: Mapping[str, str]) -> str:
         """Return the job's name.
@@ -193,59 +223,7 @@ class MemoryConfig(Part):
 
     @override
     def check(self, world_size: int) -> None:
-        _ = self.host_memory_limit_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageConfig(Part):
-    """Storage: checkpoints that outlive all nodes."""
-
-    TITLE: ClassVar[str] = "storage"
-    PAGE: ClassVar[str] = "storage.md"
-    NEEDS: ClassVar[tuple[str, ...]] = ("persist_dir",)
-
-    persist_dir: str | None = setting(
-        None, "directory or fsspec URL for checkpoints on storage", metavar="URL", needs=(STRATEGY,)
-    )
-    persist_interval: int = setting(
-        10,
-        "write every N-th complete snapshot or window to storage; 0 = only the last state",
-        metavar="N",
-        bounds=Bounds(at_least=0),
-        remedy="Give a number of snapshots, or 0 to write none before the end",
-    )
-    persist_dense_interval: int = setting(
-        0,
-        "also write the whole state of one iteration to storage, every so many iterations, whatever the "
-        "strategy; 0 = only at the end",
-        metavar="N",
-        bounds=Bounds(at_least=0),
-        remedy="Give a number of iterations, or leave the flag out",
-        page="breakpoints.md#whole-states",
-    )
-    keep: int = setting(
-        2,
-        "checkpoints to keep on storage; with --moe-ft-persist-dense-interval also the newest whole state",
-        metavar="N",
-        bounds=Bounds(at_least=1),
-        reason="the newest checkpoint is never deleted",
-        remedy="Give the number of checkpoints that storage has room for",
-    )
-
-    @property
-    def persists(self) -> bool:
-        """True if anything goes to storage."""
-        return self.persist_dir is not None  # at least the last state
-
-    @property
-    def persists_dense(self) -> bool:
-        """True if whole states go to storage while training runs."""
-        return self.persist_dense_interval > 0
-
-    @property
-    def keeps_whole(self) -> bool:
-        """True if the newest whole state stays on storage besides the newest checkpoints."""
-        return self.persists_dense and self.persist_interval > 0
+        _ = self.host_memory_limit_bytes, self.parity_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

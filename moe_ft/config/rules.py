@@ -210,6 +210,17 @@ def _of_gradients(is_broken: Callable[[Any], bool], problem: str, reason: str, r
     )
 
 
+def _of_parity(is_broken: Callable[[Any], bool], problem: str, reason: str, remedy: str) -> Rule:
+    return Rule(
+        "",
+        f"{flag_of('replicas')}=parity:N",
+        lambda config: config.memory.parity_nodes is not None and is_broken(config),
+        reason,
+        f"{remedy}give {flag_of('replicas')} copies",
+        problem=problem,
+    )
+
+
 _FOLLOWED = f"{flag_of('replicate')}=gradients"
 OF_SETTINGS = (
     Rule(
@@ -239,6 +250,36 @@ OF_SETTINGS = (
         f"cannot be used with {flag_of('sharding')} adaptive",
         "ranks must save the same slices every time",
         f"Give {flag_of('sharding')} equal, or ",
+    ),
+    _of_parity(
+        lambda config: config.memory.replication_factor != "auto",
+        f"cannot be used with {flag_of('replication_factor')}",
+        "a group keeps the XOR of its states once",
+        f"Leave {flag_of('replication_factor')} out, or ",
+    ),
+    _of_parity(
+        lambda config: config.memory.sends_gradients,
+        f"cannot be used with {_FOLLOWED}",
+        "a step cannot be repeated on the XOR of several states",
+        f"Give {flag_of('replicate')} state, or ",
+    ),
+    _of_parity(
+        lambda config: config.memory.upstream_log,
+        "cannot be used with --moe-ft-upstream-log",
+        "stages that recover alone have states of different iterations, of which no XOR is kept",
+        "Leave that out, or ",
+    ),
+    _of_parity(
+        lambda config: config.elastic.elastic or config.recovery.layout == "any",
+        f"cannot be used with {flag_of('elastic')} or {flag_of('layout')} any",
+        "a lost rank's state is made again in the memory of the rank that replaces it",
+        "Leave them out, or ",
+    ),
+    _of_parity(
+        lambda config: config.recovery.without_spare in ("crowd", "reroute", "shrink"),
+        f"cannot be used with {FLAG} crowd, reroute or shrink",
+        "the nodes of a group need as many ranks each",
+        f"Give {FLAG} end or wait, or ",
     ),
     Rule(
         "",

@@ -10,7 +10,7 @@ from moe_ft.config.fields import flag_of
 from moe_ft.doctor.rows import Row, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import find_domains
-from moe_ft.planning.host_memory import Footprint, num_replica_regions, regions_at_peers
+from moe_ft.planning.host_memory import Footprint, Regions, num_replica_regions, regions_at_peers
 from moe_ft.planning.placement import (
     default_replication_factor,
     find_survival,
@@ -61,7 +61,7 @@ class Job:
         return self.ranks[1] * self.footprint.share.total_bytes(
             persists=self.config.storage.persists,
             replication_factor=factor,
-            replica_regions=regions_at_peers(self.config.memory, factor),
+            replica_regions=regions_at_peers(self.config.memory, factor, self.num_nodes),
         )
 
     @property
@@ -139,7 +139,7 @@ class Placement:
 
     topology: Topology
     peers: Sequence[tuple[int, ...]]
-    replica_regions: int
+    replica_regions: Regions
     problem: ConfigError | None = None
 
     def nodes(self) -> dict[str, list[str]]:

@@ -54,9 +54,8 @@ def build_engine(
     messages = Messages(context.rank, clock, is_first_of_stage=is_first, raises=settings.raises)
     reports = messages.reports
     if replicator is None and context.peers:
-        replicator = PeerReplicator(
-            context.peers, context.token, reports, context.phase_hook, clock, settings.num_streams
-        )
+        ours = (context.token, reports, context.phase_hook, clock, settings.num_streams)
+        replicator = PeerReplicator(context.peers, *ours, context.memory.stripes)
     records = RecordLog(complete_record)
     parts = (records, replicator, strategy, reports, clock, make_worker)
     writer = _build_writer(settings, context, *parts)

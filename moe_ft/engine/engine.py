@@ -25,6 +25,7 @@ from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.ending import Ending, LastState, LastSteps
+from moe_ft.engine.links.parity import parity_keeper
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.layout import FileLayout
@@ -176,7 +177,7 @@ class CheckpointEngine:
             # After a fresh start nothing can be replayed from the first iteration: it has no state.
             keep_from = restored.replay_from if restored else iteration + 1
             self.boundary.start(iteration, keep_from, is_in_use=is_in_use)
-        context.server.keep(self._memory.replicas, self._reports)
+        context.server.keep(self._memory.replicas, self._reports, parity_keeper(self._memory))
         self._writer.start()
         if restored is not None:
             self._outcome_without_training = (
@@ -243,7 +244,7 @@ class CheckpointEngine:
         self._strategy.note_measured(self._profile.measured)
         return Votes(
             state=self._windows.state,
-            is_ready=self._windows.has_room,
+            is_ready=self._windows.has_room and self._writer.may_go_on,
             is_idle=self._storage.is_idle,
             can_persist=not self._storage.has_failed,
             is_protected=window is None or window.is_protected,

@@ -17,7 +17,7 @@ from moe_ft.loop.checkpoints import Checkpoints, met_of
 from moe_ft.loop.listeners import LoopListener, LoopState
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.planning.host_memory import regions_at_peers
-from moe_ft.planning.placement import find_survival
+from moe_ft.planning.placement import find_survival, survival_of
 from moe_ft.planning.protection import Launcher, Protection, Starter, block_of
 from moe_ft.recovery.job_memory import reserved_bytes
 from moe_ft.recovery.meet import Met
@@ -76,6 +76,8 @@ class Protects(LoopListener):
         strategy, storage, kind = config.strategy, config.storage, chosen(config)
         copies = min(map(len, met.peers))
         survival = find_survival(topology, met.peers, regions_at_peers(config.memory, copies))
+        if met.groups:
+            copies, survival = 0, survival_of(topology, met.groups)
         return Protection(
             strategy=strategy.strategy,
             contents=kind.contents(config),
@@ -83,9 +85,10 @@ class Protects(LoopListener):
             interval=strategy.interval_iterations,
             window=kind.longest_window(config),
             memory_dir=config.memory.memory_dir,
-            node_bytes=max(reserved_bytes(met.site, met.peers).values()),
+            node_bytes=max(reserved_bytes(met.site, met.peers, met.groups).values()),
             num_nodes=len(topology.nodes),
             copies=copies,
+            parity_nodes=max((len(each.ranks) for each in met.groups), default=0),
             survival=survival,
             storage=storage.persist_dir or "",
             persist_interval=storage.persist_interval,

@@ -5,10 +5,13 @@ Training reserves them (recovery/assembly.py, engine/memory/rank_memory.py) and 
 upper bounds: headers, indexes, notes, and the pages that a file system gives to each.
 """
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from moe_ft.arithmetic import round_up
 from moe_ft.config.config import MemoryConfig
+from moe_ft.planning.parity import NUM_VERSIONS, smallest_group
 
 NUM_GRADIENT_BUFFERS = 2  # of the snapshot that is being sent, and of the step that follows
 
@@ -45,16 +48,24 @@ def num_regions(*, persists: bool) -> int:
     return 3 if persists else 2
 
 
-def regions_at_peers(memory: MemoryConfig, num_peers: int) -> int:
+Regions = int | Fraction  # with parity a part of one, for all peers together
+
+
+def regions_at_peers(memory: MemoryConfig, num_peers: int, num_nodes: int = 0) -> Regions:
     """Return the regions that a peer keeps of a rank with so many peers and without a pool.
 
     One is enough where others keep the newest state while one is filled (engine/links/sender.py). A replica
     by gradients is made of the one before.
+
+    Args:
+        num_nodes: of the job, which may leave groups that keep parity with fewer nodes; 0 for any number.
     """
+    if (most := memory.parity_nodes) is not None:
+        return Fraction(NUM_VERSIONS, smallest_group(num_nodes or most, most) - 1)
     return int(memory.replica_regions) if num_peers > 1 and not memory.sends_gradients else 2
 
 
-def num_replica_regions(without_pool: int, *, has_pool: bool) -> int:
+def num_replica_regions(without_pool: Regions, *, has_pool: bool) -> Regions:
     """Return the regions that a peer keeps of a rank; one is the newest complete one, one is being filled.
 
     Where there is a pool they hold little: it takes 36 bytes of a parameter, or 18, and a region 0.3.
@@ -100,28 +111,36 @@ class MemoryShare:
         sent = self.boundary_bytes + NUM_GRADIENT_BUFFERS * self.gradient_bytes
         return regions + self.pool_bytes + self.breakpoint_bytes + sent
 
-    def replica_bytes(self, replica_regions: int) -> int:
+    def replica_bytes(self, replica_regions: Regions) -> int:
         """Return the bytes that one peer keeps for the rank."""
-        return self._num_replica_regions(replica_regions) * self.region_bytes + self.pool_bytes
+        regions = self._num_replica_regions(replica_regions)
+        return math.ceil(regions * self.region_bytes) + self.pool_bytes
 
-    def _num_replica_regions(self, replica_regions: int) -> int:
+    def _num_replica_regions(self, replica_regions: Regions) -> Regions:
         return num_replica_regions(replica_regions, has_pool=self.pool_bytes > 0)
 
-    def num_covered(self, replication_factor: int, replica_regions: int) -> int:
+    def num_covered(self, replication_factor: int, replica_regions: Regions) -> int:
         """Return the nodes whose loss at one time peers survive, whatever is on its way to them."""
-        is_halved = self._num_replica_regions(replica_regions) == 1
+        is_halved = self._num_replica_regions(replica_regions) == 1 < replication_factor
         return replication_factor // 2 if is_halved else replication_factor
 
-    def beside_bytes(self, *, persists: bool, replication_factor: int, replica_regions: int) -> int:
+    def beside_bytes(
+        self, *, persists: bool, replication_factor: int, replica_regions: Regions
+    ) -> int:
         """Return the bytes of the small files of a rank, and of those of the replicas that it keeps.
 
         The old index stays until the new one is whole. As much again is for notes and requests.
         """
         num_own = num_regions(persists=persists) + (3 if self.breakpoint_bytes else 2)
-        num_kept = replication_factor * (self._num_replica_regions(replica_regions) + 1)
+        regions = self._num_replica_regions(replica_regions)
+        num_kept = math.ceil(replication_factor * (regions + 1))
+        if isinstance(regions, Fraction) and replication_factor:  # indexes of all others of a group
+            num_kept = (NUM_VERSIONS + 1) * math.ceil(NUM_VERSIONS / regions)
         return (num_own + num_kept) * self.index_bytes
 
-    def total_bytes(self, *, persists: bool, replication_factor: int, replica_regions: int) -> int:
+    def total_bytes(
+        self, *, persists: bool, replication_factor: int, replica_regions: Regions
+    ) -> int:
         """Return the bytes of a rank on its node if every rank keeps as many replicas as it has peers.
 
         Args:

@@ -164,8 +164,10 @@ def _recoveries(
     bandwidth = machine.reading_bandwidth
     if job.reads_storage:
         bandwidth = min(bandwidth, measured.storage_bandwidth or math.inf)
+    # What survivors make of parity, as much as is lost, comes to them first.
+    is_made = job.config.memory.parity_nodes is not None and not job.reads_storage
     rest = {
-        "state_s": saved.read_bytes / bandwidth,
+        "state_s": (1 + is_made) * saved.read_bytes / bandwidth,
         "replay_s": (window - 1) * machine.iteration_s,
     }
     found = {RecoveryKind.RESTART: RecoveryCosts(processes_s=measured.restart_s, **rest)}
@@ -262,6 +264,8 @@ def storage_flags(job: PlannedJob, period: float, write_s: float, *, at_peers: b
     """Return the flags of replicas, storage and repair; a state comes every ``period`` iterations."""
     measured = job.measured
     words = [f"--moe-ft-replication-factor={job.replication_factor if at_peers else 0}"]
+    if job.config.memory.parity_nodes is not None:
+        words = [] if at_peers else [*words, "--moe-ft-replicas=copies"]
     if measured.repair_s is not None:
         words.append("--moe-ft-repair=auto")
     if measured.storage_bandwidth is None and not job.persists:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from moe_ft.config.config import MemoryConfig
 from moe_ft.errors import ConfigError, PlanError
-from moe_ft.planning.host_memory import num_replica_regions, regions_at_peers
+from moe_ft.planning.host_memory import Regions, num_replica_regions, regions_at_peers
+from moe_ft.planning.parity import ParityGroup
 from moe_ft.topology import RankInfo, Topology
 
 DEFAULT_FACTOR = 2
@@ -205,12 +206,12 @@ def _nodes(number: int) -> str:
 
 
 def find_survival(
-    topology: Topology, peers: Sequence[tuple[int, ...]], replica_regions: int
+    topology: Topology, peers: Sequence[tuple[int, ...]], replica_regions: Regions
 ) -> Survival:
     """Return what the replicas of a job cover; see `plan_node_memory`."""
     has_pool = any(info.num_slots for info in topology.ranks)
-    is_halved = num_replica_regions(replica_regions, has_pool=has_pool) == 1
     num_nodes = min(map(len, peers))
+    is_halved = num_replica_regions(replica_regions, has_pool=has_pool) == 1 < num_nodes
     domains = [info.domain for info in topology.ranks]
     pairs = list(zip(domains, peers, strict=True))
     is_covered = all(any(domains[peer] != own for peer in chosen) for own, chosen in pairs)
@@ -239,6 +240,23 @@ def describe_domains(
     return f"{where}: {placed}; memory survives the loss of {found}"
 
 
+def describe_parity(topology: Topology, groups: Sequence[ParityGroup]) -> str:
+    """Return which nodes keep parity together, and what that covers."""
+    sizes = sorted({len(group.ranks) for group in groups})
+    nodes = " or ".join(map(str, sizes))
+    return (
+        f"groups of {nodes} nodes keep parity; memory survives the loss of one node of each group, and of "
+        f"{survival_of(topology, groups).describe()}"
+    )
+
+
+def survival_of(topology: Topology, groups: Sequence[ParityGroup]) -> Survival:
+    """Return the losses after which every rank's state can be made again."""
+    of_group = ([topology.ranks[rank].domain for rank in group.ranks] for group in groups)
+    is_covered = all(len({*each}) == len(each) for each in of_group)
+    return Survival(num_nodes=1, domain=is_covered if topology.domains else None)
+
+
 def sources_of(peers: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
     """Return the ranks whose replicas a rank keeps, ascending."""
     return tuple(source for source, chosen in enumerate(peers) if rank in chosen)
@@ -248,7 +266,7 @@ def plan_node_memory(
     topology: Topology,
     peers: Sequence[tuple[int, ...]],
     num_regions: int,
-    replica_regions: int,
+    replica_regions: Regions,
 ) -> dict[str, int]:
     """Return the bytes of host memory that the memory and peer tiers take on each node.
 
@@ -263,5 +281,5 @@ def plan_node_memory(
         total[info.node] += info.breakpoint_bytes + info.boundary_bytes + info.note_bytes
         at_peer = num_replica_regions(replica_regions, has_pool=info.num_slots > 0)
         for peer in peers[info.rank]:
-            total[topology.ranks[peer].node] += info.memory_bytes(at_peer)
+            total[topology.ranks[peer].node] += info.memory_bytes(math.ceil(at_peer))
     return total

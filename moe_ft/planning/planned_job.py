@@ -12,7 +12,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
 from moe_ft.planning.experts import ExpertFacts
-from moe_ft.planning.host_memory import index_bytes, regions_at_peers
+from moe_ft.planning.host_memory import Regions, index_bytes, regions_at_peers
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.units import Level, Part, UnitId, UnitKind
@@ -258,9 +258,9 @@ class PlannedJob:
     micro_batch_size: int = 1
 
     @property
-    def replica_regions(self) -> int:
+    def replica_regions(self) -> Regions:
         """Regions that a peer keeps of a rank without a pool."""
-        return regions_at_peers(self.config.memory, self.replication_factor)
+        return regions_at_peers(self.config.memory, self.replication_factor, self.num_nodes)
 
     def boundary_bytes(self, longest_window: int) -> int:
         """Return the bytes of the boundary log of the rank with the largest one; 0 without a log."""

@@ -45,6 +45,7 @@ class Source(StrEnum):
     """Best place of what a lost node has kept."""
 
     COPIES = "copies"
+    PARITY = "parity"
     STORAGE = "storage"
     NOTHING = "nothing"
 
@@ -83,6 +84,7 @@ class Protection:
         window: most snapshots that make up a state.
         node_bytes: host memory that is reserved on the node with the most.
         copies: of each rank's state on other nodes; `survival` is what they cover.
+        parity_nodes: of a group that keeps parity of each other's state in place of copies; 0 without.
         storage: its URL; empty without.
         persist_interval: states in memory for each one on storage; 0 for none before the end.
         dense_interval: iterations between whole states on storage; 0 for none before the end.
@@ -103,6 +105,7 @@ class Protection:
     num_nodes: int
     copies: int
     survival: Survival
+    parity_nodes: int = 0
     storage: str = ""
     persist_interval: int = 0
     dense_interval: int = 0
@@ -133,6 +136,8 @@ class Protection:
     @property
     def source(self) -> Source:
         """Place from which the state of a lost node comes."""
+        if self.parity_nodes:
+            return Source.PARITY
         if self.copies:
             return Source.COPIES
         return Source.STORAGE if self.storage else Source.NOTHING
@@ -166,6 +171,7 @@ class Protection:
             "node_bytes": self.node_bytes,
             "nodes": self.num_nodes,
             "copies": self.copies,
+            "parity_nodes": self.parity_nodes or None,
             "nodes_survived": self.survival.num_nodes,
             "storage": self.storage or None,
             "storage_interval": self.storage_interval if self.storage else None,
@@ -203,7 +209,10 @@ def block_of(protection: Protection) -> list[BlockLine]:
     )
     nodes = f"each of {kept.num_nodes} nodes" if kept.num_nodes > 1 else "this node"
     add("memory", f"{size_text(kept.node_bytes)} reserved on {nodes}, in {kept.memory_dir}")
-    add("copies", _copies(kept), is_warning=not kept.copies)
+    if kept.parity_nodes:
+        add("parity", _parity(kept))
+    else:
+        add("copies", _copies(kept), is_warning=not kept.copies)
     add("storage", _storage(kept))
     add("lost work", _lost_work(kept))
     if kept.starter.no_repair:
@@ -231,6 +240,14 @@ def _snapshots(kept: Protection) -> str:
             "after every iteration" if kept.interval == 1 else f"every {kept.interval} iterations"
         )
     return f"{when} a snapshot of {kept.contents}"
+
+
+def _parity(kept: Protection) -> str:
+    domain = ", or of a failure domain" if kept.survival.domain else ""
+    return (
+        f"groups of {kept.parity_nodes} nodes keep XOR of their states: memory survives the loss of one node "
+        f"of each{domain}"
+    )
 
 
 def _copies(kept: Protection) -> str:
@@ -336,6 +353,8 @@ def _without_spare(starter: Starter) -> str:
 def _state_of_lost_node(kept: Protection) -> str:
     if kept.source is Source.COPIES:
         return "its state comes from the copies on other nodes"
+    if kept.source is Source.PARITY:
+        return "its state is made again from parity on other nodes"
     if kept.source is Source.NOTHING:
         return f"{_lost_with_memory(kept)} is lost"
     if kept.persist_interval or kept.dense_interval:

@@ -187,7 +187,7 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
     node = [math.ceil(num_ranks * each / 1e5) * 1e5 for each in both]
     rows = [
         ("a rank's own, MB", *map(megabytes, own)),
-        (f"replicas that it keeps ({factor}), MB", *map(megabytes, kept)),
+        (f"{_kept_name(job)} that it keeps ({factor}), MB", *map(megabytes, kept)),
         ("headers, indexes and notes of both, MB", *map(megabytes, beside)),
         ("a rank, MB", *map(megabytes, both)),
         (f"a node of {num_ranks}, at most, MB", *map(megabytes, node)),
@@ -195,6 +195,10 @@ def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
         ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in state)),
     ]
     return table(rows, ("host memory", *shares))
+
+
+def _kept_name(job: PlannedJob) -> str:
+    return "replicas" if job.config.memory.parity_nodes is None else "parity"
 
 
 def _count(number: int) -> str:

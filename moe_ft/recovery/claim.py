@@ -5,7 +5,7 @@ of them raises. recovery/job_memory.py has the checks of memory, recovery/persis
 persist directory and takes its lock. `doctor` makes the same checks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -78,8 +78,8 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
 
     directory = together(open_persist_directory)
     troubles = filter(None, met.ranks.everyone.gather(directory.trouble, _TROUBLE))
-    together(lambda: check_memory(site, met.peers))
-    memory = memory_of(site, met.peers, site.topology)
+    together(lambda: check_memory(site, met.peers, met.groups))
+    memory = memory_of(met, site.topology)
     if mappings is not None:  # now, before any rank needs the room of what is not used again
         memory.take_up(mappings)
     return Claimed(
@@ -90,15 +90,17 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     )
 
 
-def memory_of(site: Site, peers: Sequence[tuple[int, ...]], topology: Topology) -> RankMemory:
+def memory_of(met: Met, topology: Topology) -> RankMemory:
     """Return a rank's share of its node's memory, with the sizes that a topology says; nothing is opened."""
+    site = met.site
     return RankMemory(
         site.node_dir,
         site.rank,
         topology,
-        sources_of(peers, site.rank),
+        () if met.groups else sources_of(met.peers, site.rank),
         persists=site.config.storage.persists,
-        replica_regions=regions_at_peers(site.config.memory, len(peers[site.rank])),
+        replica_regions=regions_at_peers(site.config.memory, len(met.peers[site.rank])),
+        parity=met.groups[site.rank] if met.groups else None,
     )
 
 

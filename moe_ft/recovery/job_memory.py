@@ -29,6 +29,7 @@ from moe_ft.engine.memory.job_directory import (
 from moe_ft.errors import BusyError, ConfigError, ForeignPathError
 from moe_ft.files.private_files import make_private, make_root
 from moe_ft.planning.host_memory import num_regions, regions_at_peers
+from moe_ft.planning.parity import ParityGroup
 from moe_ft.planning.placement import plan_node_memory
 from moe_ft.processes import holder_of_lock, is_ending
 from moe_ft.recovery.site import Site
@@ -244,16 +245,25 @@ def remove_unused(node_dir: Path, pattern: str = "*") -> None:
             remove_node(node_dir)
 
 
-def check_memory(site: Site, peers: Sequence[tuple[int, ...]]) -> None:
-    """Check that there is room for the memory that regions and replicas will take; raise as `check_room`."""
-    check_room(site, reserved_bytes(site, peers)[site.node])
+def check_memory(
+    site: Site, peers: Sequence[tuple[int, ...]], groups: Sequence[ParityGroup] = ()
+) -> None:
+    """Check that there is room for what regions, and replicas or parity, will take; raise as `check_room`."""
+    check_room(site, reserved_bytes(site, peers, groups)[site.node])
 
 
-def reserved_bytes(site: Site, peers: Sequence[tuple[int, ...]]) -> dict[str, int]:
-    """Return the bytes that regions and replicas take on each node, at most."""
+def reserved_bytes(
+    site: Site, peers: Sequence[tuple[int, ...]], groups: Sequence[ParityGroup] = ()
+) -> dict[str, int]:
+    """Return the bytes that regions, and replicas or parity, take on each node, at most."""
     regions = num_regions(persists=site.config.storage.persists)
-    replica_regions = regions_at_peers(site.config.memory, len(peers[site.rank]))
-    return plan_node_memory(site.topology, peers, regions, replica_regions)
+    if not groups:
+        replica_regions = regions_at_peers(site.config.memory, len(peers[site.rank]))
+        return plan_node_memory(site.topology, peers, regions, replica_regions)
+    total = plan_node_memory(site.topology, [()] * len(groups), regions, 0)
+    for info, group in zip(site.topology.ranks, groups, strict=True):
+        total[info.node] += group.memory_bytes(info.index_bytes)
+    return total
 
 
 def room_bytes(node_dir: Path) -> int:

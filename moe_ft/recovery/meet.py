@@ -14,7 +14,6 @@ from msgspec.msgpack import Decoder
 
 from moe_ft.addresses import own_address
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import flag_of
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, StageSum
 from moe_ft.engine.background import PhaseHook
@@ -24,16 +23,12 @@ from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.engine.voices import VoicedAgreement, VoicedStageSum
-from moe_ft.errors import BusyError, ConfigError, PlanError
+from moe_ft.errors import BusyError, ConfigError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import CUTS
-from moe_ft.planning.placement import (
-    default_replication_factor,
-    describe_domains,
-    place_replicas,
-)
+from moe_ft.planning.parity import ParityGroup
 from moe_ft.planning.remains import Pipelines
 from moe_ft.recovery.assembly import (
     build_strategy,
@@ -44,6 +39,7 @@ from moe_ft.recovery.assembly import (
 )
 from moe_ft.recovery.attempts import Failure, attempt
 from moe_ft.recovery.facts import JobFacts
+from moe_ft.recovery.peers import place_peers
 from moe_ft.recovery.site import Site
 from moe_ft.saying import say, warn
 from moe_ft.state.catalog import UnitCatalog
@@ -150,7 +146,8 @@ class Met:
 
     Attributes:
         fingerprint: settings that the state depends on, the cuts of the state included.
-        peers: ``[rank]`` the ranks that keep its replicas.
+        peers: ``[rank]`` the ranks that keep its replicas, or parity of its state.
+        groups: ``[rank]`` its group, where peers keep parity; empty where they keep replicas.
         token: secret that the ranks of this start share.
         breakpoint: layout of this rank's breakpoint; None without --moe-ft-breakpoints.
         pipelines: of a job whose stages can recover alone; None for any other.
@@ -167,6 +164,7 @@ class Met:
     server: PeerServer
     token: str
     names: StartNames
+    groups: Sequence[ParityGroup] = ()
     breakpoint: FileLayout | None = None
     pipelines: Pipelines | None = None
 
@@ -232,7 +230,7 @@ def meet(
         site=site,
         fingerprint={**facts.fingerprint, CUTS: _checksum_of_cuts(live, ranks)},
         breakpoint=breakpoint_,
-        peers=_place_replicas(config, facts, topology),
+        **place_peers(config, facts, topology),
         server=server,
         token=token,
         names=names,
@@ -356,38 +354,6 @@ def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
     sharded = (each for each in live.parameters if each.is_sharded)
     own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
     return checksum("".join(ranks.everyone.gather(own, exchange.TEXT)).encode())
-
-
-def _place_replicas(
-    config: MoeFtConfig, facts: JobFacts, topology: Topology
-) -> list[tuple[int, ...]]:
-    factor = config.memory.num_replicas
-    num_others = len(topology.nodes) - 1
-    if factor is None:
-        factor = default_replication_factor(len(topology.nodes))
-        for line in without_replicas(config) if factor == 0 and facts.rank == 0 else ():
-            warn(f"{flag_of('replication_factor')}=auto is 0 on one node: {line}")
-    elif (config.elastic.elastic or facts.voice is not None) and factor > num_others:
-        if facts.rank == 0:
-            warn(
-                f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"
-            )
-        factor = num_others
-    try:
-        peers = place_replicas(topology, factor)
-        if topology.domains and facts.rank == 0:
-            say(describe_domains(topology, peers, config.memory))
-        return peers
-    except PlanError as error:
-        raise ConfigError(
-            f"--moe-ft-replication-factor={factor}: {error}. Lower it, or start more nodes."
-        ) from error
-
-
-def without_replicas(config: MoeFtConfig) -> list[str]:
-    """Return lines on what the user has given for replicas, which there are none of."""
-    memory = replace(config.memory, replication_factor="0")
-    return replace(config, memory=memory).warnings(None)
 
 
 def meet_pipelines(

@@ -69,6 +69,10 @@ def protect(
         missing = met.ranks.everyone.gather(claimed.memory.num_missing_bytes, exchange.INT)
         met.ranks.check_together(partial(check_room, met.site, missing))
     site, peers = met.site, _peers_of(met)
+    if met.groups and restored is not None:
+        is_lacking = claimed.memory.parity_of(*_kept_state(restored, site.rank)) is None
+        lacking = met.ranks.everyone.gather(is_lacking, exchange.BOOL)
+        peers = tuple(each for each in peers if lacking[each.rank])
     engine = _build(met, claimed, identity, lock, origins, trouble)
     iteration = met.facts.iteration if restored is None else restored.plan.iteration
 
@@ -132,7 +136,9 @@ def _build(
             num_streams=config.memory.streams,
             keeps_gradients=config.memory.sends_gradients,
             needs_pins=config.memory.pin == "require",
-            halves_peers=regions_at_peers(config.memory, len(peers)) == 1 and not own.num_slots,
+            halves_peers=regions_at_peers(config.memory, len(peers)) == 1
+            and not own.num_slots
+            and not met.groups,
         ),
         EngineContext(
             rank=met.site.rank,
@@ -158,6 +164,12 @@ def _build(
         met.live.layouts,
         met.live.records.complete,
     )
+
+
+def _kept_state(restored: Restored, rank: int) -> tuple[Start, int]:
+    """Return writer and iteration of the state that the regions of a rank keep."""
+    version = (restored.kept or restored.plan).sources_of(rank)[0].version
+    return version.start, version.iteration
 
 
 def _peers_of(met: Met) -> tuple[RankInfo, ...]:
@@ -380,7 +392,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
     """
     taken = set[int]()
     for more in range(_MOST_POOLS):
-        memory = memory_of(met.site, met.peers, _with_slots(met.site.topology, more))
+        memory = memory_of(met, _with_slots(met.site.topology, more))
         pools = [memory.pool, *(each.pool for each in memory.replicas.values())]
         if any(pool is not None and pool.data_path.exists() for pool in pools):
             taken.add(more)
@@ -388,7 +400,7 @@ def clear_of_pools(met: Met, claimed: Claimed) -> tuple[Met, Claimed]:
     more = min({*range(_MOST_POOLS + 1)} - everywhere)
     site = replace(met.site, topology=_with_slots(met.site.topology, more))
     claimed.memory.close()
-    memory = memory_of(site, met.peers, site.topology)
+    memory = memory_of(met, site.topology)
     memory.take_up(claimed.memory.mappings)
     return replace(met, site=site), replace(claimed, memory=memory)
 

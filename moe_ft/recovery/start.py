@@ -4,6 +4,7 @@ The phases are functions from frozen values to a frozen value, one file each, in
 
     meet     the ranks join groups and learn who is where           -> Met
     claim    each takes its directories, locks and memory           -> Claimed
+    rebuild  make again what parity has of lost ranks               (recovery/rebuild.py)
     look     find the state that exists, in memory and on storage   -> Found
     plan     rank 0 chooses what can be recovered, best first       -> Offer, with this rank's part of a Plan
     fetch    read and verify one rank's part of a plan              -> Fetched
@@ -43,6 +44,7 @@ from moe_ft.recovery.meet import Built, Met, meet
 from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.planner import Offer, Planner
 from moe_ft.recovery.protect import protect
+from moe_ft.recovery.rebuild import rebuild
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import warn
@@ -126,6 +128,9 @@ def _find(
         ConfigError: if the flags do not fit what is there.
         StorageAwayError: if it has not answered for a while.
     """
+    if met.groups:
+        with _timed(phases_s, "rebuild"):
+            rebuild(met, claimed)
     deadline_s, said = time.monotonic() + _WAIT_S, ""
     while True:
         with _timed(phases_s, "inventory"):

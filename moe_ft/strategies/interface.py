@@ -338,6 +338,7 @@ class StrategyKind(ABC):
         follows_gradients: whether peers can make its replicas of gradients: every snapshot is a window, and
             the region of each holds the same units at FULL. Of what lies in slots `Strategy.followed` is
             made of gradients too.
+        fills_regions: whether all of a snapshot lies in its region, and nothing in slots of a pool.
         adaptive_with: flags that make `can_shard_adaptively` true; empty if none do.
         memory_remedy: what makes snapshots smaller, as a sentence; empty if nothing does.
         seen_on_gpu: date, card, versions and page of a run on a GPU; empty for none.
@@ -349,6 +350,7 @@ class StrategyKind(ABC):
     replays: bool = False
     leaves_out_frozen: bool = False
     follows_gradients: bool = False
+    fills_regions: bool = True
     adaptive_with: str = ""
     memory_remedy: str = ""
     seen_on_gpu: str = ""

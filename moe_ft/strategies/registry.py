@@ -87,6 +87,13 @@ def check(config: MoeFtConfig, model: ModelFacts) -> None:
             "leads from a whole state to the next one, and its snapshots do not follow each other so. "
             f"Use {able}, or --moe-ft-replicate state."
         )
+    if config.memory.parity_nodes is not None and not kind.fills_regions:
+        able = " or ".join(each.name for each in kinds() if each.fills_regions)
+        raise ConfigError(
+            f"--moe-ft-replicas={config.memory.replicas} cannot be used with --moe-ft-strategy={kind.name}: "
+            "its peers keep versions of experts of several iterations, of which no XOR is kept. "
+            f"Use {able}, or --moe-ft-replicas copies."
+        )
     if config.recovery.capacity_boost and kind.is_exact:
         lossy = " or ".join(each.name for each in kinds() if not each.is_exact)
         raise ConfigError(

@@ -11,10 +11,11 @@ import msgspec
 import torch
 
 from tests.simulation import power
+from tests.simulation.drawers import draw_changing, draw_parity
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.repairs.mutations import OF_REPAIRS
 from tests.simulation.repairs.schedule import RepairSchedule, draw_elastic, draw_with_spares
-from tests.simulation.schedule import Schedule, draw_changing
+from tests.simulation.schedule import Schedule
 from tests.simulation.soak import AnySchedule, Campaign
 
 _SEEDS = 1 << 40  # that a random one is drawn from
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="of jobs whose starts have several layouts, all of them",
     )
+    which.add_argument("--parity", action="store_true", help="of jobs that keep parity, all")
     how = parser.add_argument_group("how they are run")
     how.add_argument(
         "--jobs", type=int, default=1, help="processes; 0 for one per core (default 1)"
@@ -85,6 +87,8 @@ def _schedules(arguments: argparse.Namespace) -> Iterator[AnySchedule]:
     make = power.drawer_for(arguments.mutation, is_of_repairs=is_of_repairs)
     if arguments.layouts or arguments.spares:
         make = draw_changing if arguments.layouts else draw_with_spares
+    if arguments.parity:
+        make = draw_parity
     if arguments.elastic:
         make = draw_elastic
     if arguments.schedule is not None:

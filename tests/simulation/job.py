@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
+from moe_ft.config.storage import StorageConfig
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.planning.levels import FAN_OUT
 from moe_ft.strategies import registry
@@ -39,6 +40,7 @@ class Setup(Shape, frozen=True, kw_only=True):
         breakpoints, upstream_log: whether ranks keep them.
         recovery: as --moe-ft-recovery takes it.
         later: layouts of the starts after the first; those after these have the last one.
+        parity: most nodes of a group that keeps parity; 0 for replicas.
         fan_out: ranks of a group of the agreement.
         replica_regions: as --moe-ft-replica-regions takes it.
         streams: as --moe-ft-streams takes it.
@@ -56,6 +58,7 @@ class Setup(Shape, frozen=True, kw_only=True):
     sharding: str = "equal"
     replication: str = "auto"
     replica_regions: str = "1"
+    parity: int = 0
     persist_interval: int = 0
     dense_interval: int = 0
     keep: int = 2
@@ -123,6 +126,7 @@ class Setup(Shape, frozen=True, kw_only=True):
                 job_id="job",
                 replication_factor=self.replication,
                 replica_regions=self.replica_regions,
+                replicas=f"parity:{self.parity}" if self.parity else "copies",
                 replicate="gradients" if self.is_followed else "state",
                 breakpoints=self.breakpoints,
                 upstream_log=self.upstream_log,

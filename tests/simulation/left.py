@@ -18,6 +18,7 @@ from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
 from moe_ft.units import Part, UnitKind, parse_unit
+from tests.simulation.parity import is_intact, made_again
 from tests.simulation.reachable import best_local, is_alive
 from tests.simulation.shape import Shape
 
@@ -91,6 +92,7 @@ def look(root: Path, shape: Shape, nodes: Collection[str], *, is_local: bool = F
     holders: dict[Family, set[int]] = defaultdict(set)
     writers: dict[Family, Index] = {}
     indexes = [*_in_memory(root / "memory", nodes), *_on_storage(root / "storage")]
+    indexes += _from_parity(root / "memory", nodes)
     for index in indexes:
         holders[_family(index)].add(index.rank)
         writers[_family(index)] = index
@@ -235,6 +237,21 @@ def _in_memory(folder: Path, nodes: Collection[str]) -> Iterator[Index]:
     for path in filter(_is_of_state, folder.glob("*/*/*/*.json")):
         index = _index(path) if path.parents[1].name in nodes else None
         if index is not None and index.is_whole and _is_intact(index, path.parent, path.parent):
+            yield index
+
+
+def _from_parity(folder: Path, nodes: Collection[str]) -> Iterator[Index]:
+    """Yield what ranks have lost, and parity has."""
+    held = [
+        (path.parent, index)
+        for path in folder.glob("*/*/rank_*/region_*.json")
+        if path.parents[1].name in nodes
+        and (index := _index(path)) is not None
+        and index.is_whole
+        and _is_intact(index, path.parent, path.parent)
+    ]
+    for index, content in made_again(folder, nodes, held):
+        if is_intact(index, content):
             yield index
 
 

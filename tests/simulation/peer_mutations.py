@@ -10,7 +10,9 @@ from typing import Any
 
 from moe_ft.engine.links import streams
 from moe_ft.engine.links.streams import Streams
+from moe_ft.engine.memory import parity
 from moe_ft.engine.memory.layout import UnitPlace
+from moe_ft.engine.memory.parity import ParityFile, ParityStore, Version
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
 from moe_ft.engine.memory.regions import MappedFile, Region
@@ -20,13 +22,14 @@ from moe_ft.engine.updates.adam import Repetition
 from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.format.index import Index
-from moe_ft.recovery import look
+from moe_ft.recovery import look, protect, rebuild
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.simulation.active import Patches
 from tests.simulation.mutations import mutation, of_group
 
 OF_UPDATES: set[str] = set()  # that only jobs show whose peers follow by gradients
 OF_BUDGETS: set[str] = set()  # that only jobs with budgets of bytes show
+OF_PARITY: set[str] = set()  # that only jobs show whose ranks keep parity
 
 
 @of_group(OF_UPDATES)
@@ -192,3 +195,40 @@ def gaps_of_another_unit_left(patches: Patches) -> None:
 def damaged_logs_forgotten(patches: Patches) -> None:
     """The logs of other nodes that have ended a replay, as they are damaged, are believed again."""
     patches.set(look, "failed_locally", lambda attempts: {})
+
+
+@of_group(OF_PARITY)
+def parity_used_too_early(patches: Patches) -> None:
+    """The next window's parity goes where that of the newest complete one is."""
+    original = ParityStore._clear
+
+    def clear(self: ParityStore, keep_iteration: int | None) -> ParityFile:
+        kept = [each for each in self._files if each.iteration == keep_iteration]
+        for each in kept if keep_iteration is not None else ():
+            each.iteration = -1
+        return original(self, None)
+
+    patches.set(ParityStore, "_clear", clear)
+
+
+@of_group(OF_PARITY)
+def stripe_left_out_of_parity(patches: Patches) -> None:
+    """One survivor's stripe stays in what is made again."""
+    original = parity.end_of
+
+    def end_of(index: Index) -> int:
+        return 0 if index.rank == 1 else original(index)
+
+    patches.set(rebuild, "end_of", end_of)
+
+
+@of_group(OF_PARITY)
+def broken_parity_counts(patches: Patches) -> None:
+    """Parity to which a piece was added only in part counts as whole."""
+    patches.set(Version, "is_broken", property(lambda self: False, lambda self, value: None))
+
+
+@of_group(OF_PARITY)
+def parity_without_what_was_recovered(patches: Patches) -> None:
+    """A rank that was replaced gets nothing of the state that its group has recovered."""
+    patches.set(protect, "_peers_without", lambda kept, peers: frozenset())

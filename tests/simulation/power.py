@@ -6,7 +6,7 @@ of the simulation itself finds nothing.
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,17 @@ from pathlib import Path
 import torch
 
 from tests.simulation.dead_ranks import OF_DEAD, draw_dead, draw_some
+from tests.simulation.drawers import (
+    draw_aging,
+    draw_changing,
+    draw_followed,
+    draw_parity,
+    draw_selective,
+)
 from tests.simulation.halves import OF_HALVES, draw_halved
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.near import NEAR, vary
-from tests.simulation.peer_mutations import OF_BUDGETS, OF_UPDATES
+from tests.simulation.peer_mutations import OF_BUDGETS, OF_PARITY, OF_UPDATES
 from tests.simulation.repairs.mutations import OF_ELASTIC, OF_HANGS, OF_NODES, OF_REPAIRS
 from tests.simulation.repairs.ring_mutations import OF_RING
 from tests.simulation.repairs.schedule import draw as draw_repairs
@@ -25,12 +32,6 @@ from tests.simulation.repairs.schedule import (
     draw_elastic,
     draw_hangs,
     draw_with_spares,
-)
-from tests.simulation.schedule import (
-    draw_aging,
-    draw_changing,
-    draw_followed,
-    draw_selective,
 )
 from tests.simulation.simulate import installed
 from tests.simulation.soak import AnySchedule, attempt, mistaken
@@ -57,29 +58,30 @@ class Hunt:
     cpu_s: float
 
 
+_DRAWERS: tuple[tuple[Collection[str], Callable[[int], AnySchedule]], ...] = (
+    ({*OF_NODES, *OF_RING}, draw_with_spares),
+    (OF_HANGS, draw_hangs),
+    (OF_ELASTIC, draw_elastic),
+    (OF_REPAIRS, draw_repairs),
+    (OF_UPDATES, draw_followed),
+    (OF_BUDGETS, draw_selective),
+    (OF_HALVES, draw_halved),
+    (OF_PARITY, draw_parity),
+    (OF_DEAD, draw_dead),
+    (OF_AGES, draw_aging),
+    (OF_LAYOUTS, draw_changing),
+)
+
+
 def drawer_for(
     mutation: str | None, *, is_of_repairs: bool = False
 ) -> Callable[[int], AnySchedule]:
     """Return what draws the schedules in which a mistake may show."""
-    if mutation in OF_NODES | OF_RING:
-        return draw_with_spares
-    if mutation in OF_HANGS:
-        return draw_hangs
-    if mutation in OF_ELASTIC:
-        return draw_elastic
-    if is_of_repairs or mutation in OF_REPAIRS:
+    of_nodes = {*OF_NODES, *OF_RING, *OF_HANGS, *OF_ELASTIC}
+    if is_of_repairs and mutation not in of_nodes:
         return draw_repairs
-    if mutation in OF_UPDATES:
-        return draw_followed
-    if mutation in OF_BUDGETS:
-        return draw_selective
-    if mutation in OF_HALVES:
-        return draw_halved
-    if mutation in OF_DEAD:
-        return draw_dead
-    if mutation in OF_AGES:
-        return draw_aging
-    return draw_changing if mutation in OF_LAYOUTS else draw_some
+    found = (draw for names, draw in _DRAWERS if mutation in names)
+    return next(found, draw_some)
 
 
 def _schedule(name: str, first: int, number: int) -> AnySchedule:

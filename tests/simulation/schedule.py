@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from moe_ft.planning.levels import FAN_OUT
-from tests.simulation import layouts, pipelined, variations
+from tests.simulation import layouts, parity, pipelined, variations
 from tests.simulation.job import Setup
 
 # Faults while ranks run, each with its weight. `Fault.target` chooses a rank, a node or a pair of nodes.
@@ -52,6 +52,7 @@ _SOON = 0.2  # of the events of a start
 _DAMAGED = 0.15  # of the schedules have damage and little else
 _STRANGE = 0.3  # of the starts of jobs with breakpoints have a stranger in their store
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
+_DEATHS_OF_PARITY = 0.7
 STRANGER = "stranger-in-store"
 _OF_LATER = {"stages", "experts", "skips", "is_followed"}  # also those of layouts that come later
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
@@ -126,7 +127,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             {"is_sharded": True},
             {"persist_interval": 0},
             {"dense_interval": 0},
-            {"replication": "0", "is_followed": False},
+            {"replication": "0", "is_followed": False, "parity": 0},
             {"interval": "1"},
             {"iterations": 4},
             {"experts": 2},
@@ -142,26 +143,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def draw_changing(seed: int) -> Schedule:
-    """Return a schedule of a job whose starts have several layouts."""
-    return draw(seed, share_of_layouts=1.0)
-
-
-def draw_aging(seed: int) -> Schedule:
-    """Return a schedule of a job whose starts have several layouts, and whose experts have ages."""
-    return draw(seed, share_of_layouts=1.0, share_of_ages=1.0)
-
-
-def draw_followed(seed: int) -> Schedule:
-    """Return a schedule of a job whose peers follow by gradients."""
-    return draw(seed, share_of_followed=1.0)
-
-
-def draw_selective(seed: int) -> Schedule:
-    """Return a schedule of a job whose snapshots and peers have budgets of bytes."""
-    return draw(seed, share_of_layouts=0.0, is_selective=True)
-
-
 def draw(
     seed: int,
     *,
@@ -169,6 +150,7 @@ def draw(
     share_of_ages: float = layouts.SHARE_OF_AGES,
     share_of_followed: float = variations.SHARE_OF_FOLLOWED,
     is_selective: bool = False,
+    share_of_parity: float = parity.SHARE,
 ) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     setup = _draw_setup(rng)
@@ -219,7 +201,19 @@ def draw(
         faults = _draw_deaths(setup, budgets)
     setup = variations.add_followed_experts(setup, random.Random(f"followed experts {seed}"))
     setup = variations.add_boost(setup, random.Random(f"boost {seed}"))
+    setup, faults = _keep_parity(setup, faults, seed, share_of_parity)
     return Schedule(seed=seed, setup=setup, faults=tuple(faults), switching=switching)
+
+
+def _keep_parity(
+    setup: Setup, faults: list[Fault], seed: int, share: float
+) -> tuple[Setup, list[Fault]]:
+    """Return a job of which a share keeps parity, and its faults."""
+    rng = random.Random(f"parity {seed}")
+    if rng.random() >= share:
+        return setup, faults
+    setup = parity.with_parity(setup, rng)
+    return setup, _draw_deaths(setup, rng) if rng.random() < _DEATHS_OF_PARITY else faults
 
 
 def _change_layouts(

@@ -33,6 +33,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
         slots: names of the units that follow, in this order; the peer has all others of the pool.
         update_bytes: of the step that the peer repeats in place of the stretch, 0 for none.
         gradient_bytes: that follow the update.
+        checksum: of the stretch, where that is added to parity; empty for a replica.
+        window_byte: where the snapshot begins of which such a stretch is a part, as `start_byte`.
     """
 
     source: int
@@ -44,6 +46,8 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     slot_bytes: _Count = 0
     update_bytes: _Count = 0
     gradient_bytes: _Count = 0
+    checksum: str = ""
+    window_byte: _Count = 0
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):

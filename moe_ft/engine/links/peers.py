@@ -8,7 +8,7 @@ rank's timeout would stop all of them.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -64,6 +64,7 @@ class Replica:
             all of this one.
         peers: ranks that are to have it; None for all that keep replicas.
         lent: the step that made it, which a peer can repeat; None where gradients are not kept.
+        window_byte: where the snapshot begins of which this is a peer's part for parity; None for a replica.
     """
 
     region: Region
@@ -74,6 +75,14 @@ class Replica:
     keep_iteration: int | None
     peers: frozenset[int] | None = None
     lent: LentUpdate | None = None
+    window_byte: int | None = None
+
+    def within(self, start_byte: int, end_byte: int) -> "Replica":
+        """Return the part of it in a range of the region."""
+        first, last = (
+            min(max(each, start_byte), end_byte) for each in (self.start_byte, self.end_byte)
+        )
+        return replace(self, start_byte=first, end_byte=last, window_byte=self.start_byte)
 
 
 class PeerConnection:
@@ -146,6 +155,8 @@ class PeerConnection:
             sum(index.units[name].num_bytes for name in slots),
             len(step),
             len(data) if update else 0,
+            "" if replica.window_byte is None else checksum(data),
+            replica.window_byte or 0,
         )
         num_bytes = max(num_made_bytes, len(data)) + request.slot_bytes
         deadline = Deadline.for_bytes(len(content) + len(step) + num_bytes)
@@ -153,11 +164,13 @@ class PeerConnection:
         connection.send(content, deadline)
         connection.send(step, deadline)
         stretch = _halves(data, partial(phase_hook, Phase.REPLICATE, index.iteration))
-        if update is not None:
+        num_body_bytes = request.data_bytes + request.slot_bytes
+        if update is not None or request.checksum:  # is used as it arrives
             for part in stretch:
                 connection.send(part, deadline)
+            num_body_bytes = request.slot_bytes
         body = chain(stretch, _slots(replica, slots))
-        connection.send_body(body, request.data_bytes + request.slot_bytes, deadline)
+        connection.send_body(body, num_body_bytes, deadline)
         check_s = PROGRESS_TIMEOUT_S + num_bytes / _SLOWEST_CHECK_BYTES_PER_S
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error and not reply.wants_state:
@@ -293,8 +306,15 @@ class PeerReplicator:
         phase_hook: PhaseHook,
         clock: Clock,
         num_streams: int = 1,
+        stripes: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            stripes: ranges of the region that peers add to parity, by rank; None if they keep replicas.
+        """
         self._reports, self._phase_hook, self._clock = reports, phase_hook, clock
+        self._stripes = stripes or {}
         self._pairs = {
             peer.rank: _Pair(PeerConnection(peer.address, token, num_streams), clock)
             for peer in peers
@@ -305,6 +325,11 @@ class PeerReplicator:
         self._is_lacking_address = len(self._pairs) < len(peers)
         self.most_bytes, self.can_follow = 0, True
         self.lacking: set[int] = set()
+
+    @property
+    def adds_to_parity(self) -> bool:
+        """True if peers keep parity, not replicas."""
+        return bool(self._stripes)
 
     def replicate(self, replica: Replica) -> bool:
         """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
@@ -349,6 +374,8 @@ class PeerReplicator:
             in_region = [units[each].offset for each in lacking if not units[each].file]
             if min(in_region, default=replica.start_byte) < replica.start_byte:
                 replica = replace(replica, start_byte=0)
+            if rank in self._stripes:
+                replica = replica.within(*self._stripes[rank])
             made = following.made_slots(replica.lent)
             # Other ranks save the state outside experts, and no expert is followed.
             is_empty = not made and all(unit.file for unit in units.values())

@@ -46,6 +46,7 @@ class ReplicaSender:
         self._worker, self._clock = worker, clock
         self._order = [*halved]  # the first half comes first; owned by the worker
         self._num_first = (len(halved) + 1) // 2
+        self._recovered: Future[None] | None = None
 
     def start(self) -> None:
         """Start the worker."""
@@ -66,7 +67,13 @@ class ReplicaSender:
 
     def submit_recovered(self, replica: Replica) -> None:
         """Send what was recovered; try again until peers have it, or there is something newer to send."""
-        self._worker.submit(partial(self._send_recovered, replica))
+        self._recovered = self._worker.submit(partial(self._send_recovered, replica))
+
+    @property
+    def may_go_on(self) -> bool:
+        """False while parity lacks what was recovered: the window before it must stay in all regions."""
+        recovered = self._recovered
+        return recovered is None or recovered.done() or not self._replicator.adds_to_parity
 
     def close(self, timeout_s: float) -> None:
         """End the worker after what is under way, or leave it after some seconds; then close connections."""

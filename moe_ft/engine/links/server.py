@@ -25,6 +25,7 @@ from moe_ft.engine.links.messages import (
     receive_header,
     send,
 )
+from moe_ft.engine.links.parity import ParityKeeper
 from moe_ft.engine.links.parts import VerifiedUnits
 from moe_ft.engine.links.streams import Loans, Streams, Target
 from moe_ft.engine.links.tcp import TCP
@@ -49,9 +50,13 @@ class ReplicaKeeper:
         self._replicas: Mapping[int, ReplicaStore] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._newest: dict[int, int] = {}  # iteration that was last accepted, by source
+        self._parity: ParityKeeper | None = None
 
-    def keep(self, replicas: Mapping[int, ReplicaMemory]) -> None:
-        """Accept replicas of these ranks into this memory, which is open."""
+    def keep(
+        self, replicas: Mapping[int, ReplicaMemory], parity: ParityKeeper | None = None
+    ) -> None:
+        """Accept replicas of these ranks into this memory, which is open, or what others add to parity."""
+        self._parity = parity
         self._locks = {source: threading.Lock() for source in replicas}
         self._replicas = {
             source: ReplicaStore(each.regions, each.pool) for source, each in replicas.items()
@@ -67,6 +72,8 @@ class ReplicaKeeper:
                 f"an index of {request.index_bytes} bytes does not come from moe_ft"
             )
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
+        if self._parity is not None:
+            return self._parity.receive(connection, request, bytes(content))
         memory = self._replicas.get(request.source)
         region_bytes = 0 if memory is None else memory.regions[0].num_bytes
         if memory is None or request.start_byte + request.data_bytes > region_bytes:
@@ -203,9 +210,18 @@ class PeerServer:
         """Answer peers that know this token; before, nobody is answered."""
         self._listener.admit(token)
 
-    def keep(self, replicas: Mapping[int, ReplicaMemory], reports: Reports) -> None:
-        """Accept replicas of these ranks into this memory, which is open, and report failures from now on."""
-        self._keeper.keep(replicas)
+    def keep(
+        self,
+        replicas: Mapping[int, ReplicaMemory],
+        reports: Reports,
+        parity: ParityKeeper | None = None,
+    ) -> None:
+        """Accept replicas of these ranks into this memory, which is open, and report failures from now on.
+
+        Args:
+            parity: accepts what other ranks add to parity; None where there are replicas.
+        """
+        self._keeper.keep(replicas, parity)
         with self._lock:
             self._reports = reports
             unreported, self._unreported = self._unreported, []

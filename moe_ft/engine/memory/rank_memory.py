@@ -3,6 +3,7 @@
 engine/snapshots/windows.py decides what goes in.
 """
 
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from moe_ft.engine.memory.job_directory import (
     replica_directory,
 )
 from moe_ft.engine.memory.mappings import Mappings
+from moe_ft.engine.memory.parity import PARITY_NAME, ParityFile, parity_files
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import (
     BOUNDARY_FILE_NAME,
@@ -34,13 +36,14 @@ from moe_ft.files.progress import SLOWEST_BYTES_PER_S, waiting
 from moe_ft.format.encoding import decode
 from moe_ft.format.identity import Start
 from moe_ft.format.index import IndexHead
-from moe_ft.planning.host_memory import num_regions, num_replica_regions
+from moe_ft.planning.host_memory import Regions, num_regions, num_replica_regions
+from moe_ft.planning.parity import ParityGroup
 from moe_ft.topology import RankInfo, Topology
 
 _REGION = re.compile(r"region_(\d+)\.safetensors")
 _OURS = re.compile(
     r"((region_\d+|breakpoint(_\d+)?)\.(safetensors|json))|(pool_\d+x\d+\.safetensors)"
-    rf"|{BOUNDARY_FILE_NAME.pattern}"
+    rf"|{BOUNDARY_FILE_NAME.pattern}|{PARITY_NAME}"
 )
 
 
@@ -58,6 +61,7 @@ class RankMemory:
     Attributes:
         regions, pool: of this rank; no pool where every snapshot holds every unit.
         replicas: by the rank whose state they hold.
+        parity: versions of parity of the group; none where there are replicas.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class RankMemory:
         sources: Sequence[int],
         *,
         persists: bool,
-        replica_regions: int = 2,
+        replica_regions: Regions = 2,
+        parity: ParityGroup | None = None,
     ) -> None:
         self.node_dir, self._rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
@@ -88,8 +93,10 @@ class RankMemory:
             source: ReplicaMemory(
                 regions=_regions(
                     replica_directory(node_dir, source, rank),
-                    num_replica_regions(
-                        replica_regions, has_pool=topology.ranks[source].num_slots > 0
+                    math.ceil(
+                        num_replica_regions(
+                            replica_regions, has_pool=topology.ranks[source].num_slots > 0
+                        )
                     ),
                     topology.ranks[source],
                 ),
@@ -97,6 +104,8 @@ class RankMemory:
             )
             for source in sources
         }
+        self.group = parity
+        self.parity = parity_files(own_directory(node_dir, rank), parity) if parity else ()
         self.take_up(Mappings())
 
     def stay_clear(self) -> None:
@@ -107,6 +116,18 @@ class RankMemory:
                 regions = _regions(directory, 1, info, is_clear=True)
                 self.replicas[source] = ReplicaMemory(regions=regions, pool=replica.pool)
         self.take_up(self.mappings)
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return self._rank
+
+    @property
+    def stripes(self) -> dict[int, tuple[int, int]]:
+        """Ranges of a region that other ranks add to parity, by rank; none where they keep replicas."""
+        if self.group is None:
+            return {}
+        return {peer: self.group.stripe(self._rank, peer) for peer in self.group.others(self._rank)}
 
     @property
     def is_lowest_on_node(self) -> bool:
@@ -136,6 +157,14 @@ class RankMemory:
             if isinstance(file, Region) and restored and holds(file.index_path, *restored):
                 file.iteration = restored[1]
 
+        if restored and (kept := self.parity_of(*restored)) is not None:
+            kept.iteration = restored[1]
+
+    def parity_of(self, start: Start, iteration: int) -> ParityFile | None:
+        """Return the parity of a state that a start wrote; None if there is none that is whole."""
+        found = (each for each in self.parity if each.is_of(start, iteration, self.group))
+        return next(found, None)
+
     def take_up(self, mappings: Mappings) -> None:
         """Open files in these mappings from now on; what they have of other files is unmapped."""
         self.mappings = mappings
@@ -145,6 +174,7 @@ class RankMemory:
 
     def _files(self) -> Iterator[MappedFile]:
         yield from self._own_files()
+        yield from self.parity
         for replica in self.replicas.values():
             yield from replica.regions
             if replica.pool is not None:

@@ -96,6 +96,11 @@ class SnapshotWriter:
         if self._sender is not None:
             self._sender.submit_recovered(replica)
 
+    @property
+    def may_go_on(self) -> bool:
+        """False while the window before the recovered one must stay where it is."""
+        return self._sender is None or self._sender.may_go_on
+
     def close(self, timeout_s: float) -> None:
         """End the workers after what is under way, or leave them after some seconds."""
         self._worker.close(timeout_s)

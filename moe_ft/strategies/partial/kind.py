@@ -131,6 +131,7 @@ PARTIAL = Partial(
     name="partial",
     options=PartialConfig,
     is_exact=False,
+    fills_regions=False,
     follows_gradients=True,
     leaves_out_frozen=True,
     adaptive_with="--moe-ft-strategy partial and --moe-ft-selection sequential",

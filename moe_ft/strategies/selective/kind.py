@@ -158,6 +158,7 @@ SELECTIVE = Selective(
     name=NAME,
     options=SelectiveConfig,
     is_exact=False,
+    fills_regions=False,
     follows_gradients=True,
     leaves_out_frozen=True,
 )

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.storage import StorageConfig
 from moe_ft.doctor import examination, network, node_checks
 from moe_ft.doctor.examination import Request, examine
 from moe_ft.doctor.job import Job

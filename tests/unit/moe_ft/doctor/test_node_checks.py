@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig
+from moe_ft.config.storage import StorageConfig
 from moe_ft.doctor.job import Job
 from moe_ft.doctor.meeting import Meeting
 from moe_ft.doctor.network import Peer

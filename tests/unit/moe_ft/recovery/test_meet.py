@@ -115,6 +115,13 @@ def test_more_replicas_than_other_nodes_are_refused_with_flag_and_remedy(
         meet_alone(config_of(tmp_path, replication_factor="1"), opened)
 
 
+def test_parity_needs_other_nodes(tmp_path: Path, opened: ExitStack) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--moe-ft-replicas=parity:3: .* the job has 1\. .* copies"
+    ):
+        meet_alone(config_of(tmp_path, replicas="parity:3"), opened)
+
+
 NUM_RANKS = 3
 Gather = Callable[[Any, Any], list[Any]]
 

@@ -195,7 +195,7 @@ def test_pool_of_another_layout_is_not_filled_though_it_has_the_same_geometry(
     own.mkdir(parents=True)
     for number in taken:
         (own / f"pool_{number}x64.safetensors").touch()
-    memory = memory_of(met.site, met.peers, met.site.topology)
+    memory = memory_of(met, met.site.topology)
     before = Claimed(memory=memory, storage=None, lock=None)
     cleared, claimed = clear_of_pools(met, before)
     assert claimed.memory.pool is not None

@@ -1,0 +1,192 @@
+"""Part of a start, before ranks look for state: what a lost rank had is made again from parity.
+
+Every rank that keeps parity makes one stripe: it takes those of the other survivors out of its XOR. So they
+share the work. The result lies in the memory of the rank that replaces the lost one, as if it had never left.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import PurePath
+
+from msgspec import structs
+from msgspec.msgpack import Decoder
+
+from moe_ft.engine.links.peers import PeerConnection
+from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint
+from moe_ft.engine.memory.parity import ParityFile, ParityHead, ParityIndex, end_of, other_file
+from moe_ft.engine.memory.region_stores import RegionStore
+from moe_ft.engine.persist.soundness import check_region
+from moe_ft.errors import CorruptStateError, SnapshotError
+from moe_ft.files.private_files import read_private
+from moe_ft.files.progress import note_progress
+from moe_ft.format.encoding import decode, encode
+from moe_ft.format.index import IndexHead
+from moe_ft.planning.parity import FoundParity, Held, ParityGroup, Rebuilding, plan_rebuilding
+from moe_ft.planning.recovery import family_of
+from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.meet import Met
+from moe_ft.recovery.site import Site
+from moe_ft.saying import say, warn
+
+_PIECE_BYTES = 16 << 20
+_SIGHT = Decoder(tuple[list[Held], list[FoundParity]])
+_ORDERS = Decoder(list[Rebuilding])
+_PROBLEMS = Decoder(dict[int, str])
+
+
+def rebuild(met: Met, claimed: Claimed) -> None:
+    """Make again what ranks have lost, as far as parity has it. Called by all ranks.
+
+    What cannot be made is said, and the start looks for older state.
+    """
+    sights = met.ranks.everyone.collect(_look_here(met), _SIGHT)
+
+    def plan() -> list[Rebuilding]:
+        assert sights is not None
+        held = [each for found, _ in sights for each in found]
+        parities = [each for _, found in sights for each in found]
+        return plan_rebuilding(met.facts.world_size, held, parities)
+
+    orders = met.ranks.on_first(plan, _ORDERS)
+    if not orders:
+        return
+    problems = _together(met, lambda order: _make_stripes(met, order), orders)
+    intact = [order for order in orders if order.rank not in problems]
+
+    def take(order: Rebuilding) -> None:
+        if order.rank == met.site.rank:
+            _take_stripes(met, claimed, order)
+
+    problems |= _together(met, take, intact)
+    for order in orders if met.site.rank == 0 else ():
+        ranks = ", ".join(str(each.holder) for each in order.parities)
+        what = f"the state of rank {order.rank} of iteration {order.parities[0].family[0]}"
+        if problem := problems.get(order.rank):
+            warn(f"{what} cannot be made again from the parity of ranks {ranks}: {problem}")
+        else:
+            say(f"{what} was made again from the parity of ranks {ranks}")
+
+
+def _together(
+    met: Met, act: Callable[[Rebuilding], None], orders: Sequence[Rebuilding]
+) -> dict[int, str]:
+    """Let all ranks do their part of orders; return why some failed, by the rank that is made again."""
+    own = dict[int, str]()
+    for order in orders:
+        try:
+            act(order)
+        except (OSError, SnapshotError) as error:
+            own[order.rank] = f"{type(error).__name__}: {error} (on rank {met.site.rank})"
+    found: dict[int, str] = {}
+    for each in met.ranks.everyone.gather(own, _PROBLEMS):
+        found |= each
+    return found
+
+
+def _look_here(met: Met) -> tuple[list[Held], list[FoundParity]]:
+    """Return the whole windows and the parity of this node; nothing on ranks that do not look for it."""
+    site = met.site
+    if not site.is_lowest_on_node:
+        return [], []
+    held = []
+    for path, index in find_indexes(site.node_dir, IndexHead):
+        if (
+            isinstance(index, OSError)
+            or is_breakpoint(path)
+            or not path.parent.name.startswith("rank_")
+        ):
+            continue
+        with suppress(OSError):  # what is cut is lost too
+            check_region(index, path)
+            identity = index.identity
+            is_ours = (identity.job_id, identity.world_size) == (site.job_id, met.facts.world_size)
+            if is_ours and index.is_whole:
+                held.append(
+                    Held(
+                        rank=index.rank,
+                        node=site.node,
+                        path=str(path.relative_to(site.node_dir)),
+                        file=index.file,
+                        family=family_of(index.iteration, index.window, identity.history),
+                    )
+                )
+    return held, [*_parities(site)]
+
+
+def _parities(site: Site) -> Iterator[FoundParity]:
+    for path in sorted(site.node_dir.glob("rank_*/parity_*.json")):
+        with suppress(OSError):
+            head = decode(read_private(path), ParityHead, str(path))
+            if head.identity.job_id == site.job_id:
+                yield FoundParity(
+                    holder=head.holder,
+                    group=ParityGroup(ranks=head.ranks, stripe_bytes=head.stripe_bytes),
+                    node=site.node,
+                    path=str(path.relative_to(site.node_dir)),
+                    family=family_of(head.iteration, head.window, head.identity.history),
+                )
+
+
+def _make_stripes(met: Met, order: Rebuilding) -> None:
+    """Make the stripes of a lost rank of which this node has the parity, where this rank is to do it."""
+    site = met.site
+    for parity in order.parities:
+        here = [info.rank for info in site.topology.on_node(parity.node)]
+        if here[parity.holder % len(here)] != site.rank:
+            continue
+        path = site.node_dir / parity.path
+        index = decode(read_private(path), ParityIndex, str(path))
+        made = ParityFile(site.node_dir / other_file(PurePath(parity.path)), index.stripe_bytes)
+        made.invalidate()
+        made.open()
+        content = read_private(path.with_suffix(".xor"))
+        made.mapping[: len(content)] = content
+        for source in index.sources:
+            if source.rank == order.rank:
+                continue
+            held = order.held[source.rank]
+            start, end = parity.group.stripe(source.rank, parity.holder)
+            file = str(PurePath(held.path).with_name(held.file))
+            for at, piece in _read(met, held.node, file, start, min(end, end_of(source))):
+                made.add(at - start, piece)
+        made.close()
+
+
+def _take_stripes(met: Met, claimed: Claimed, order: Rebuilding) -> None:
+    """Put the stripes of this rank together in one of its regions."""
+    parity, *_ = order.parities
+    with closing(_connect(met, parity.node)) as connection:
+        content = bytes(connection.get(parity.path))
+    index = decode(content, ParityIndex, f"{parity.path} of node {parity.node}").source(order.rank)
+    store = RegionStore(claimed.memory.regions, None)
+    store.find()
+    region = store.take_region()
+    if region.num_bytes != index.file_bytes:
+        raise SnapshotError(
+            f"its region had {index.file_bytes} bytes, and now has {region.num_bytes}"
+        )
+    region.open()
+    for parity in order.parities:
+        start, end = parity.group.stripe(order.rank, parity.holder)
+        made = str(other_file(PurePath(parity.path)))
+        for at, piece in _read(met, parity.node, made, 0, min(end, end_of(index)) - start):
+            region.mapping[start + at : start + at + len(piece)] = piece
+    region.commit(encode(structs.replace(index, file=region.data_path.name)), index.iteration)
+
+
+def _connect(met: Met, node: str) -> PeerConnection:
+    address = met.site.topology.lowest_on_node(node).address
+    assert address is not None
+    return PeerConnection(address, met.token, met.config.memory.streams)
+
+
+def _read(met: Met, node: str, file: str, start: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield a range of a file of a node in pieces, each with its place; raises OSError if it is cut short."""
+    with closing(_connect(met, node)) as connection:
+        for at in range(start, end, _PIECE_BYTES):
+            num_bytes = min(_PIECE_BYTES, end - at)
+            piece = connection.get(file, at, num_bytes)
+            if len(piece) < num_bytes:
+                raise CorruptStateError(f"{file} of node {node} has no {num_bytes} bytes at {at}")
+            yield at, memoryview(piece)
+            note_progress()
