@@ -152,7 +152,7 @@ class Left(StateReader):
     ) -> memoryview | None:
         parts = b"".join(self.read("", unit.offset + start, end - start) for start, end in ranges)
         self.asked_bytes += len(parts)
-        return spread(unit.num_bytes, ranges, bytearray(parts))
+        return spread(unit.num_bytes, ranges, memoryview(parts))
 
     @override
     def read_header(self) -> memoryview:
