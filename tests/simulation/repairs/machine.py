@@ -48,9 +48,8 @@ class Machine:
         job: that runs on it.
         slowness: seconds that the store needs for each answer, at most.
         has_stranger: whether somebody else writes to the store.
-        cut_until_s: by node, until when its link is cut.
-        parted_until_s: by node, until when it reaches the node of the store and no other one.
-        powerless: nodes whose kernels answer nothing.
+        cut_until_s, powerless: by node, until when its link is cut; those whose kernels answer nothing.
+        parted_until_s: by node, until when it reaches the store's node alone.
         doors: agents that others watch, by address.
         unreachable_s: by node, from when to when its kernel has answered nobody, last.
     """
