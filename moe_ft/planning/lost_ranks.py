@@ -329,6 +329,8 @@ def spare_lines(job: PlannedJob) -> list[str]:
     in_place = "" if measured.repair_s is None else f" in {measured.repair_s:g} s"
     restart = f", {measured.restart_s:g} s" if measured.restart_s else ""
     at_once = f"any {job.replication_factor}" if job.replication_factor > 1 else "one"
+    if job.replica_regions == 1 < job.replication_factor:
+        at_once += f" (while a snapshot is sent, {job.replication_factor // 2})"
     return [
         f"a spare node is 1 of {num_nodes} nodes, {1 / num_nodes:.1%}. With --moe-ft-repair auto it replaces "
         f"a lost node, any but the first, in place{in_place}; {at_once} at a time, as many in turn as there "
