@@ -255,9 +255,23 @@ def _exit(world: World, status: int) -> None:
     world.kernel.end(world.process, status)
 
 
+class _InOrder(list[Any]):
+    """Threads of a pool, which waits for them in this order; that of a set differs from run to run."""
+
+    def add(self, thread: Any) -> None:
+        self.append(thread)
+
+
 def _install_pools(patches: Patches) -> None:
-    """Give the threads of pools the same names in each run, and let them end in silence with it."""
+    """Give the threads of pools the same names and order in each run, and let them end in silence with it."""
     patches.set(ThreadPoolExecutor, "_counter", itertools.count().__next__)
+    begin = ThreadPoolExecutor.__init__
+
+    def begin_in_order(self: Any, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        self._threads = _InOrder()
+
+    patches.set(ThreadPoolExecutor, "__init__", begin_in_order)
     patches.divert(
         logging.getLogger("concurrent.futures"), "critical", lambda world, *_, **__: None
     )

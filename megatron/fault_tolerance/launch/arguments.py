@@ -17,11 +17,8 @@ from megatron.training import arguments as megatron_arguments
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.environment import prepare_environment, prepare_restarts
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.flag_classes import (
-    SCRIPT_FLAGS,
-    megatron_parser,
-    untested_lines,
-)
+from megatron.fault_tolerance.seams.flag_classes import SCRIPT_FLAGS, untested_lines
+from megatron.fault_tolerance.seams.megatron_loop import megatron_parser
 from megatron.fault_tolerance.seams.refusals import check_yaml
 from megatron.fault_tolerance.seams.settings import (
     add_moe_ft_flags,

@@ -21,14 +21,11 @@ are accepted otherwise.
 """
 
 import argparse
-import functools
 import itertools
 import textwrap
 from collections.abc import Container
 from enum import Enum
 from typing import Any
-
-from megatron.training.arguments import add_megatron_arguments
 
 from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, last_part
 from moe_ft.config.flag_table import (
@@ -157,14 +154,6 @@ def record_settings(args: argparse.Namespace) -> dict[str, Any]:
         for name, value in _settings_as_used(args, Kind.RECORD).items()
         if not name.startswith(_OF_THE_END)
     }
-
-
-@functools.cache
-def megatron_parser() -> argparse.ArgumentParser:
-    """Return a parser of Megatron's flags alone, with the defaults of this rank. Nothing may change it."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    return parser
 
 
 def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> dict[str, str]:

@@ -4,6 +4,7 @@ Its arguments are read when they are asked for: Megatron sets them after the lis
 """
 
 import argparse
+import functools
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, override
@@ -20,6 +21,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training.arguments import add_megatron_arguments
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -27,7 +29,6 @@ from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
 from megatron.fault_tolerance.seams.flag_classes import (
     fingerprint,
-    megatron_parser,
     record_settings,
     replay_settings,
     script_settings,
@@ -54,6 +55,14 @@ Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch s
 # Attributes of Megatron's arguments that count.
 SAMPLE_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 COUNTERS = (*SAMPLE_COUNTERS, "num_floating_point_operations_so_far")
+
+
+@functools.cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Return a parser of Megatron's flags alone, with the defaults of this rank. Nothing may change it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return parser
 
 
 class MegatronLoop(CoreLoop):

@@ -21,6 +21,7 @@ BENCHMARKS = sorted(
 _NOT_IN_BENCH = {
     *("partial_routing", "selective_routing", "expert_placement"),
     *("partial_quality", "partial_covers", "selective_quality", "lossy_state", "expert_slots"),
+    "verdicts",
 }
 
 

@@ -18,7 +18,8 @@ from megatron.fault_tolerance.launch.arguments import (
     words_of_moe_ft,
 )
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.flag_classes import megatron_parser, script_settings
+from megatron.fault_tolerance.seams.flag_classes import script_settings
+from megatron.fault_tolerance.seams.megatron_loop import megatron_parser
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import model_flags
 
