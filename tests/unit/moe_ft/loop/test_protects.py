@@ -53,7 +53,7 @@ def saying(
             )
             for each in (0, 1)
         ]
-        site = SimpleNamespace(config=CONFIG, topology=Topology(ranks=tuple(ranks)))
+        site = SimpleNamespace(config=CONFIG, rank=0, topology=Topology(ranks=tuple(ranks)))
         met = SimpleNamespace(site=site, peers=given.get("peers", [(1,), (0,)]), groups=())
         running = SimpleNamespace(met=met) if given.get("is_on", True) else None
         checkpoints: Any = SimpleNamespace(_running=running)
