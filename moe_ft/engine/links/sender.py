@@ -90,7 +90,9 @@ class ReplicaSender:
         return replace(sent, seconds=sent.seconds * len(self._order) / self._num_first)
 
     def _send_rest(self, replica: Replica) -> ReplicationResult:
-        return self._send_to(self._order[self._num_first :], replica)
+        # All of the window: of a rank that saves nothing the versions of units do not tell what is lacking.
+        whole = replace(replica, start_byte=0)
+        return self._send_to(self._order[self._num_first :], whole)
 
     def _send_to(self, peers: Sequence[int], replica: Replica) -> ReplicationResult:
         """Send to peers that overwrite what they have of this rank, which others keep."""
