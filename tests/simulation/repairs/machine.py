@@ -33,8 +33,7 @@ MACHINE = "machine"  # local state of each process, and of the job
 MEMBER = "member"
 LAYOUT = "layout"  # of a rank: number of the start of all ranks within that of the agents
 FORGED = "0" * 64 + ' {"rank":0}'  # what a stranger writes into the store
-_IMPORT_S = 2.0
-_ANSWER_S = 0.002
+_IMPORT_S, _ANSWER_S = 2.0, 0.002
 _LONGEST_END_S = 1.0  # from SIGTERM to the end of a rank
 
 
@@ -116,7 +115,8 @@ class Machine:
         """Cut the link of a node for a while."""
         now_s = self.world.kernel.now
         self.cut_until_s[node] = now_s + seconds
-        self.unreachable_s[node] = now_s, now_s + seconds
+        since_s, end_s = self.unreachable_s.get(node, (now_s, now_s))  # no look in between tells
+        self.unreachable_s[node] = since_s if end_s > now_s - 0.2 else now_s, now_s + seconds
         self.world.kernel.call_later(seconds, self.changed)
 
     def has_agent(self, node: str) -> bool:

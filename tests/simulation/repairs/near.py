@@ -164,17 +164,18 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     ),
     # All ranks are on one node, which falls silent; the other one comes back, and trains when it wakes up.
     "lost-nodes-live-on": RepairSchedule(
-        seed=4,
-        ranks=2,
-        nodes=2,
+        seed=1011179011665,
+        ranks=3,
+        nodes=3,
         fewest=1,
-        keeps_apart=True,
-        iterations=90,
+        without_spare="end",
+        iterations=8,
         faults=(
-            Fault(kind="lose-node", start=0, moment="recover", time=3, target=1, amount=0.47),
-            Fault(kind="silence-node", start=0, moment="forward", time=21, target=0),
+            Fault(kind="cut-node", start=0, moment="recover", time=4, target=-1, amount=0.968),
+            Fault(kind="lose-node", start=0, moment="log", time=24, target=1, amount=0.187),
+            Fault(kind="tell-node", start=0, moment="between", time=11, target=2, amount=0.324),
         ),
-        switching=0.1,
+        switching=0.3,
     ),
     # The node of the store is cut off, and misses the nodes that it watches: nobody else is heard.
     "one-observer-is-enough": _STORE_CUT_OFF,

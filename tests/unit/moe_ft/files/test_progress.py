@@ -165,8 +165,8 @@ def test_back_end_that_does_not_open_is_given_up(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ft.files.storage.fsspec.core.url_to_fs", lambda url: never.wait())
-    with pytest.raises(TimeoutError, match="s3://b: open"):
-        Storage("s3://b", patience_s=0.01).names()
+    with pytest.raises(TimeoutError, match="sftp://b: open"):
+        Storage("sftp://b", patience_s=0.01).names()
 
 
 def test_wait_excuses_its_thread_up_to_its_limit_and_then_up_to_its_end() -> None:
