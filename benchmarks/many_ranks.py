@@ -42,7 +42,7 @@ TOKEN = "0" * 32
 LOST_NODE = 1
 _LOST_AFTER_S, _CONNECT_S, _DEADLINE_S = 10.0, 60.0, 240.0
 _STACK_BYTES = 256 << 10
-# What the store counts.
+# Counters of the store.
 _WRITES, _ANSWERS, _IDLE, _BYTES = range(4)
 
 

@@ -164,7 +164,7 @@ def _recoveries(
     bandwidth = machine.reading_bandwidth
     if job.reads_storage:
         bandwidth = min(bandwidth, measured.storage_bandwidth or math.inf)
-    # What survivors make of parity, as much as is lost, comes to them first.
+    # With parity, survivors first read as much as is lost, to make it again.
     is_made = job.config.memory.parity_nodes is not None and not job.reads_storage
     rest = {
         "state_s": (1 + is_made) * saved.read_bytes / bandwidth,

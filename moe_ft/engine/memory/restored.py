@@ -15,6 +15,7 @@ import msgspec
 
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.memory.layout import lay_out_again
+from moe_ft.engine.memory.parity import end_of
 from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
@@ -125,13 +126,12 @@ def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | Non
     index = region.index(Index)
     if any(unit.file for unit in index.units.values()):
         return None  # it is in more than the region
-    ends = (unit.offset + unit.num_bytes for _, unit in index.entries())
     return Replica(
         region=region,
         pool=None,
         index=index,
         start_byte=0,
-        end_byte=max(ends, default=index.header_bytes),
+        end_byte=end_of(index),
         keep_iteration=None,
         peers=restored.peers_without,
     )

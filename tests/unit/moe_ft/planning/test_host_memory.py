@@ -60,7 +60,7 @@ def test_half_of_the_peers_cover_losses_while_the_other_half_is_sent_to(
 def test_breakpoint_is_a_part_of_what_a_rank_keeps_and_of_no_replica() -> None:
     share = MemoryShare(region_bytes=10, pool_bytes=7, breakpoint_bytes=5)
     assert share.own_bytes(persists=False) == 32
-    assert share.replica_bytes(1) == 27  # beside a pool there are two regions
+    assert share.replica_bytes(1) == 27  # with a pool, two regions are kept
     assert share.total_bytes(persists=False, replication_factor=1, replica_regions=1) == 59
 
 
