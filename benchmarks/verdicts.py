@@ -7,10 +7,13 @@ ranks only sleep. K processes compute beside them. Needs root, and `ip` (iproute
 
 power     The link of a node is cut, and all its processes are killed. Seconds until the line "is lost".
 stops     All processes of a node are stopped for 0.3 to 2.5 s, one node after the other.
+keeper    All processes of the store's node are stopped for 0.5 to 5 s.
 store     The link of the store's node is cut for 0.5 to 5 s.
-flaps 1   The link of a node is away for 0.4 s, with --kernel-silence 1. Linux announces a carrier that is
+path      What one node and the store's node send each other is lost for 0.5 to 5 s.
+losses 2  What a node sends and gets is lost for 0.3 to 0.8 s, with --kernel-silence 2. It has a carrier.
+flaps 2   The link of a node is down for so long, with --kernel-silence 2. Linux announces a carrier that is
           back up to a second late.
-flaps 2   The same with --kernel-silence 2.
+flaps 1   The same with --kernel-silence 1.
 
 Nobody may be called lost but in `power`, and in `flaps 1`. The minutes are shared by the other kinds.
 """
@@ -45,7 +48,15 @@ _ESTABLISHED = " 01 "  # in a table of TCP connections
 _DEADLINE_S = 120.0
 _SETTLE_S = 4.0  # from the connections to the first fault, and from the last fault to its verdict
 # By kind: shares of the minutes, and seconds of silence.
-_SHARES = {"stops": (0.4, 1), "store": (0.2, 1), "flaps 1": (0.1, 1), "flaps 2": (0.3, 2)}
+_SHARES = {
+    "stops": (0.25, 1),
+    "keeper": (0.1, 1),
+    "store": (0.1, 1),
+    "path": (0.15, 1),
+    "losses 2": (0.15, 2),
+    "flaps 2": (0.2, 2),
+    "flaps 1": (0.05, 1),
+}
 
 
 class Nodes(KeptNodes):
@@ -108,9 +119,17 @@ def lose(repeats: int) -> Iterator[float]:
 
 
 def _stop(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
-    name = rng.choice(_NAMES)
+    _stop_node(nodes, rng.choice(_NAMES), rng.uniform(0.3, 2.5))
+
+
+def _stop_keeper(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
+    _stop_node(nodes, _STORE, rng.uniform(0.5, 5.0))
+    time.sleep(_SETTLE_S)
+
+
+def _stop_node(nodes: Nodes, name: str, seconds: float) -> None:
     nodes.stop(name)
-    time.sleep(rng.uniform(0.3, 2.5))
+    time.sleep(seconds)
     nodes.wake(name)
 
 
@@ -121,19 +140,38 @@ def _cut_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
     time.sleep(_SETTLE_S)
 
 
+def _part_from_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
+    name = rng.choice(_NAMES)
+    networks.part(name, _STORE)
+    time.sleep(rng.uniform(0.5, 5.0))
+    networks.join(name, _STORE)
+    time.sleep(_SETTLE_S)
+
+
+def _lose_frames(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
+    name = rng.choice(_NAMES)
+    networks.unplug(name)
+    time.sleep(rng.uniform(0.3, 0.8))
+    networks.plug(name)
+    time.sleep(_SETTLE_S)
+
+
 def _flap(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
     name = rng.choice(_NAMES)
     networks.cut(name)
-    time.sleep(0.4)
+    time.sleep(rng.uniform(0.3, 0.8))
     networks.restore(name)
     time.sleep(_SETTLE_S)
 
 
 _FAULTS: dict[str, Callable[[Nodes, Namespaces, random.Random], None]] = {
     "stops": _stop,
+    "keeper": _stop_keeper,
     "store": _cut_store,
-    "flaps 1": _flap,
+    "path": _part_from_store,
+    "losses 2": _lose_frames,
     "flaps 2": _flap,
+    "flaps 1": _flap,
 }
 
 
@@ -141,16 +179,19 @@ def disturb(kind: str, seconds: float) -> tuple[int, int]:
     """Inflict faults of a kind for so long; return their number, and that of false verdicts."""
     rng, end_s = random.Random(kind), time.monotonic() + seconds
     num_faults = num_false = 0
-    while time.monotonic() < end_s:
+    while num_faults == 0 or time.monotonic() < end_s:
         with job(_SHARES[kind][1]) as (nodes, networks):
-            while time.monotonic() < end_s and _LOST not in nodes.log(_STORE):
+            while _LOST not in nodes.log(_STORE):
                 _FAULTS[kind](nodes, networks, rng)
                 num_faults += 1
                 time.sleep(rng.uniform(0.2, 1.0))
+                if time.monotonic() >= end_s:
+                    break
             time.sleep(_SETTLE_S)
             if _LOST in nodes.log(_STORE):
                 num_false += 1
                 print(kind, nodes.log(_STORE)[-300:], file=sys.stderr, flush=True)
+    print(f"{kind}: {num_faults} faults, {num_false} false", file=sys.stderr, flush=True)
     return num_faults, num_false
 
 
@@ -172,6 +213,7 @@ def main() -> None:
         ]
         try:
             taken_s = [*lose(options.repeats)]
+            print("power:", *taken_s, file=sys.stderr, flush=True)
             rows = [("power", spread(taken_s, ".2f"), str(options.repeats), "0")]
             for kind, (share, _) in _SHARES.items():
                 faults, false = disturb(kind, share * options.minutes * 60)

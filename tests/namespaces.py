@@ -74,6 +74,20 @@ class Namespaces:
             nowhere = ("lladdr", "02:00:00:00:00:01", "dev", INTERFACE, "nud", "permanent")
             _ip("-n", self._name(here), "neighbor", "replace", self.address(there), *nowhere)
 
+    def join(self, one: str, other: str) -> None:
+        """Let two nodes reach each other again."""
+        for here, there in ((one, other), (other, one)):
+            entry = (self.address(there), "dev", INTERFACE)
+            _ip("-n", self._name(here), "neighbor", "delete", *entry)
+
+    def unplug(self, node: str) -> None:
+        """Lose all that a node sends and gets; its own kernel sees a link that is up."""
+        _ip("-n", self._name("hub"), "link", "set", "dev", node, "nomaster")
+
+    def plug(self, node: str) -> None:
+        """Undo `unplug`."""
+        _ip("-n", self._name("hub"), "link", "set", "dev", node, "master", _BRIDGE)
+
     def restore(self, node: str) -> None:
         """Connect a node again."""
         _ip("-n", self._name("hub"), "link", "set", "dev", node, "up")
