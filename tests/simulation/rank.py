@@ -286,6 +286,8 @@ class Rank:
     def _note_promises(self) -> None:
         engine, life = self._checkpoints.running.engine, self._life
         life.complete.add(engine._windows.complete_iteration or 0)
+        if self._has_parity_of_what_was_recovered():
+            life.replicated.add(engine._windows.complete_iteration or 0)
         sent = getattr(engine._strategy, "_sent", None)
         if sent is not None:
             first = self._training.shape.stage_of(life.rank) * self._training.shape.layers
@@ -296,6 +298,19 @@ class Rank:
         confirmed = engine._storage._confirmed
         life.may_break = engine.breakpoints is not None and not engine.breakpoints.is_in_use
         life.confirmed = 0 if confirmed is None else confirmed.iteration
+
+    def _has_parity_of_what_was_recovered(self) -> bool:
+        """Return whether the first window has begun, which waits until groups have parity of that before."""
+        running, windows = self._checkpoints.running, self._checkpoints.running.engine._windows
+        if (
+            not running.met.groups or self._training.config.storage.persists
+        ):  # else storage may have it
+            return False
+        is_first = windows.open is not None and windows.complete is None
+        return is_first and not any(
+            report.event in ("degraded", "skipped") and report.fields["part"] == "replicate"
+            for _, report in self._life.reports
+        )
 
 
 def _capture_rng(world: World) -> dict[str, Any]:
