@@ -71,6 +71,8 @@ class Start(NamedTuple):
 
 
 History = tuple[Start, ...]
+# Iteration, minus the number of snapshots, and the start that wrote it: the greater, the better.
+Family = tuple[int, int, Start]
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +108,14 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def start(self) -> Start:
         """The start that wrote it."""
         return self.history[-1]
+
+    def family(self, iteration: int, window: int) -> Family:
+        """Return the family of a state: states of several ranks can be used together if theirs are equal.
+
+        Two starts may have gone different ways from one state, and may group the units of a window
+        differently.
+        """
+        return iteration, -window, self.start
 
 
 def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ Source: Patterson, Gibson, Katz: A case for redundant arrays of inexpensive disk
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ft.arithmetic import ceil_div, round_up
 from moe_ft.errors import PlanError
-from moe_ft.planning.recovery import Family
+from moe_ft.format.identity import Family
+from moe_ft.planning.recovery import Version
 from moe_ft.topology import Topology
 
 NUM_VERSIONS = 2  # the newest that is whole, and the one that is being made
@@ -100,24 +101,13 @@ def place_parity(topology: Topology, size: int) -> tuple[ParityGroup, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A whole window of a rank in its own memory.
+class FoundParity:
+    """A whole version of parity.
 
     Attributes:
         path: of its index, in the memory directory of the node.
-        file: name of the data file next to it.
+        family: of the states that it is made of.
     """
-
-    rank: int
-    node: str
-    path: str
-    file: str
-    family: Family
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundParity:
-    """A whole version of parity; the attributes are those of `Held` and of `ParityGroup`."""
 
     holder: int
     group: ParityGroup
@@ -132,22 +122,25 @@ class Rebuilding:
 
     Attributes:
         parities: of all other ranks of its group.
-        held: by rank, the states of these, from the same window.
+        held: by rank, the states of these in their own memory, from the same window.
     """
 
     rank: int
     parities: tuple[FoundParity, ...]
-    held: Mapping[int, Held]
+    held: Mapping[int, Version]
 
 
 def plan_rebuilding(
-    num_ranks: int, held: Sequence[Held], parities: Sequence[FoundParity]
+    num_ranks: int, held: Iterable[Version], parities: Sequence[FoundParity]
 ) -> list[Rebuilding]:
     """Return the ranks whose state must be made again, so that all have the newest that they can have.
 
     None are returned where all have it, or where two ranks of a group lack it.
+
+    Args:
+        held: whole windows of ranks in their own memory.
     """
-    by_family: dict[Family, dict[int, Held]] = defaultdict(dict)
+    by_family: dict[Family, dict[int, Version]] = defaultdict(dict)
     for each in held:
         by_family[each.family][each.rank] = each
     for family in sorted(by_family, key=lambda each: (each[2], each), reverse=True):
@@ -163,7 +156,7 @@ def plan_rebuilding(
 
 
 def _rebuilding(
-    rank: int, held: Mapping[int, Held], parities: Sequence[FoundParity]
+    rank: int, held: Mapping[int, Version], parities: Sequence[FoundParity]
 ) -> Rebuilding | None:
     # After a restart on other nodes the groups are others, and an older one's parity may still be there.
     for group in {each.group for each in parities if rank in each.group.ranks}:

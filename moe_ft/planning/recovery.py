@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import override
 
 from moe_ft.format.entries import FileEntry
-from moe_ft.format.identity import History, Start
+from moe_ft.format.identity import Family, History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts, order_written
 
 
@@ -64,21 +64,9 @@ class Version:
         return self.history[-1]
 
     @property
-    def family(self) -> "Family":
-        """Family of the version: versions of several ranks can be used together if theirs are equal."""
-        return family_of(self.iteration, self.window, self.history)
-
-
-# Iteration, minus the number of snapshots, and the start that wrote it: the greater, the better.
-Family = tuple[int, int, Start]
-
-
-def family_of(iteration: int, window: int, history: History) -> Family:
-    """Return the family of a version; the greater, the better.
-
-    Two starts may have gone different ways from one state, and may group the units of a window differently.
-    """
-    return iteration, -window, history[-1]
+    def family(self) -> Family:
+        """Family of the version, see `Identity.family`."""
+        return self.iteration, -self.window, self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,10 +25,10 @@ from moe_ft.engine.persist.requests import WriterSettings
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.errors import BusyError, ConfigError, PinError, SnapshotError
 from moe_ft.format.entries import UnitEntry
-from moe_ft.format.identity import Identity, Start
+from moe_ft.format.identity import Family, Identity, Start
 from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
-from moe_ft.planning.recovery import Family, Source, Tier
+from moe_ft.planning.recovery import Source, Tier
 from moe_ft.recovery.claim import Claimed, memory_of
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.job_memory import measure

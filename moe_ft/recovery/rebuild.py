@@ -12,24 +12,21 @@ from msgspec import structs
 from msgspec.msgpack import Decoder
 
 from moe_ft.engine.links.peers import PeerConnection
-from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint
 from moe_ft.engine.memory.parity import ParityFile, ParityHead, ParityIndex, end_of, other_file
 from moe_ft.engine.memory.region_stores import RegionStore
-from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import read_private
 from moe_ft.files.progress import note_progress
 from moe_ft.format.encoding import decode, encode
-from moe_ft.format.index import IndexHead
-from moe_ft.planning.parity import FoundParity, Held, ParityGroup, Rebuilding, plan_rebuilding
-from moe_ft.planning.recovery import family_of
+from moe_ft.planning.parity import FoundParity, Rebuilding, plan_rebuilding
+from moe_ft.planning.shares import Packer, Table, Unpacker
 from moe_ft.recovery.claim import Claimed
+from moe_ft.recovery.inventory import look_at_memory
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.site import Site
 from moe_ft.saying import say, warn
 
 _PIECE_BYTES = 16 << 20
-_SIGHT = Decoder(tuple[list[Held], list[FoundParity]])
+_SIGHT = Decoder(tuple[Table, list[FoundParity]])
 _ORDERS = Decoder(list[Rebuilding])
 _PROBLEMS = Decoder(dict[int, str])
 
@@ -43,7 +40,8 @@ def rebuild(met: Met, claimed: Claimed) -> None:
 
     def plan() -> list[Rebuilding]:
         assert sights is not None
-        held = [each for found, _ in sights for each in found]
+        unpacker = Unpacker()
+        held = [each for table, _ in sights for each in unpacker.versions(table)]
         parities = [each for _, found in sights for each in found]
         return plan_rebuilding(met.facts.world_size, held, parities)
 
@@ -83,48 +81,31 @@ def _together(
     return found
 
 
-def _look_here(met: Met) -> tuple[list[Held], list[FoundParity]]:
+def _look_here(met: Met) -> tuple[Table, list[FoundParity]]:
     """Return the whole windows and the parity of this node; nothing on ranks that do not look for it."""
-    site = met.site
+    site, parities = met.site, list[FoundParity]()
     if not site.is_lowest_on_node:
-        return [], []
-    held = []
-    for path, index in find_indexes(site.node_dir, IndexHead):
-        if (
-            isinstance(index, OSError)
-            or is_breakpoint(path)
-            or not path.parent.name.startswith("rank_")
-        ):
-            continue
-        with suppress(OSError):  # what is cut is lost too
-            check_region(index, path)
-            identity = index.identity
-            is_ours = (identity.job_id, identity.world_size) == (site.job_id, met.facts.world_size)
-            if is_ours and index.is_whole:
-                held.append(
-                    Held(
-                        rank=index.rank,
-                        node=site.node,
-                        path=str(path.relative_to(site.node_dir)),
-                        file=index.file,
-                        family=family_of(index.iteration, index.window, identity.history),
-                    )
-                )
-    return held, [*_parities(site)]
-
-
-def _parities(site: Site) -> Iterator[FoundParity]:
+        return Packer().table(), parities
     for path in sorted(site.node_dir.glob("rank_*/parity_*.json")):
-        with suppress(OSError):
+        with suppress(OSError):  # what is damaged is lost too
             head = decode(read_private(path), ParityHead, str(path))
             if head.identity.job_id == site.job_id:
-                yield FoundParity(
-                    holder=head.holder,
-                    group=ParityGroup(ranks=head.ranks, stripe_bytes=head.stripe_bytes),
-                    node=site.node,
-                    path=str(path.relative_to(site.node_dir)),
-                    family=family_of(head.iteration, head.window, head.identity.history),
+                place = str(path.relative_to(site.node_dir))
+                parities.append(
+                    FoundParity(
+                        holder=head.holder,
+                        group=head.group,
+                        node=site.node,
+                        path=place,
+                        family=head.family,
+                    )
                 )
+    held = (
+        each
+        for each in look_at_memory(site.node_dir, site.node, site.job_id).versions
+        if not (each.is_replica or each.is_breakpoint)
+    )
+    return Packer().table(held), parities
 
 
 def _make_stripes(met: Met, order: Rebuilding) -> None:
@@ -136,7 +117,9 @@ def _make_stripes(met: Met, order: Rebuilding) -> None:
             continue
         path = site.node_dir / parity.path
         index = decode(read_private(path), ParityIndex, str(path))
-        made = ParityFile(site.node_dir / other_file(PurePath(parity.path)), index.stripe_bytes)
+        made = ParityFile(
+            site.node_dir / other_file(PurePath(parity.path)), parity.group.stripe_bytes
+        )
         made.invalidate()
         made.open()
         content = read_private(path.with_suffix(".xor"))
@@ -145,8 +128,9 @@ def _make_stripes(met: Met, order: Rebuilding) -> None:
             if source.rank == order.rank:
                 continue
             held = order.held[source.rank]
+            assert held.node is not None
             start, end = parity.group.stripe(source.rank, parity.holder)
-            file = str(PurePath(held.path).with_name(held.file))
+            file = str(PurePath(held.path).with_suffix(".safetensors"))
             for at, piece in _read(met, held.node, file, start, min(end, end_of(source))):
                 made.add(at - start, piece)
         made.close()

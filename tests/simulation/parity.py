@@ -63,7 +63,8 @@ def made_again(
             index = decode(path.read_bytes(), ParityIndex, str(path))
         except CorruptStateError:
             continue
-        key = (index.identity.start, index.iteration, index.ranks, index.stripe_bytes)
+        group = index.group
+        key = (index.identity.start, index.iteration, group.ranks, group.stripe_bytes)
         found.setdefault(key, {})[index.holder] = path.with_suffix(".xor"), index
     for (start, iteration, ranks, size), parities in found.items():
         here = {

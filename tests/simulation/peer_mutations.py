@@ -12,7 +12,7 @@ from moe_ft.engine.links import streams
 from moe_ft.engine.links.streams import Streams
 from moe_ft.engine.memory import parity
 from moe_ft.engine.memory.layout import UnitPlace
-from moe_ft.engine.memory.parity import ParityFile, ParityStore, Version
+from moe_ft.engine.memory.parity import ParityStore, Version
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
 from moe_ft.engine.memory.regions import MappedFile, Region
@@ -23,6 +23,7 @@ from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.engine.updates.following import LentUpdate
 from moe_ft.format.index import Index
 from moe_ft.recovery import look, protect, rebuild
+from moe_ft.store.extents import Extent, SizeClass
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.simulation.active import Patches
 from tests.simulation.mutations import mutation, of_group
@@ -200,15 +201,15 @@ def damaged_logs_forgotten(patches: Patches) -> None:
 @of_group(OF_PARITY)
 def parity_used_too_early(patches: Patches) -> None:
     """The next window's parity goes where that of the newest complete one is."""
-    original = ParityStore._clear
+    original = ParityStore._begin
 
-    def clear(self: ParityStore, keep_iteration: int | None) -> ParityFile:
-        kept = [each for each in self._files if each.iteration == keep_iteration]
-        for each in kept if keep_iteration is not None else ():
-            each.iteration = -1
-        return original(self, None)
+    def begin(self: ParityStore, window: Any, keep_iteration: int | None) -> Version:
+        for number, each in enumerate(self._files):
+            if None is not each.iteration == keep_iteration:
+                self._store.drop(Extent(SizeClass.WINDOW, number))
+        return original(self, window, None)
 
-    patches.set(ParityStore, "_clear", clear)
+    patches.set(ParityStore, "_begin", begin)
 
 
 @of_group(OF_PARITY)

@@ -15,8 +15,8 @@ from moe_ft.format.index import Index
 class ParityKeeper:
     """Used by the threads of all connections."""
 
-    def __init__(self, store: ParityStore, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: ParityStore) -> None:
+        self._store = store
 
     def receive(self, connection: Streams, request: Put, content: bytes) -> Reply:
         """Receive a stretch of a stripe and add it; return what is wrong with it, or nothing.
@@ -27,35 +27,34 @@ class ParityKeeper:
         Raises:
             OSError: if it does not arrive in time, or cannot be meant for this rank: the connection ends.
         """
-        group, source = self._store.group, request.source
-        is_member = source in group.others(self._rank)
-        start, end = group.stripe(source, self._rank) if is_member else (0, -1)
+        group, holder, source = self._store.group, self._store.holder, request.source
+        is_member = source in group.others(holder)
+        start, end = group.stripe(source, holder) if is_member else (0, -1)
         first = request.start_byte - start
         if not 0 <= first <= first + request.data_bytes <= end - start:
             raise ConnectionError(
                 f"{request.data_bytes} bytes at byte {request.start_byte} of rank {source} are not of the "
-                f"stripe that rank {self._rank} keeps"
+                f"stripe that rank {holder} keeps"
             )
         deadline = Deadline.for_bytes(request.data_bytes)
+        version, why_not = None, ""
         try:
             index = decode(content, Index, f"the index of rank {source}")
             if index.rank != source:
                 raise CorruptStateError(f"an index of rank {index.rank} from rank {source}")
             version = self._store.begin(index, request.window_byte, request.keep_iteration)
         except (OSError, SnapshotError) as error:
-            pass_over(connection, request.data_bytes, deadline)
-            return Reply(error=str(error))
+            why_not = str(error)
         if version is None:
             pass_over(connection, request.data_bytes, deadline)
-            return Reply()
-        found, rest = xxhash.xxh3_64(), request.data_bytes
+            return Reply(error=why_not)
+        found, at = xxhash.xxh3_64(), first
         try:
-            while rest:
+            while rest := first + request.data_bytes - at:
                 piece = receive(connection, min(rest, CHUNK_BYTES), deadline)
                 found.update(piece)
-                at = first + request.data_bytes - rest
                 self._store.add(version, at, memoryview(piece))
-                rest -= len(piece)
+                at += len(piece)
             check_found(f"a stripe of rank {source}", found.hexdigest(), request.checksum)
         except BaseException as error:
             version.is_broken = True
@@ -73,4 +72,4 @@ def parity_keeper(memory: RankMemory) -> ParityKeeper | None:
     """Return what keeps parity in a rank's memory, which is open; None where there are replicas."""
     if memory.group is None:
         return None
-    return ParityKeeper(ParityStore(memory.parity, memory.rank, memory.group), memory.rank)
+    return ParityKeeper(ParityStore(memory.parity, memory.rank, memory.group))

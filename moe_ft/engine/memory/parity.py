@@ -1,8 +1,9 @@
 """Parity that a rank keeps of the other ranks of its group, in files next to its regions.
 
 A version is made of the states of all of them in one window: each adds the stripe of its region that is this
-rank's, with XOR, and the version counts when all have. planning/parity.py has the groups, and
-recovery/rebuild.py makes a lost rank's state again.
+rank's, with XOR, and the version counts when all have. Which version may be overwritten is decided by
+moe_ft/store/extents.py, as for replicas. planning/parity.py has the groups, and recovery/rebuild.py makes a
+lost rank's state again.
 """
 
 import threading
@@ -14,74 +15,60 @@ from typing import override
 import numpy as np
 
 from moe_ft.engine.memory.regions import IndexedFile
-from moe_ft.errors import CorruptStateError, SnapshotError
+from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import Body, decodable, encode
-from moe_ft.format.identity import Start
+from moe_ft.format.identity import Family
 from moe_ft.format.index import Index
 from moe_ft.format.records import Count, Length
 from moe_ft.planning.parity import NUM_VERSIONS, ParityGroup
-from moe_ft.planning.recovery import Family, family_of
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 
 PARITY_NAME = r"parity_\d+\.(xor|json)"
+_INCOMPLETE = "this window's parity is incomplete: the next one is whole again"
 
 
 @decodable
-class ParityIndex(Body, frozen=True, forbid_unknown_fields=True):
+class ParityHead(Body, frozen=True):
+    """The part of an index of parity that identifies it; decoding skips the rest. See `ParityIndex`."""
+
+    holder: Count
+    group: ParityGroup
+    iteration: Count
+    window: Length
+
+    @property
+    def family(self) -> Family:
+        """Family of the states."""
+        return self.identity.family(self.iteration, self.window)
+
+
+@decodable
+class ParityIndex(ParityHead, frozen=True, forbid_unknown_fields=True):
     """Description of one version of parity.
 
     Attributes:
         holder: rank that keeps it.
-        ranks, stripe_bytes: of its group.
+        group: as it was when this was made.
         iteration, window: of the states.
         sources: index of each other rank of the group, ascending; what it names lies in that rank's region.
     """
 
-    holder: Count
-    ranks: tuple[Count, ...]
-    stripe_bytes: Count
-    iteration: Count
-    window: Length
     sources: tuple[Index, ...]
 
     def source(self, rank: int) -> Index:
         """Return the index of a rank of the group."""
         return next(each for each in self.sources if each.rank == rank)
 
-    @property
-    def group(self) -> ParityGroup:
-        """The group, as it was when this was made."""
-        return ParityGroup(ranks=self.ranks, stripe_bytes=self.stripe_bytes)
-
-    @property
-    def family(self) -> Family:
-        """Family of the states."""
-        return family_of(self.iteration, self.window, self.identity.history)
-
     @override
     def check(self, where: str) -> None:
         super().check(where)
-        others = [each for each in self.ranks if each != self.holder]
-        if [each.rank for each in self.sources] != others or len(others) != len(self.ranks) - 1:
+        others, ranks = self.group.others(self.holder), self.group.ranks
+        if [each.rank for each in self.sources] != [*others] or len(others) != len(ranks) - 1:
             raise CorruptStateError(f"{where} is not made of what its group has")
         for each in self.sources:
             each.check(where)
-            if _family_of(each) != self.family:
+            if each.identity.family(each.iteration, each.window) != self.family:
                 raise CorruptStateError(f"{where} is made of different states")
-
-
-@decodable
-class ParityHead(Body, frozen=True):
-    """The part of it that identifies it; decoding skips the rest. See `ParityIndex`."""
-
-    holder: Count
-    ranks: tuple[Count, ...]
-    stripe_bytes: Count
-    iteration: Count
-    window: Length
-
-
-def _family_of(index: Index) -> Family:
-    return family_of(index.iteration, index.window, index.identity.history)
 
 
 def end_of(index: Index) -> int:
@@ -93,14 +80,12 @@ def end_of(index: Index) -> int:
 class ParityFile(IndexedFile):
     """One version of parity. Owned by the threads of peers' connections while it is made."""
 
-    def is_of(self, start: Start, iteration: int, group: ParityGroup | None) -> bool:
-        """Return whether it is whole, of states of an iteration that a start wrote, and of a group."""
-        found = read_parity(self)
-        return (
-            found is not None
-            and (found.identity.start, found.iteration) == (start, iteration)
-            and found.group == group
-        )
+    def head(self) -> ParityHead | None:
+        """Return what identifies the version; None without one that can be read."""
+        try:
+            return self.index(ParityHead)
+        except OSError:
+            return None
 
     def add(self, at: int, content: memoryview) -> None:
         """Add bytes with XOR."""
@@ -124,19 +109,19 @@ def other_file(path: PurePath) -> PurePath:
     return path.with_name(f"parity_{(number + 1) % NUM_VERSIONS}.xor")
 
 
-_Window = tuple[Start, int, int]  # its writer, its first iteration, and its snapshots
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class Version:
-    """A version that is being made.
+    """A version that is being made, or the newest one that is whole.
 
     Attributes:
+        window: first iteration, minus the number of snapshots, and writer: the greater, the later. At the end
+            of training the last window may begin again, with one snapshot.
         sources: index of each rank that has added something, the newest.
         is_broken: whether something was added only in part, so that it will never be whole.
     """
 
-    window: _Window
+    window: Family
+    home: Extent
     file: ParityFile
     sources: dict[int, Index] = field(default_factory=dict)
     is_broken: bool = False
@@ -146,11 +131,17 @@ class ParityStore:
     """Versions of parity, in files that are open. Used by the threads of all connections."""
 
     def __init__(self, files: Sequence[ParityFile], holder: int, group: ParityGroup) -> None:
-        self._files, self._holder, self.group = files, holder, group
+        self._files, self.holder, self.group = files, holder, group
         self._lock = threading.Lock()
-        # Besides the window under way what was recovered, which ranks send before.
-        self._making: dict[_Window, Version] = {}
-        self._whole = {file: found for file in files if (found := read_parity(file)) is not None}
+        self._newest: Version | None = None
+        self._store = Store(
+            {SizeClass.WINDOW: len(files)}, lambda home: files[home.number].invalidate()
+        )
+        there = [
+            (head.family, number) for number, each in enumerate(files) if (head := each.head())
+        ]
+        for _, number in sorted(there):
+            self._store.commit(Extent(SizeClass.WINDOW, number))
 
     def begin(self, index: Index, start_byte: int, keep_iteration: int | None) -> Version | None:
         """Return the version to which a rank adds a snapshot; None if it is in there already.
@@ -161,25 +152,23 @@ class ParityStore:
             keep_iteration: the end of the newest complete window, which must not be overwritten.
 
         Raises:
-            CorruptStateError: if it does not follow what the rank has added, or the version is broken.
+            CorruptStateError: if it does not follow what the rank has added, or will never be whole.
             SnapshotError: if there is no room besides what must be kept.
         """
         first = index.iteration - index.num_snapshots + 1
-        window = index.identity.start, first, index.window
+        window = index.identity.family(first, index.window)
         with self._lock:
-            for whole in self._whole.values():
-                if any(_is_same(each, index) for each in whole.sources):
-                    return None
-            if window not in self._making:
-                self._making[window] = Version(window=window, file=self._clear(keep_iteration))
-            version = self._making[window]
+            version = self._newest
+            if version is None or version.window != window:
+                version = self._begin(window, keep_iteration)
             before = version.sources.get(index.rank)
-            if before is not None and _is_same(before, index):
+            if before is not None and (before.units, before.compute) == (
+                index.units,
+                index.compute,
+            ):
                 return None  # its sender has not heard that it was added
             if version.is_broken:
-                raise CorruptStateError(
-                    "this window's parity is incomplete: the next one is whole again"
-                )
+                raise CorruptStateError(_INCOMPLETE)
             num_before = 0 if before is None else before.num_snapshots
             if num_before != (index.num_snapshots - 1 if start_byte else 0):
                 version.is_broken = True
@@ -189,32 +178,26 @@ class ParityStore:
                 )
             return version
 
-    def _clear(self, keep_iteration: int | None) -> ParityFile:
-        free = [
-            each
-            for each in self._files
-            if each.iteration is None or each.iteration != keep_iteration
+    def _begin(self, window: Family, keep_iteration: int | None) -> Version:
+        """Begin a version, and give up the one that is under way."""
+        if self._newest is not None and window < self._newest.window:
+            raise CorruptStateError(_INCOMPLETE)  # all ranks have gone on to another window
+        self._store.give_up(self._store.filling)
+        kept = [
+            n for n, each in enumerate(self._files) if None is not each.iteration == keep_iteration
         ]
-        if not free:
-            raise SnapshotError(f"all parity is of iteration {keep_iteration}, which must be kept")
-        under_way = [each.file for each in self._making.values()]
-
-        def worth(file: ParityFile) -> tuple[bool, int, bool]:
-            whole = self._whole.get(file)
-            return whole is not None, whole.iteration if whole else 0, file in under_way
-
-        file = min(free, key=worth)
-        for window in [each.window for each in self._making.values() if each.file is file]:
-            del self._making[window]
+        self._store.keep(Reason.SENDER, [Extent(SizeClass.WINDOW, number) for number in kept])
+        (home,) = self._store.take(SizeClass.WINDOW)
+        file = self._files[home.number]
         file.invalidate()
-        self._whole.pop(file, None)
-        np.frombuffer(memoryview(file.mapping), np.uint8)[:] = 0
-        return file
+        np.frombuffer(file.view, np.uint8)[:] = 0
+        self._newest = Version(window=window, home=home, file=file)
+        return self._newest
 
     def add(self, version: Version, at: int, content: memoryview) -> None:
         """Add a piece of a stripe; raises ConnectionError if another version is being made meanwhile."""
         with self._lock:
-            if version is not self._making.get(version.window):
+            if version is not self._newest:
                 raise ConnectionError("a newer window has begun")
             version.file.add(at, content)
 
@@ -226,42 +209,21 @@ class ParityStore:
             OSError: if there is no room for its index.
         """
         with self._lock:
-            if version.is_broken or version is not self._making.get(version.window):
-                raise CorruptStateError(
-                    "this window's parity is incomplete: the next one is whole again"
-                )
+            if version.is_broken or version is not self._newest:
+                raise CorruptStateError(_INCOMPLETE)
             version.sources[index.rank] = index
-            others = self.group.others(self._holder)
-            if any(
-                each not in version.sources or not version.sources[each].is_whole for each in others
-            ):
+            sources = [*map(version.sources.get, self.group.others(self.holder))]
+            whole = tuple(each for each in sources if each is not None and each.is_whole)
+            if len(whole) < len(sources):
                 return
-            whole = ParityIndex(
+            made = ParityIndex(
                 format=index.format,
                 identity=index.identity,
-                holder=self._holder,
-                ranks=self.group.ranks,
-                stripe_bytes=self.group.stripe_bytes,
+                holder=self.holder,
+                group=self.group,
                 iteration=index.iteration,
                 window=index.window,
-                sources=tuple(version.sources[each] for each in others),
+                sources=whole,
             )
-            version.file.commit(encode(whole), index.iteration)
-            self._whole[version.file] = whole
-            del self._making[version.window]
-
-
-def read_parity(file: ParityFile) -> ParityIndex | None:
-    """Return the index of a version; None without one that can be read."""
-    try:
-        return file.index(ParityIndex)
-    except OSError:
-        return None
-
-
-def _is_same(known: Index, sent: Index) -> bool:
-    """Return whether two indexes are of the same rank's state, byte for byte."""
-    one, other = ((_family_of(each), each.rank, each.header_checksum) for each in (known, sent))
-    return one == other and [(name, unit.checksum) for name, unit in known.entries()] == [
-        (name, unit.checksum) for name, unit in sent.entries()
-    ]
+            version.file.commit(encode(made), index.iteration)
+            self._store.commit(version.home)

@@ -75,7 +75,7 @@ class RankMemory:
         replica_regions: Regions = 2,
         parity: ParityGroup | None = None,
     ) -> None:
-        self.node_dir, self._rank, self._topology = node_dir, rank, topology
+        self.node_dir, self.rank, self._topology = node_dir, rank, topology
         own = topology.ranks[rank]
         self._node = own.node
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)
@@ -118,21 +118,16 @@ class RankMemory:
         self.take_up(self.mappings)
 
     @property
-    def rank(self) -> int:
-        """The rank."""
-        return self._rank
-
-    @property
     def stripes(self) -> dict[int, tuple[int, int]]:
         """Ranges of a region that other ranks add to parity, by rank; none where they keep replicas."""
         if self.group is None:
             return {}
-        return {peer: self.group.stripe(self._rank, peer) for peer in self.group.others(self._rank)}
+        return {peer: self.group.stripe(self.rank, peer) for peer in self.group.others(self.rank)}
 
     @property
     def is_lowest_on_node(self) -> bool:
         """True on the rank that does the work that is needed once per node."""
-        return self._rank == self._topology.lowest_on_node(self._node).rank
+        return self.rank == self._topology.lowest_on_node(self._node).rank
 
     @property
     def num_own_bytes(self) -> int:
@@ -143,7 +138,7 @@ class RankMemory:
     def num_missing_bytes(self) -> int:
         """Bytes that `open` will take, besides the files that are there."""
         missing = [file.num_bytes for file in self._files() if not file.is_in_place]
-        return sum(missing) + len(missing) * self._topology.ranks[self._rank].index_bytes
+        return sum(missing) + len(missing) * self._topology.ranks[self.rank].index_bytes
 
     def open(self, restored: tuple[Start, int] | None) -> None:
         """Map everything; raises OSError if the memory directory cannot be made or has no room.
@@ -162,8 +157,12 @@ class RankMemory:
 
     def parity_of(self, start: Start, iteration: int) -> ParityFile | None:
         """Return the parity of a state that a start wrote; None if there is none that is whole."""
-        found = (each for each in self.parity if each.is_of(start, iteration, self.group))
-        return next(found, None)
+        wanted = start, iteration, self.group
+        for each in self.parity:
+            head = each.head()
+            if head and (head.identity.start, head.iteration, head.group) == wanted:
+                return each
+        return None
 
     def take_up(self, mappings: Mappings) -> None:
         """Open files in these mappings from now on; what they have of other files is unmapped."""
@@ -204,7 +203,7 @@ class RankMemory:
         for directory in self.node_dir.iterdir() if self.node_dir.is_dir() else ():
             owner, holder = rank_and_holder(directory.name)
             is_orphan = holder is not None and holder not in here
-            is_dismissed = holder == self._rank and owner != holder and owner not in self.replicas
+            is_dismissed = holder == self.rank and owner != holder and owner not in self.replicas
             if (is_orphan and self.is_lowest_on_node) or is_dismissed:
                 shutil.rmtree(directory, ignore_errors=True)
         in_use = {path for file in self._files() for path in _paths(file)}

@@ -15,8 +15,8 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import Place, UnitEntry
+from moe_ft.format.identity import Family
 from moe_ft.format.index import Index, IndexHead, IndexPlaces
-from moe_ft.planning.recovery import Family, family_of
 from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 
 Units = Mapping[str, UnitEntry | Place]
@@ -292,8 +292,7 @@ def _worth(region: Region) -> tuple[bool, int, Family | tuple[()]]:
         return False, 1, ()
     if not index.is_whole:
         return False, 0, ()  # it would still look like the beginning of something
-    family = family_of(index.iteration, index.window, index.identity.history)
-    return region.iteration is not None, 2, family
+    return region.iteration is not None, 2, index.identity.family(index.iteration, index.window)
 
 
 def _goes_on(region: Region, index: Index) -> bool:

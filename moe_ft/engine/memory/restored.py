@@ -21,9 +21,8 @@ from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import encode
-from moe_ft.format.identity import Start
+from moe_ft.format.identity import Family, Start
 from moe_ft.format.index import Index, IndexHead
-from moe_ft.planning.recovery import Family, family_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +40,7 @@ class Handover:
     Attributes:
         persisted_index: this rank's index in the newest complete checkpoint on storage, relative to the
             persist directory; empty if there is none, None if storage could not be read.
-        family: of the versions that regions keep until a new window is complete, as planning/recovery.py has
+        family: of the versions that regions keep until a new window is complete, as format/identity.py has
             it: of those that were put back, or the newest before breakpoints.
         replay_from: the first iteration that a stage may have to run again until then.
         needs_breakpoint: whether the recovery rests on breakpoints, which must be kept as long.
@@ -98,7 +97,7 @@ def keep_restored(store: WindowStore, restored: Handover) -> list[Region]:
 
 def _family_of(region: Region) -> Family:
     index = region.index(IndexHead)
-    return family_of(index.iteration, index.window, index.identity.history)
+    return index.identity.family(index.iteration, index.window)
 
 
 def _fill(region: Region, window: FetchedWindow) -> bool:

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.format.identity import Start
+from moe_ft.format.identity import Family, Start
 from moe_ft.planning.parity import (
     FoundParity,
-    Held,
     ParityGroup,
     group_of_regions,
     place_parity,
     plan_rebuilding,
 )
 from moe_ft.planning.placement import survival_of
+from moe_ft.planning.recovery import Version
 from moe_ft.topology import RankInfo, Topology
 
 NEW, OLD = ((at, -1, Start(number=0, resumed_at=0, name="first")) for at in (8, 7))
@@ -96,14 +96,16 @@ def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
         place_parity(Topology(ranks=whole.ranks[:-1]), 3)
 
 
-def held(ranks: range | list[int], family: tuple[int, int, Start]) -> list[Held]:
+def held(ranks: range | list[int], family: Family) -> list[Version]:
     """Return that these ranks have a state."""
-    return [Held(rank=each, node="n", path="p", file="f", family=family) for each in ranks]
+    at, _, start = family
+    return [
+        Version(rank=each, iteration=at, lineage="l", history=(start,), node="n", path="p")
+        for each in ranks
+    ]
 
 
-def kept(
-    holders: list[int], group: ParityGroup, family: tuple[int, int, Start]
-) -> list[FoundParity]:
+def kept(holders: list[int], group: ParityGroup, family: Family) -> list[FoundParity]:
     """Return that these ranks have the parity of a state."""
     return [
         FoundParity(holder=each, group=group, node="n", path="p", family=family) for each in holders

@@ -26,9 +26,8 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
-from moe_ft.format.identity import Identity
+from moe_ft.format.identity import Family, Identity
 from moe_ft.format.index import Index, check_units
-from moe_ft.planning.recovery import Family, family_of
 from moe_ft.recovery.readers import MemoryReader, read_unit
 from tests.unit.moe_ft.builders import (
     WINDOW_FILE_BYTES,
@@ -283,7 +282,7 @@ def test_of_two_replicas_of_the_iteration_to_keep_the_better_one_stays(tmp_path:
 
 def family_of_region(region: Region) -> Family:
     index = region.index(Index)
-    return family_of(index.iteration, index.window, index.identity.history)
+    return index.identity.family(index.iteration, index.window)
 
 
 # Stretches that are corrupt

@@ -40,7 +40,7 @@ class Holder:
         self.server.start()
         self.server.admit(TOKEN)
         self.reports = Reports()
-        self.server.keep({}, self.reports, ParityKeeper(self.store, HOLDER))
+        self.server.keep({}, self.reports, ParityKeeper(self.store))
         address = self.server.address
         info = RankInfo(rank=HOLDER, node="b", stage=0, pid=1, address=address, region_bytes=SIZE)
         self.replicators = {
