@@ -1,8 +1,8 @@
 """Files below a directory of this machine: written whole or not at all, and where no link leads out of it.
 
 Others may write there too, and put a link to any directory of this user in the place of one. Files are
-written past the page cache where the file system can (O_DIRECT). Directories that nobody else may enter are
-files/private_files.py.
+written past the page cache where the file system can (O_DIRECT), and read back so. Directories that nobody
+else may enter are files/private_files.py.
 """
 
 import errno
@@ -10,14 +10,16 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from moe_ft.calls import looks_again, write_all
 from moe_ft.errors import UnsafePathError
+from moe_ft.files.private_files import open_regular
 
 _CHUNK_BYTES = 16 << 20
 _DIRECT_BYTES = 1 << 20  # smaller writes go through the page cache
@@ -139,8 +141,48 @@ def _write_block(file: int, block: memoryview) -> None:
     write_all(file, block)
 
 
+def read_here(spans: Iterable[tuple[str, int, int]]) -> Generator[memoryview]:
+    """Yield ranges of files, given as path, offset and bytes, past the page cache where that can be.
+
+    One that is cut short by the end of its file is yielded as it is. Each is valid until the next one is
+    asked for.
+    """
+    room = memoryview(b"")
+    for path, start, num_bytes in spans:
+        before = start % mmap.PAGESIZE
+        whole = -(-(before + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if len(room) < whole:
+            room = memoryview(mmap.mmap(-1, whole))
+        filled = _read_pages(path, start - before, room[:whole])
+        yield room[before : max(before, min(filled, before + num_bytes))]
+
+
+@looks_again()
+def _read_pages(path: str, start: int, room: memoryview) -> int:
+    """Read until there is no room, or the file ends; return the bytes."""
+    filled = 0
+    with open_regular(Path(path)) as opened:
+        file: FileIO = opened.raw  # type: ignore[attr-defined]
+        is_direct = _set_direct(file.fileno(), True)
+        file.seek(start)
+        while filled < len(room):
+            try:
+                count = file.readinto(room[filled:])
+            except OSError as error:
+                # A call may read a part, and the rest is not whole pages; or these are not enough here.
+                if error.errno != errno.EINVAL or not is_direct:
+                    raise
+                _set_direct(file.fileno(), False)
+                is_direct = False
+                continue
+            if not count:
+                break
+            filled += count
+    return filled
+
+
 def _set_direct(file: int, is_direct: bool) -> bool:
-    """Have what is written next to a file pass by the page cache, or not; return whether that worked."""
+    """Have what is written or read next pass by the page cache, or not; return whether that worked."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)

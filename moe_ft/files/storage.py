@@ -1,6 +1,6 @@
 """The files of a persist directory, through fsspec: names, writing, reading, listing.
 
-Local files are written past the page cache where the file system can (O_DIRECT).
+Local files are written, and read back, past the page cache where the file system can (O_DIRECT).
 
     iter_%07d/rank_%05d_TAG.safetensors, rank_%05d_TAG.json    one rank's state; TAG tells starts apart
     iter_%07d/manifest.json, manifest_LINEAGE.json             makes them a checkpoint; written last
@@ -37,7 +37,7 @@ from moe_ft.files.back_ends import (
     piece_bytes,
     write_pieces,
 )
-from moe_ft.files.local_files import remove_here, sync_file, write_here
+from moe_ft.files.local_files import read_here, remove_here, sync_file, write_here
 from moe_ft.files.private_files import check_is_regular, open_regular
 from moe_ft.files.progress import call_within, note_progress, waiting
 from moe_ft.format.encoding import check_path, checksum, decode
@@ -268,8 +268,13 @@ class Storage:
             note_progress()
         return b"".join(pieces)
 
-    def read_each(self, spans: Iterable[tuple[str, int, int]]) -> Generator[bytes]:
-        """Yield ranges of files, given as path, offset and bytes; a server is asked for several at a time."""
+    def read_each(self, spans: Iterable[tuple[str, int, int]]) -> Generator[bytes | memoryview]:
+        """Yield ranges of files, given as path, offset and bytes; a server is asked for several at a time.
+
+        Each is valid until the next one is asked for.
+        """
+        if self._is_local and self._patience_s is None:
+            return read_here((self._full(path), start, count) for path, start, count in spans)
         return call_ahead(self._file_system, (partial(self.read, *span) for span in spans))
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:

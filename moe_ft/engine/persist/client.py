@@ -22,6 +22,7 @@ from moe_ft.engine.persist.requests import (
     PersistResult,
     WriterSettings,
     announced_path,
+    confirmed_path,
     notice_path,
     request_path,
     result_path,
@@ -88,13 +89,21 @@ class PersistClient:
         make_private(self._directory)
         for path in (announced_path, request_path, notice_path, result_path):
             path(self._directory, self._rank).unlink(missing_ok=True)
+        if self._rank == 0:
+            confirmed_path(self._directory).unlink(missing_ok=True)
 
-    def announce(self, tag: str, confirmed: str, region: Region, iteration: int) -> None:
+    def confirm(self, index: str) -> None:
+        """Tell rank 0's writer which checkpoint all ranks have read back, by this rank's index in it."""
+        if self._rank == 0:
+            with suppress(OSError):  # older ones stay until the next one
+                write_atomically(confirmed_path(self._directory), index.encode())
+
+    def announce(self, tag: str, region: Region, iteration: int) -> None:
         """Have the writer begin with a region that is committed and may be submitted. Any thread.
 
         The region may change at any time: then what was written of it is not used.
         """
-        request = self._request(region, iteration, tag, confirmed)
+        request = self._request(region, iteration, tag)
         with suppress(OSError):
             path = announced_path(self._directory, self._rank)
             write_atomically(path, msgspec.json.encode(request))
@@ -106,14 +115,12 @@ class PersistClient:
         previous: str,
         tag: str,
         rotating_bytes: int = 0,
-        confirmed: str = "",
     ) -> None:
         """Have a committed snapshot written; its region must not change until `poll` says that this is over.
 
         Args:
             rotating: units in the pool that are written too; their slots must not change either.
             previous: this rank's index of the checkpoint on storage that holds the others.
-            confirmed: likewise, of the newest checkpoint of this start that all ranks have read back.
         """
         assert self.iteration is None and region.iteration is not None
         num_bytes = region.num_bytes + rotating_bytes
@@ -121,7 +128,7 @@ class PersistClient:
         self._deadline_s = self._clock.monotonic() + allowed_s
         self._number += 1
         request = msgspec.structs.replace(
-            self._request(region, region.iteration, tag, confirmed),
+            self._request(region, region.iteration, tag),
             rotating=tuple(rotating),
             previous=previous,
             deadline_s=allowed_s,
@@ -142,7 +149,7 @@ class PersistClient:
             return
         self._phase_hook(Phase.PERSIST, region.iteration)
 
-    def _request(self, region: Region, iteration: int, tag: str, confirmed: str) -> PersistRequest:
+    def _request(self, region: Region, iteration: int, tag: str) -> PersistRequest:
         return PersistRequest(
             rank=self._rank,
             iteration=iteration,
@@ -153,7 +160,6 @@ class PersistClient:
             tag=tag,
             writes_manifest=self._rank == 0,
             deadline_s=0.0,
-            confirmed=confirmed,
         )
 
     def poll(self, *, can_go_on: bool = True) -> bool:

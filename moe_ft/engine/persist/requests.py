@@ -20,8 +20,6 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         writes_manifest: also wait for the other ranks' indexes and write the manifest (rank 0).
         deadline_s: how long it may take; nobody waits any longer. Each side counts on its own clock.
         number: of the rank's request, from 1: one that is made again is another one, with its own result.
-        confirmed: this rank's index in the newest checkpoint of this start that all ranks have read back:
-            for it, and for no later one, older ones may be deleted. Empty if there is none.
     """
 
     rank: int
@@ -34,7 +32,6 @@ class PersistRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writes_manifest: bool
     deadline_s: float
     number: int = 1
-    confirmed: str = ""
 
 
 class WriterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +86,14 @@ def request_path(directory: Path, rank: int) -> Path:
 def announced_path(directory: Path, rank: int) -> Path:
     """Return where a rank says what it will probably request."""
     return directory / f"announced_{rank:05d}.json"
+
+
+def confirmed_path(directory: Path) -> Path:
+    """Return where rank 0 names its index of the newest checkpoint of this start that all have read back.
+
+    For it, and for no later one, older ones may be deleted.
+    """
+    return directory / "confirmed"
 
 
 def notice_path(directory: Path, rank: int) -> Path:

@@ -82,7 +82,8 @@ class Retention:
             self._storage.remove(path)
         left = [each for each in found if each[:2] not in gone]
         left.append((newest.iteration, "", newest))  # which a store may not list yet
-        remove_unneeded(self._storage, left, newest.iteration, self._check)
+        # Ranks may be writing another checkpoint of the same iteration.
+        remove_unneeded(self._storage, left, newest.iteration - 1, self._check)
         return [iteration for iteration, _ in gone]
 
     def _is_of_run(self, manifest: Manifest, newest: Manifest) -> bool:

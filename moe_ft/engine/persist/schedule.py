@@ -63,6 +63,7 @@ class StorageSchedule:
         self._planned = PersistPlan()  # for what is being written
         self._unconfirmed: _Written | None = None
         self._confirmed: _Written | None = None
+        self._told: _Written | None = None  # the last one that the writer knows to be confirmed
         self._could_not_ask = False  # the writer to write the last one
         self.is_due, self.is_idle = False, True
 
@@ -123,6 +124,7 @@ class StorageSchedule:
         """
         assert region.iteration is not None
         is_whole |= self._is_whole(region.iteration)
+        self._tell_confirmed()
         self._num_stood_for, self._num_since = max(1, self._num_since), 0
         self.is_due = self.is_idle = self._could_not_ask = False
         tag = file_tag(self._identity, is_whole=is_whole)
@@ -148,11 +150,13 @@ class StorageSchedule:
         is_alone = self._strategy.saves_all or self._store.newest.keys() <= {*rotating}
         previous = "" if is_alone else self._newest_index
         rotating_bytes = sum(self._store.newest[name].num_bytes for name in rotating)
-        self._client.submit(region, rotating, previous, tag, rotating_bytes, self._newest_confirmed)
+        self._client.submit(region, rotating, previous, tag, rotating_bytes)
 
-    @property
-    def _newest_confirmed(self) -> str:
-        return "" if self._confirmed is None else self._confirmed.index
+    def _tell_confirmed(self) -> None:
+        """Have older checkpoints deleted, if that is not done; not by a writer that is about to end."""
+        if self._confirmed is not None and self._told is not self._confirmed:
+            self._told = self._confirmed
+            self._client.confirm(self._confirmed.index)
 
     def announcer(self, is_writable: bool, *, is_whole: bool) -> Announce:
         """Return what has the writer begin with the window under way as soon as this rank has it.
@@ -160,11 +164,12 @@ class StorageSchedule:
         That gains the time until all ranks know that they have it. Nothing begins if writers are busy, the
         window will not be due, or more goes to storage than its region.
         """
+        self._tell_confirmed()
         is_due = self._interval > 0 and (self._num_complete + 1) % self._interval == 0
         if not (is_writable and self._strategy.saves_all and (is_due or is_whole)):
             return announce_to_nobody
         tag = file_tag(self._identity, is_whole=is_whole)
-        return partial(self._client.announce, tag, self._newest_confirmed)
+        return partial(self._client.announce, tag)
 
     def is_unread(self, iteration: int) -> bool:
         """Return whether this rank's part of the last state is on storage, and has only to be read back."""

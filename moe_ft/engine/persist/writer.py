@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +27,7 @@ from moe_ft.engine.persist.requests import (
     PersistRequest,
     PersistResult,
     WriterSettings,
+    confirmed_path,
     notice_path,
     result_path,
 )
@@ -41,8 +42,9 @@ from moe_ft.engine.persist.stored_file import (
 )
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
-from moe_ft.files.storage import Storage, iteration_of, rank_path
+from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import decode, encode
+from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 from moe_ft.processes import die_with_parent
 from moe_ft.saying import choose_format, warn
@@ -85,18 +87,23 @@ class PersistWorker:
         self._mappings: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self._running: dict[Path, tuple[bytes, Future[None]]] = {}
         self._ahead: dict[int, Future[_Ahead]] = {}  # by rank
-        self._cleared = ""  # the last checkpoint for which older ones were deleted
+        self._warning = ""  # why older checkpoints could not be deleted
 
     def run(self, should_end: threading.Event) -> None:
         """Serve until told to end."""
         with ThreadPoolExecutor(_MAX_THREADS) as pool:
             while not should_end.wait(_POLL_S):
+                # First: what its rank has confirmed before is there, and is done before it.
+                requests = sorted(self._directory.glob("request_*.json"))
                 for path in sorted(self._directory.glob("announced_*.json")):
                     self._start_ahead(path, pool)
-                for path in sorted(self._directory.glob("request_*.json")):
-                    self._start(path, pool)
+                self._start(confirmed_path(self._directory), self._delete_older, pool)
+                for path in requests:
+                    self._start(path, self._serve, pool)
 
-    def _start(self, path: Path, pool: ThreadPoolExecutor) -> None:
+    def _start(
+        self, path: Path, act: Callable[[Path, bytes], None], pool: ThreadPoolExecutor
+    ) -> None:
         try:
             content = path.read_bytes()
         except OSError:
@@ -104,7 +111,7 @@ class PersistWorker:
         before = self._running.get(path)
         if before is not None and (before[0] == content or not before[1].done()):
             return
-        self._running[path] = (content, pool.submit(self._serve, path, content))
+        self._running[path] = (content, pool.submit(act, path, content))
 
     def _serve(self, path: Path, content: bytes) -> None:
         try:
@@ -170,7 +177,6 @@ class PersistWorker:
         start_s = time.perf_counter()
         with suppress(Exception):  # whatever it is, the request meets it again, and says so
             self._check_lock()
-            self._delete_older(request)
             found, index = _index_of(request)
             data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
             stored = assemble(index, (), None, data_path.rpartition("/")[2])
@@ -210,9 +216,12 @@ class PersistWorker:
         self._check_lock()
         _, index = _index_of(request)
         data_path = rank_path(index.iteration, index.rank, request.tag, "safetensors")
+        warning = ""
         if request.writes_manifest:  # one rank for all: it reads every manifest
+            if (deleting := self._running.get(confirmed_path(self._directory))) is not None:
+                deleting[1].result()
             self._retention.remove_incomplete(index.iteration)
-        warning = self._delete_older(request)
+            warning = self._warning
         written = self._written(_index_path(data_path), index)
         if written is None:
             written = self._write_files(request, index, data_path, ahead)
@@ -240,18 +249,14 @@ class PersistWorker:
             raise
         return stored.index
 
-    def _delete_older(self, request: PersistRequest) -> str:
-        """Delete what is too old since all ranks have read a checkpoint back; return why not, if so."""
-        newest = request.confirmed
-        # Other ranks may be writing another checkpoint of the same iteration.
-        is_older = newest not in ("", self._cleared) and iteration_of(newest) < request.iteration
-        if request.writes_manifest and is_older:
-            try:
-                self._retention.retain(find_checkpoint(self._storage, newest))
-            except Exception as error:  # as any file system likes
-                return f"old checkpoints cannot be removed: {type(error).__name__}: {error}"
-            self._cleared = newest
-        return ""
+    def _delete_older(self, _: Path, confirmed: bytes) -> None:
+        """Delete what is too old since all ranks have read a checkpoint back, named by an index in it."""
+        self._warning = ""
+        try:
+            self._retention.retain(find_checkpoint(self._storage, confirmed.decode()))
+        except Exception as error:  # as any file system likes
+            what = "old checkpoints cannot be removed"
+            self._warning = f"{what}: {type(error).__name__}: {error}"
 
     def _check_lock(self) -> None:
         if self._lock is not None:
@@ -285,17 +290,20 @@ class PersistWorker:
             for name, unit in index.entries()
             if not unit.file or name in stored.from_file
         ]
-        check_units(index, contents, str(data), written)
-        try:
-            for name, unit in written:
-                content = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
-                check_is_finite(name, unit, content)
-        except CorruptStateError as error:
-            # As a checkpoint it would take the place of those from which training can continue.
-            raise CorruptStateError(
-                f"iteration {index.iteration} is not written to storage: {error}"
-            ) from error
-        self._storage.write(data_path, stored.pieces(index, contents), stored.index.file_bytes)
+        # No index names them before both are done.
+        with ThreadPoolExecutor(1, "moe_ft-check") as checker:
+            checked = checker.submit(_check, index, contents, str(data), written)
+            pieces = stored.pieces(index, contents)
+            self._storage.write(data_path, pieces, stored.index.file_bytes)
+            try:
+                checked.result()
+            except CorruptStateError as error:
+                with suppress(OSError):  # as what never became a checkpoint, later
+                    self._storage.remove(data_path)
+                # As a checkpoint it would take the place of those from which training can continue.
+                raise CorruptStateError(
+                    f"iteration {index.iteration} is not written to storage: {error}"
+                ) from error
 
     def _read_back(self, index: Index, data_path: str) -> None:
         """Read what was written, for which older checkpoints are deleted; take it back if it is not that.
@@ -346,6 +354,18 @@ class PersistWorker:
             raise TimeoutError(f"iteration {index.iteration} was given up")
         self._check_lock()
         write_manifest(self._storage, index.iteration, tag, world_size)
+
+
+def _check(
+    index: Index,
+    contents: Mapping[str, memoryview],
+    where: str,
+    units: Sequence[tuple[str, UnitEntry]],
+) -> None:
+    """Raise CorruptStateError unless units are as their index says, and all numbers are finite."""
+    check_units(index, contents, where, units)
+    for name, unit in units:
+        check_is_finite(name, unit, contents[unit.file][unit.offset : unit.offset + unit.num_bytes])
 
 
 def _index_path(data_path: str) -> str:

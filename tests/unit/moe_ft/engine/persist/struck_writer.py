@@ -24,6 +24,7 @@ from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
 from tests.failing_calls import Rule, set_failing
+from tests.unit.moe_ft.engine.persist.writer_office import confirm
 
 _ERRORS = (errno.EFAULT, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _PARTS = (1000, 4096, 5000)
@@ -48,7 +49,6 @@ class Writer:
         assert lock.take("job", None)
         self._worker = PersistWorker(data.parent, self._storage, keep=1, lock=lock)
         self._iteration = self._index.iteration
-        self._confirmed = ""
         for _ in range(2):
             self.write()
 
@@ -69,10 +69,9 @@ class Writer:
             tag=file_tag(index.identity),
             writes_manifest=True,
             deadline_s=60.0,
-            confirmed=self._confirmed,
         )
         self._worker.persist(request)
-        self._confirmed = rank_path(self._iteration, 0, request.tag, "json")
+        confirm(self._worker, rank_path(self._iteration, 0, request.tag, "json"))
 
     def strike(self, **rule: Any) -> Line:
         """Write a checkpoint while calls fail, and another one if that failed; return what is there."""

@@ -17,7 +17,7 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import CorruptStateError, LockLostError
 from moe_ft.files.private_files import write_atomically
-from moe_ft.files.storage import Storage, file_tag, rank_path
+from moe_ft.files.storage import Storage, file_tag, iteration_directory, rank_path
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
@@ -35,6 +35,7 @@ from tests.unit.moe_ft.engine.persist.checkpoints import complete_iterations
 from tests.unit.moe_ft.engine.persist.writer_office import (
     TWO_RANKS,
     Office,
+    confirm,
     opened,
     request_for,
 )
@@ -221,10 +222,10 @@ def test_lock_that_is_lost_before_old_checkpoints_are_deleted_leaves_them(
         return find_checkpoint(*arguments)
 
     monkeypatch.setattr("moe_ft.engine.persist.writer.find_checkpoint", find_and_lose)
-    confirmed = rank_path(6, 0, requests[1].tag, "json")
-    with pytest.raises(LockLostError):
-        worker.persist(msgspec.structs.replace(requests[2], confirmed=confirmed))
+    confirm(worker, rank_path(6, 0, requests[1].tag, "json"))
     assert complete_iterations(storage) == [6, 5]
+    with pytest.raises(LockLostError):
+        worker.persist(requests[2])
 
 
 # From a request to files
@@ -296,7 +297,7 @@ def test_flipped_byte_in_any_version_of_a_window_is_found_before_it_is_written(
     region.mapping[unit.offset + unit.num_bytes - 1] ^= 0x10
     with pytest.raises(CorruptStateError, match=f"unit {name} does not match its checksum"):
         desk.persist(region)
-    assert desk.storage.iterations() == []
+    assert desk.storage.names_in(iteration_directory(7)) == []
 
 
 def test_window_that_was_written_before_the_writer_died_is_not_written_again(

@@ -53,6 +53,11 @@ def request_for(region: Region, *, rank: int = 0, deadline_s: float = FAR_S) -> 
     )
 
 
+def confirm(worker: PersistWorker, index: str) -> None:
+    """Have older checkpoints deleted, in this thread, for one that all ranks have read back."""
+    worker._delete_older(Path(), index.encode())
+
+
 class Office:
     """A worker in a thread, and what its ranks see of it."""
 
