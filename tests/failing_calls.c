@@ -20,7 +20,8 @@ static struct {
 } rule;
 static int num_seen;
 
-/* Let a call on files whose path holds PLACE fail, or do at most MOST bytes: the one numbered AT, or each EVERY one. */
+/* Let a call on files whose path holds PLACE fail, or do at most MOST bytes, or write one wrong byte where MOST is
+   negative: the one numbered AT, or each EVERY one. */
 void set_failing(const char *place, const char *call, int error, long most, int at, int every) {
     rule.place[0] = 0;
     num_seen = 0;
@@ -40,7 +41,16 @@ __attribute__((constructor)) static void read_environment(void) {
         set_failing(place, call, error, most, at, every);
 }
 
-static int is_ours(const char *path) { return rule.place[0] && path && strstr(path, rule.place); }
+/* A star in the place stands for anything. */
+static int is_ours(const char *path) {
+    const char *star = strchr(rule.place, '*');
+    char first[PATH_MAX];
+    if (!rule.place[0] || !path) return 0;
+    if (!star) return strstr(path, rule.place) != NULL;
+    snprintf(first, sizeof first, "%.*s", (int)(star - rule.place), rule.place);
+    path = strstr(path, first);
+    return path && strstr(path, star + 1);
+}
 
 static int hits(const char *call, const char *path) {
     if (!is_ours(path) || strcmp(call, rule.call)) return 0;
@@ -77,8 +87,20 @@ static const char *path_in(int directory, const char *name, char *room) {
         errno = saved;                                                                \
         return real arguments;                                                        \
     }
+static ssize_t write_wrong(int descriptor, const void *data, size_t count) {
+    REAL(write);
+    char *copy = aligned_alloc(4096, (count + 4096) / 4096 * 4096); /* as O_DIRECT has it */
+    memcpy(copy, data, count);
+    copy[count / 2] ^= 0x10;
+    ssize_t done = real(descriptor, copy, count);
+    free(copy);
+    return done;
+}
+
 #define CUT if (count > (size_t)rule.most) count = rule.most
-ON_DESCRIPTOR(write, "write", count, (int descriptor, const void *data, size_t count), (descriptor, data, count), CUT)
+ON_DESCRIPTOR(write, "write", count, (int descriptor, const void *data, size_t count), (descriptor, data, count),
+              if (rule.most < 0) return write_wrong(descriptor, data, count);
+              CUT)
 ON_DESCRIPTOR(pwrite64, "write", count, (int descriptor, const void *data, size_t count, off64_t at),
               (descriptor, data, count, at), CUT)
 ON_DESCRIPTOR(read, "read", count, (int descriptor, void *data, size_t count), (descriptor, data, count), CUT)

@@ -21,9 +21,9 @@ class Rule:
     """Calls that fail.
 
     Attributes:
-        place: part of the paths of files that they are on; without blanks.
+        place: part of the paths of files that they are on; without blanks, and a star stands for anything.
         call: write, read, fsync, close, fallocate, open, rename, link, mkdir, unlink, stat or list.
-        error: errno; 0 if they do at most `most` bytes.
+        error: errno; 0 if they do at most `most` bytes, or `write` one wrong byte where that is negative.
         at: number of the one that fails, from 1; 0 for none.
         every: if not 0, all whose number it divides fail instead.
     """

@@ -70,11 +70,9 @@ def train_with_short_pauses(flags: list[str]) -> None:
     pretrain_gpt_moe.main(flags)
 
 
-def train_where_writes_are_short(library: Path, storage: Path, flags: list[str]) -> None:
-    """Train; processes that the ranks start write little at a time to storage. Runs on every rank."""
-    os.environ.update(
-        environment(library, Rule(place=str(storage), call="write", most=4096, every=1))
-    )
+def train_under(library: Path, rule: Rule, flags: list[str]) -> None:
+    """Train; a rule is for the processes that the ranks start. Runs on every rank."""
+    os.environ.update(environment(library, rule))
     train_with_short_pauses(flags)
 
 
@@ -85,7 +83,8 @@ def test_full_disk_with_short_writes_leaves_the_last_good_checkpoint_and_trainin
     tmp_path: Path,
 ) -> None:
     job.storage = mount_small("6m") / "storage"
-    job.train = partial(train_where_writes_are_short, build_library(tmp_path), job.storage)
+    rule = Rule(place=str(job.storage), call="write", most=4096, every=1)
+    job.train = partial(train_under, build_library(tmp_path), rule)
     job.run("--moe-ft-keep", "9", storage=True)
     assert "No space left on device" in reasons(job, "persist")
     assert job.digests() == expected
@@ -95,6 +94,29 @@ def test_full_disk_with_short_writes_leaves_the_last_good_checkpoint_and_trainin
     job.run("--exit-interval", "1", storage=True)
     ((restored, _),) = job.recovered()
     assert f"iter_{restored:07d}" in {path.parent.name for path in manifests}
+
+
+@pytest.mark.rest
+def test_wrong_bytes_of_one_rank_make_no_checkpoint_and_a_restart_recovers_from_the_one_before(
+    job: CheckpointJob, expected: Digests, tmp_path: Path
+) -> None:
+    rule = Rule(
+        place=f"{job.storage}/iter_0000004/rank_00001*safetensors", call="write", most=-1, every=1
+    )
+    job.train = partial(train_under, build_library(tmp_path), rule)
+    result = job.run("--exit-interval", "4", storage=True)
+    assert EXIT_NOT_SAVED in result.exit_codes, result.output(0)[-2000:]
+    assert {each["iteration"] for each in job.events("persist")} == {2, 4}, "nothing was complete"
+    assert {each["iteration"] for each in job.events("read_back", 1)} == {2}
+    (reason,) = {each["reason"] for each in job.events("degraded", 1) if each["part"] == "persist"}
+    assert "iteration 4 is not on storage as it was written: it is no checkpoint" in reason
+    assert not list(job.storage.glob("iter_0000004/rank_00001*"))
+    job.train = None
+    shutil.rmtree(job.memory_dir / "test")
+    job.run(storage=True).check()
+    assert job.recovered() == [(2, 2)]
+    assert {*job.events("recovery")[0]["sources"]} == {"storage"}
+    assert job.digests() == expected
 
 
 @pytest.mark.usefixtures("settled")
