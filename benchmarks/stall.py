@@ -1,7 +1,7 @@
 """Cost of a checkpoint to training: seconds blocked, until complete and lost, and host memory.
 
     python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--rounds N]
-        [--torch-checkpointing DIR] [--quick] [--output FILE.md]
+        [--parameters N] [--torch-checkpointing DIR] [--quick] [--output FILE.md]
 
 Two ranks on gloo train a state of which every byte changes in every iteration. Stretches of five iterations
 without a checkpoint and with one take turns; candidates take turns too, --rounds times. A row is the median
@@ -16,8 +16,9 @@ cost      the iterations from the save until the checkpoint is complete, five at
 memory    see `host_memory_bytes`, both ranks, peak minus before
 
 Between checkpoints the ranks compute matrix products ("busy", a core each) or sleep ("sleep", as the
-host does while a GPU works). The last checkpoint is loaded and compared, bit by bit, with its iteration:
-what `partial` and `sparse` load, with the iteration that each part is of.
+host does while a GPU works). Each of the --parameters is four tensors: more of them divide the same bytes.
+The last checkpoint is loaded and compared, bit by bit, with its iteration: what `partial` and `sparse` load,
+with the iteration that each part is of.
 Files go to the folder for temporary files (TMPDIR), which has to be a disk for fsync to mean anything,
 and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other
 libraries, in benchmarks/peers.py and benchmarks/torch_checkpointing_peer.py. The exit code is 1 if a
@@ -89,6 +90,9 @@ HEADERS = (
 )
 
 
+_DIGITS = (".3f", ".2f", ".2f")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """Result of a run of one candidate.
@@ -147,7 +151,7 @@ def row(name: str, runs: Sequence[Measured]) -> tuple[str, ...]:
     columns = zip(*(each for run in runs for each in run.checkpoints), strict=True)
     return (
         name,
-        *(spread(values, ".2f") for values in columns),
+        *(spread(values, digits) for values, digits in zip(columns, _DIGITS, strict=True)),
         f"{max(run.memory_bytes for run in runs) / 2**20:.0f}",
         CANDIDATES[name].complete_means,
         "as saved" if all(run.is_intact for run in runs) else TORN,
@@ -173,6 +177,7 @@ def measure_in_turns(
                     mib=options.mib,
                     iteration_s=options.iteration_s,
                     num_checkpoints=options.checkpoints,
+                    num_parameters=options.parameters,
                 )
             )
             if isinstance(result, str):
@@ -199,8 +204,9 @@ def conditions(options: argparse.Namespace) -> str:
             versions.append(f"{package} {importlib.metadata.version(package)}")
     return (
         f"{os.cpu_count()} cores, {NUM_RANKS} ranks, one thread each, gloo; {options.mib} MiB of state "
-        f"per rank; iterations of {options.iteration_s} s, {CHECKPOINT_INTERVAL} per checkpoint; "
-        f"median (range) of {options.rounds * options.checkpoints} checkpoints. {', '.join(versions)}."
+        f"per rank in {4 * options.parameters:,} tensors; iterations of {options.iteration_s} s, "
+        f"{CHECKPOINT_INTERVAL} per checkpoint; median (range) of "
+        f"{options.rounds * options.checkpoints} checkpoints. {', '.join(versions)}."
     )
 
 
@@ -208,6 +214,7 @@ def parse() -> argparse.Namespace:
     """Return the options, with the names of the candidates filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="state per rank")
+    parser.add_argument("--parameters", type=int, default=40, help="of a rank, four tensors each")
     parser.add_argument("--iteration-s", type=float, default=0.7)
     parser.add_argument("--checkpoints", type=int, default=3, help="measured ones in a round")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each candidate")
@@ -226,9 +233,10 @@ def parse() -> argparse.Namespace:
     options.candidates = [
         name for name in CANDIDATES if any(text in name.lower() for text in texts)
     ]
-    if not options.candidates or min(options.checkpoints, options.rounds) < 1:
+    if not options.candidates or min(options.checkpoints, options.rounds, options.parameters) < 1:
         parser.error(
-            f"--checkpoints and --rounds must be 1 or more, --candidates parts of: {list(CANDIDATES)}"
+            "--checkpoints, --rounds and --parameters must be 1 or more, "
+            f"--candidates parts of: {list(CANDIDATES)}"
         )
     return options
 

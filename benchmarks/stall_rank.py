@@ -26,7 +26,6 @@ from benchmarks.torch_checkpointing_peer import TORCH_CHECKPOINTING
 CANDIDATES: dict[str, type[Candidate]] = {**OURS, **PEERS, **TORCH_CHECKPOINTING}
 
 NUM_RANKS = 2
-NUM_PARAMETERS = 40
 BYTES_PER_ELEMENT = 2 + 4 + 4 + 4  # weight, master weight, two moments
 CHECKPOINT_INTERVAL = 5
 _COMPLETION_DEADLINE_S = 120.0
@@ -41,6 +40,7 @@ class Job:
     mib: int
     iteration_s: float
     num_checkpoints: int
+    num_parameters: int
 
     def deadline_s(self) -> float:
         """Return the time after which a run is given up: ten times the expected time, and time to start."""
@@ -58,7 +58,7 @@ class Phase(enum.IntEnum):
 
 def new_parameter(rank: int, index: int, num_elements: int) -> State:
     """Return the tensors of one parameter at iteration 0."""
-    generator = torch.Generator().manual_seed(rank * NUM_PARAMETERS + index)
+    generator = torch.Generator().manual_seed((index << 8) + rank)
     master = torch.randn(num_elements, generator=generator)
     return {
         f"{index}.weight": master.bfloat16(),
@@ -79,11 +79,11 @@ def step_parameter(state: State, index: int, iteration: int) -> None:
 class Loop:
     """The state, the work and the iteration count of one rank."""
 
-    def __init__(self, rank: int, mib: int) -> None:
-        self.rank, self.iteration = rank, 0
-        self.num_elements = mib * 2**20 // (NUM_PARAMETERS * BYTES_PER_ELEMENT)
+    def __init__(self, rank: int, mib: int, num_parameters: int) -> None:
+        self.rank, self.iteration, self._num_parameters = rank, 0, num_parameters
+        self.num_elements = mib * 2**20 // (num_parameters * BYTES_PER_ELEMENT)
         self.state: State = {}
-        for index in range(NUM_PARAMETERS):
+        for index in range(num_parameters):
             self.state |= new_parameter(rank, index, self.num_elements)
         self._forward_backward: Callable[[], None] = lambda: None
         self._gradient = torch.zeros(1)
@@ -114,7 +114,7 @@ class Loop:
         dist.all_reduce(self._gradient)  # the ranks of a job wait for each other
         blocked += _seconds(candidate.before_step) if candidate else 0.0
         self.iteration += 1
-        for index in range(NUM_PARAMETERS):
+        for index in range(self._num_parameters):
             step_parameter(self.state, index, self.iteration)
         if blocked_s is not None:
             blocked_s.append(blocked)
@@ -131,7 +131,7 @@ class Loop:
         Args:
             iteration_of: that of tensors that are of another one.
         """
-        for index in range(NUM_PARAMETERS):
+        for index in range(self._num_parameters):
             expected = new_parameter(self.rank, index, self.num_elements)
             last = iteration_of.get(f"{index}.master", iteration)
             for past in range(1, last + 1):
@@ -212,7 +212,7 @@ def run_rank(rank: int, job: Job, disk: Path, tmpfs: Path, phase: Any) -> None:
     try:
         store = dist.FileStore(str(disk / "store"), NUM_RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-        loop = Loop(rank, job.mib)
+        loop = Loop(rank, job.mib, job.num_parameters)
         loop.set_work(job.work, job.iteration_s)
         site = Site(rank=rank, num_ranks=NUM_RANKS, disk=disk, tmpfs=tmpfs)
         report = measure(loop, lambda: CANDIDATES[job.candidate](loop.state, site), job, phase)
