@@ -29,3 +29,22 @@ def test_job_that_has_lost_its_memory_recovers_from_objects(
             assert set(job.events("recovery", rank)[0]["sources"]) == {"storage"}
         assert job.digests() == expected
         assert Storage(url).iterations()[0] == NUM_ITERATIONS
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.rest
+def test_job_whose_credentials_have_expired_once_says_so_in_a_line_and_loses_nothing(
+    job: CheckpointJob, expected: Digests
+) -> None:
+    with object_store() as store:
+        url = f"{store.bucket()}/persist"
+        flags = ("--moe-ft-persist-dir", url, "--moe-ft-persist-interval", "2")
+        with store.failing("ExpiredToken", "PUT", part="/rank_00001", times=1) as fault:
+            result = job.run(*flags).check()
+        assert fault.struck == 1
+        reasons = [each["reason"] for each in job.events("degraded", 1)]
+        (reason,) = [each for each in reasons if "ExpiredToken" in each]
+        assert "\n" not in reason and "rank_00001" in reason
+        assert result.output(1).count("ExpiredToken") == 1
+        assert job.digests() == expected
+        assert Storage(url).iterations()[0] == NUM_ITERATIONS
