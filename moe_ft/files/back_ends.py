@@ -84,15 +84,19 @@ def piece_bytes(file_system: Any, num_bytes: int) -> int:
 
 def call_ahead(file_system: Any, reads: Iterable[Callable[[], bytes]]) -> Generator[bytes]:
     """Yield what functions return, in order; threads call the next ones where the back end takes several."""
-    if not _takes_several(file_system):
-        yield from (read() for read in reads)
-        return
+    if _takes_several(file_system):
+        return call_at_once(reads, NUM_AT_A_TIME)
+    return (read() for read in reads)
+
+
+def call_at_once(reads: Iterable[Callable[[], bytes]], most: int) -> Generator[bytes]:
+    """Yield what functions return, in order; threads call up to so many of them at a time."""
     under_way: deque[Future[bytes]] = deque()
-    with ThreadPoolExecutor(NUM_AT_A_TIME, "moe_ft-read") as pool:
+    with ThreadPoolExecutor(most, "moe_ft-read") as pool:
         try:
             for read in reads:
                 under_way.append(pool.submit(read))
-                if len(under_way) == NUM_AT_A_TIME:
+                if len(under_way) == most:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()

@@ -269,19 +269,14 @@ class Storage:
         return b"".join(pieces)
 
     def read_each(self, spans: Iterable[tuple[str, int, int]]) -> Generator[bytes | memoryview]:
-        """Yield ranges of files, given as path, offset and bytes; a server is asked for several at a time.
-
-        Each is valid until the next one is asked for.
-        """
+        """Yield ranges of files, as path, offset and bytes, each valid until the next one is asked for."""
         if self._is_local and self._patience_s is None:
             return read_here((self._full(path), start, count) for path, start, count in spans)
         return call_ahead(self._file_system, (partial(self.read, *span) for span in spans))
 
     def _read(self, full: str, start: int, end: int | None) -> bytes:
-        if self._is_local:
-            num_bytes = check_is_regular(full)
-            if end is None:
-                _check_length(full, num_bytes)
+        if self._is_local and (num_bytes := check_is_regular(full)) and end is None:
+            _check_length(full, num_bytes)
         # Of an empty object S3 has no range.
         span = {} if (start, end) == (0, None) else {"start": start, "end": end}
         return bytes(self._file_system.cat_file(full, **span))

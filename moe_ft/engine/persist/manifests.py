@@ -7,12 +7,12 @@ Files themselves are files/storage.py, what is deleted engine/persist/retention.
 
 import re
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from moe_ft.engine.persist.soundness import check_manifest
 from moe_ft.errors import CorruptStateError
+from moe_ft.files.back_ends import call_at_once
 from moe_ft.files.storage import Storage, iteration_directory, iteration_of, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, decode, encode
 from moe_ft.format.entries import FileEntry
@@ -91,18 +91,6 @@ def missing_indexes(storage: Storage, iteration: int, tag: str, ranks: Collectio
     return {rank for rank in missing if not storage.exists(paths[rank])}  # a store may list late
 
 
-def _read_each(storage: Storage, paths: Iterable[str]) -> Iterator[bytes]:
-    """Yield small files in their order; some are read at the same time."""
-    reads = deque[Future[bytes]]()
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        for path in paths:
-            reads.append(pool.submit(storage.read, path))
-            if len(reads) > 2 * _NUM_READERS:
-                yield reads.popleft().result()
-        while reads:
-            yield reads.popleft().result()
-
-
 def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) -> Manifest:
     """Make the files of all ranks a checkpoint; raises CorruptStateError if they are not of one state."""
     files: list[FileEntry] = []
@@ -111,7 +99,8 @@ def write_manifest(storage: Storage, iteration: int, tag: str, world_size: int) 
     found: dict[str, tuple[int, str, list[int]]] = {}
     first: IndexSummary | None = None
     paths = [rank_path(iteration, rank, tag, "json") for rank in range(world_size)]
-    for rank, (path, content) in enumerate(zip(paths, _read_each(storage, paths), strict=True)):
+    contents = call_at_once((partial(storage.read, path) for path in paths), _NUM_READERS)
+    for rank, (path, content) in enumerate(zip(paths, contents, strict=True)):
         index = decode(content, IndexSummary, f"{storage.url}/{path}")
         first = first or index
         is_of_state = (index.rank, index.iteration) == (rank, iteration) and index.is_whole
