@@ -39,9 +39,9 @@ def test_job_whose_credentials_have_expired_once_says_so_in_a_line_and_loses_not
     with object_store() as store:
         url = f"{store.bucket()}/persist"
         flags = ("--moe-ft-persist-dir", url, "--moe-ft-persist-interval", "2")
-        with store.failing("ExpiredToken", "PUT", part="/rank_00001", times=1) as fault:
+        with store.failing("ExpiredToken", "PUT", part="iter_0000002/rank_00001") as fault:
             result = job.run(*flags).check()
-        assert fault.struck == 1
+        assert fault.struck > 0
         reasons = [each["reason"] for each in job.events("degraded", 1)]
         (reason,) = [each for each in reasons if "ExpiredToken" in each]
         assert "\n" not in reason and "rank_00001" in reason
