@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from moe_ft.arithmetic import round_up
+from moe_ft.engine.links.parts import zeros
 from moe_ft.engine.persist.soundness import check_is_finite
 from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import CorruptStateError
@@ -389,7 +390,7 @@ def _put_together(
         CorruptStateError: if a tensor exists in part.
     """
     placed = _placed(tensors)
-    content = bytearray(placed[-1].offset + tensor_bytes(placed[-1]))
+    content = zeros(placed[-1].offset + tensor_bytes(placed[-1]))
     flat: dict[Held, torch.Tensor] = {}
     for number, (entry, found) in enumerate(zip(placed, moves, strict=True)):
         target = torch.frombuffer(
@@ -414,11 +415,11 @@ def _put_together(
         like,
         offset=0,
         num_bytes=len(content),
-        checksum=checksum(memoryview(content)),
+        checksum=checksum(content),
         tensors=tuple(placed),
         file="",
     )
-    return unit, memoryview(content)
+    return unit, content
 
 
 def _placed(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:

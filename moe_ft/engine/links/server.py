@@ -290,7 +290,7 @@ class PeerServer:
             return
         deadline = Deadline.for_bytes(len(parts))
         send(connection, Reply(num_bytes=len(parts), checksum=checksum(parts)), deadline)
-        connection.send_body([memoryview(parts)], len(parts), deadline)
+        connection.send_body([parts], len(parts), deadline)
 
     def _get(self, connection: Streams, request: Get) -> None:
         try:
