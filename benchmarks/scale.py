@@ -105,7 +105,7 @@ class _Recovery:
     def __init__(self, num_ranks: int) -> None:
         self._topology = _topology(_LAYOUTS[0], num_ranks)
         peers = place_replicas(self._topology, _FACTOR)
-        self._identity = _identity_of(num_ranks)
+        self._identity = identity_of(num_ranks)
         self._nodes = {node: Inventory() for node in self._topology.nodes}
         for rank in range(num_ranks):
             for holder in (rank, *peers[rank]):
@@ -215,7 +215,7 @@ def _tensor_of(layer: int, expert: int, name: str) -> ModelTensor:
     return ModelTensor(f"decoder.layers.mlp.experts.experts.{name}.weight", (layer, expert), "")
 
 
-def _index_of(rank: int, identity: Identity) -> Index:
+def index_of(rank: int, identity: Identity) -> Index:
     """Return the index of a rank that has the masters and moments of 32 experts."""
     units, parameters = {}, {}
     for layer, expert in _experts(rank % _STAGES, rank // _STAGES % _EP, _STAGES, _EP):
@@ -272,7 +272,8 @@ def _index_of(rank: int, identity: Identity) -> Index:
     )
 
 
-def _identity_of(num_ranks: int) -> Identity:
+def identity_of(num_ranks: int) -> Identity:
+    """Return the run of so many ranks, with as many settings as Megatron has."""
     settings = {f"--setting-{number}": number for number in range(_NUM_SETTINGS)}
     return Identity(
         job_id="job",
@@ -290,12 +291,12 @@ def _manifest(num_ranks: int) -> tuple[list[object], float, float]:
 
     Returns a row, and the seconds of both.
     """
-    identity, num_bytes = _identity_of(num_ranks), 0
+    identity, num_bytes = identity_of(num_ranks), 0
     with tempfile.TemporaryDirectory(prefix="scale_", dir="/dev/shm") as folder:
         for rank in range(num_ranks):
             path = Path(folder, rank_path(100, rank, "0" * 8, "json"))
             path.parent.mkdir(exist_ok=True)
-            num_bytes += path.write_bytes(encode(_index_of(rank, identity)))
+            num_bytes += path.write_bytes(encode(index_of(rank, identity)))
         start = time.process_time()
         manifest = write_manifest(Storage(folder), 100, "0" * 8, num_ranks)
         seconds = time.process_time() - start
@@ -315,14 +316,14 @@ def _manifest(num_ranks: int) -> tuple[list[object], float, float]:
 
 def _look_at_node() -> float:
     """Return the seconds of a look at the memory of a node, whose ranks have two regions and two replicas."""
-    identity = _identity_of(_SIZES[-1])
+    identity = identity_of(_SIZES[-1])
     with tempfile.TemporaryDirectory(prefix="scale_", dir="/dev/shm") as folder:
         for rank in range(_RANKS_PER_NODE):
             names = (
                 f"rank_{rank:05d}",
                 *(f"replica_{rank:05d}_at_{100 + each:05d}" for each in range(_FACTOR)),
             )
-            index = msgspec.structs.replace(_index_of(rank, identity), file_bytes=1)
+            index = msgspec.structs.replace(index_of(rank, identity), file_bytes=1)
             for path in (Path(folder, name) for name in names):
                 path.mkdir(mode=0o700)
                 for region in range(2):
@@ -341,12 +342,12 @@ def _look_at_node() -> float:
 
 def _overview(num_ranks: int) -> list[object]:
     """Join what the leaders of the top group have found of another layout."""
-    identity, version = _identity_of(num_ranks), _version_in(num_ranks)
+    identity, version = identity_of(num_ranks), _version_in(num_ranks)
     (members,) = plan_levels(range(num_ranks))[-1]
     leaders = [Overview() for _ in members]
     for rank in range(num_ranks):
         leader = leaders[rank * len(members) // num_ranks]
-        leader.add(rank, version(rank), _index_of(rank, identity), is_own=True)
+        leader.add(rank, version(rank), index_of(rank, identity), is_own=True)
     start = time.process_time()
     found = merge(leaders)
     indexes = found.indexes()
@@ -359,7 +360,7 @@ def _overview(num_ranks: int) -> list[object]:
 
 
 def _version_in(num_ranks: int) -> Callable[[int], Version]:
-    history = _identity_of(num_ranks).history
+    history = identity_of(num_ranks).history
 
     def version_of(rank: int) -> Version:
         return Version(

@@ -30,7 +30,7 @@ from msgspec import structs
 
 from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.scale import _identity_of, _index_of
+from benchmarks.scale import identity_of, index_of
 from moe_ft.engine.links import parts
 from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.peers import PeerConnection
@@ -81,7 +81,7 @@ def _serve(folder: str, num_bytes: int, pipe: Pipe) -> None:
     content = bytes(num_bytes)
     unit = UnitEntry(0, num_bytes, 100, "full", checksum(content), ())
     index = structs.replace(
-        _index_of(0, _identity_of(1)), file=_NAME, file_bytes=num_bytes, units={_NAME: unit}
+        index_of(0, identity_of(1)), file=_NAME, file_bytes=num_bytes, units={_NAME: unit}
     )
     for name, written in ((_NAME, content), (_INDEX, encode(index))):
         (node_dir / name).write_bytes(written)
