@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import msgspec
@@ -352,18 +353,40 @@ def _is_cached(path: Path) -> bool:
             return False
 
 
-def test_large_file_is_written_past_the_page_cache(tmp_path: Path) -> None:
-    other = tmp_path / "other"
+def _keeps_files_in_memory(folder: Path) -> bool:
+    other = folder / "other"
     other.write_bytes(bytes(PAGE))
     with other.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if _is_cached(other):
+    return _is_cached(other)
+
+
+def test_large_file_is_written_past_the_page_cache(tmp_path: Path) -> None:
+    if _keeps_files_in_memory(tmp_path):
         pytest.skip("this file system is in memory")
     pieces = [_some_bytes(2 * CHUNK), _some_bytes(PAGE + 1)]
     Storage(str(tmp_path)).write("file", pieces)
     assert not _is_cached(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
+@given(
+    num_bytes=st.integers(1, 3 * PAGE),
+    spans=st.lists(st.tuples(st.integers(0, 4 * PAGE), st.integers(1, 2 * PAGE)), min_size=1),
+)
+@settings(max_examples=60)
+def test_ranges_of_local_files_are_read_as_they_are_past_the_page_cache(
+    num_bytes: int, spans: list[tuple[int, int]]
+) -> None:
+    with TemporaryDirectory() as folder:
+        content, storage = random.randbytes(num_bytes), Storage(folder)
+        storage.write_atomically("file", content)
+        storage.forget_cached("file")
+        found = storage.read_each(("file", start, count) for start, count in spans)
+        expected = [content[start : start + count] for start, count in spans]
+        assert [bytes(each) for each in found] == expected
+        assert not _is_cached(Path(folder) / "file") or _keeps_files_in_memory(Path(folder))
 
 
 def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(

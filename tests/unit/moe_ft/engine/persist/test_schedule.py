@@ -13,11 +13,11 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.client import PersistClient
-from moe_ft.engine.persist.requests import PersistRequest, request_path
+from moe_ft.engine.persist.requests import PersistRequest, confirmed_path, request_path
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.faults import Phase
-from moe_ft.files.storage import Storage, iteration_directory
+from moe_ft.files.storage import Storage, iteration_directory, rank_path
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.selection import RankShare
@@ -163,6 +163,16 @@ def test_everything_goes_again_when_the_checkpoint_to_build_on_is_gone(rank: Ran
     assert rank.on_storage(3) == ALL
     rank.write(4)
     assert rank.on_storage(4) == ALL
+
+
+def test_writer_learns_in_the_next_iteration_what_all_have_read_back_and_not_at_the_end(
+    rank: Rank,
+) -> None:
+    rank.write(1)
+    told = confirmed_path(rank.folder / "persist")
+    assert not told.exists(), "a writer that is about to end would begin to delete"
+    rank.schedule.announcer(is_writable=False, is_whole=False)
+    assert told.read_text() == rank_path(1, 0, rank.request_before.tag, "json")
 
 
 def test_checkpoint_that_another_rank_could_not_write_is_built_on_by_none(rank: Rank) -> None:

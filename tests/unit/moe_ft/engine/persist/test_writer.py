@@ -12,7 +12,7 @@ import pytest
 
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.manifests import find_checkpoint, find_manifests, write_manifest
-from moe_ft.engine.persist.requests import request_path
+from moe_ft.engine.persist.requests import confirmed_path, request_path
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import CorruptStateError, LockLostError
@@ -38,6 +38,7 @@ from tests.unit.moe_ft.engine.persist.writer_office import (
     confirm,
     opened,
     request_for,
+    tag_of,
 )
 from tests.unit.moe_ft.faulty_storage import Injector, faulty_urls
 from tests.waiting import wait_for
@@ -236,6 +237,20 @@ def test_request_becomes_a_complete_checkpoint(tmp_path: Path, office: Office) -
     office.ask(region)
     assert office.result().error == ""
     assert complete_iterations(office.storage) == [5]
+
+
+def test_older_checkpoints_go_as_soon_as_rank_0_names_one_that_all_have_read_back(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, str(tmp_path / "storage"), keep=1) as office:
+        for iteration in (5, 6):
+            region, _ = fill_region(tmp_path / "rank", iteration=iteration)
+            office.ask(region)
+            assert office.result().error == ""
+        assert complete_iterations(office.storage) == [6, 5]
+        newest = rank_path(6, 0, tag_of(region), "json")
+        write_atomically(confirmed_path(office.directory), newest.encode())
+        wait_for(lambda: office.storage.iterations() == [6], "the older one to go")
 
 
 def test_request_without_the_manifest_writes_only_the_ranks_own_files(
