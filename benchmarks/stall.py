@@ -50,7 +50,7 @@ from benchmarks.stall_rank import CANDIDATES, CHECKPOINT_INTERVAL, NUM_RANKS, Jo
 from benchmarks.torch_checkpointing_peer import DEFAULT_FOLDER, make_importable
 
 TORN = "TORN"  # content of a checkpoint that is not as it was saved
-_SAMPLE_S = 0.02
+_SAMPLE_S, _LOOK_S = 0.02, 0.5
 
 
 def supervise(context: Any, job: Job, tmpfs: Path, phase: Any) -> int:
@@ -59,7 +59,8 @@ def supervise(context: Any, job: Job, tmpfs: Path, phase: Any) -> int:
     deadline = time.monotonic() + job.deadline_s()
     known: set[psutil.Process] = set()
     try:
-        while not context.join(timeout=_SAMPLE_S):
+        # To look through all processes takes from what is timed.
+        while not context.join(timeout=_SAMPLE_S if phase.value != Phase.OFF else _LOOK_S):
             for pid in context.pids():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank = psutil.Process(pid)
