@@ -89,10 +89,7 @@ def announced_path(directory: Path, rank: int) -> Path:
 
 
 def confirmed_path(directory: Path) -> Path:
-    """Return where rank 0 names its index of the newest checkpoint of this start that all have read back.
-
-    For it, and for no later one, older ones may be deleted.
-    """
+    """Return where rank 0 names its index of the newest checkpoint all have read back: older ones may go."""
     return directory / "confirmed"
 
 

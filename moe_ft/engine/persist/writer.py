@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +44,6 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.files.private_files import write_atomically
 from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import decode, encode
-from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 from moe_ft.processes import die_with_parent
 from moe_ft.saying import choose_format, warn
@@ -290,9 +289,16 @@ class PersistWorker:
             for name, unit in index.entries()
             if not unit.file or name in stored.from_file
         ]
+
+        def check() -> None:
+            check_units(index, contents, str(data), written)
+            for name, unit in written:
+                content = contents[unit.file][unit.offset : unit.offset + unit.num_bytes]
+                check_is_finite(name, unit, content)
+
         # No index names them before both are done.
         with ThreadPoolExecutor(1, "moe_ft-check") as checker:
-            checked = checker.submit(_check, index, contents, str(data), written)
+            checked = checker.submit(check)
             pieces = stored.pieces(index, contents)
             self._storage.write(data_path, pieces, stored.index.file_bytes)
             try:
@@ -354,18 +360,6 @@ class PersistWorker:
             raise TimeoutError(f"iteration {index.iteration} was given up")
         self._check_lock()
         write_manifest(self._storage, index.iteration, tag, world_size)
-
-
-def _check(
-    index: Index,
-    contents: Mapping[str, memoryview],
-    where: str,
-    units: Sequence[tuple[str, UnitEntry]],
-) -> None:
-    """Raise CorruptStateError unless units are as their index says, and all numbers are finite."""
-    check_units(index, contents, where, units)
-    for name, unit in units:
-        check_is_finite(name, unit, contents[unit.file][unit.offset : unit.offset + unit.num_bytes])
 
 
 def _index_path(data_path: str) -> str:
