@@ -12,6 +12,7 @@ PRELOADED = (
     "megatron.fault_tolerance.program.model",
     "megatron.core.tokenizers.text.models",
     "megatron.core.tokenizers.text.text_tokenizer",
+    "encodings.idna",  # of names of hosts, to which ranks connect
     "megatron.core.models.mimo.optimizer",  # Megatron's training imports it when it builds an optimizer
     "transformer_engine.pytorch",
 )

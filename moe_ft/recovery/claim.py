@@ -18,6 +18,7 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
 from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
+from moe_ft.recovery.attempts import Failure
 from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import (
@@ -35,7 +36,7 @@ from moe_ft.saying import warn
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
 
-_TROUBLE = Decoder(Trouble | None)
+_TROUBLE = Decoder(tuple[Trouble | None] | Failure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,19 +67,21 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
         ConfigError: if a directory in memory cannot be used, any is used by another job, or there is too
             little room.
     """
-    site, together = met.site, met.ranks.check_together
+    site = met.site
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
-    together(lambda: opened.callback(leave_place, site, claim_memory(site)))
+    met.ranks.check_together(lambda: opened.callback(leave_place, site, claim_memory(site)))
 
-    def open_persist_directory() -> Opened:
-        directory = open_storage(site)
+    own: list[Opened] = []
+
+    def open_persist_directory() -> tuple[Trouble | None]:
+        own.append(directory := open_storage(site))
         if directory.lock is not None:  # at once: another rank may refuse
             opened.push(_unlocking(directory.lock))
-        return directory
+        check_memory(site, met.peers, met.groups)
+        return (directory.trouble,)
 
-    directory = together(open_persist_directory)
-    troubles = filter(None, met.ranks.everyone.gather(directory.trouble, _TROUBLE))
-    together(lambda: check_memory(site, met.peers, met.groups))
+    found = met.ranks.find_together(open_persist_directory, _TROUBLE)
+    (directory,) = own
     memory = memory_of(met, site.topology)
     if mappings is not None:  # now, before any rank needs the room of what is not used again
         memory.take_up(mappings)
@@ -86,7 +89,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
         memory=memory,
         storage=directory.storage,
         lock=directory.lock,
-        trouble=next(troubles, None),
+        trouble=next((each for (each,) in found if each is not None), None),
     )
 
 
@@ -142,6 +145,8 @@ def take_over_lock(
             opened.push(_unlocking(lock))
         return lock, "" if trouble is None else trouble.text
 
+    if claimed.storage is None and claimed.trouble is None:  # on all ranks
+        return None, ""
     return met.ranks.check_together(take)
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
@@ -69,15 +70,25 @@ class Ranks:
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError or BusyError on all."""
-        problem: Failure | None = None
+        own: list[Answer] = []
+        self.find_together(lambda: own.append(check()), _PROBLEM)
+        return own[0]
+
+    def find_together[Answer](
+        self, find: Callable[[], Answer], decoder: Decoder[Answer | Failure]
+    ) -> list[Answer]:
+        """Return what all ranks find, ascending; if one fails, raise its ConfigError or BusyError on all."""
+        answer: Answer | Failure
         try:
-            answer = check()
+            answer = find()
         except (ConfigError, BusyError) as error:
-            problem = Failure(kind=type(error).__name__, text=str(error))
-        for each in self.everyone.gather(problem, _PROBLEM):
-            if each is not None:
+            answer = Failure(kind=type(error).__name__, text=str(error))
+        found: list[Answer] = []
+        for each in self.everyone.gather(answer, decoder):
+            if isinstance(each, Failure):
                 raise each.error
-        return answer
+            found.append(each)
+        return found
 
     def on_first[Answer](
         self, find: Callable[[], Answer | Failure], decoder: Decoder[Answer]
@@ -95,7 +106,7 @@ class Ranks:
 
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
-    """Create the groups. Called by all ranks."""
+    """Create the group of all ranks; those of the stages wait for `stage.start`. Called by all ranks."""
     voice, limit_s = facts.voice, facts.timeout_s
     ranks = Ranks(
         everyone=Agreement(limit_s) if voice is None else VoicedAgreement(limit_s, voice),
@@ -105,7 +116,6 @@ def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
     opened.callback(ranks.stage.close)
-    ranks.stage.start(ranks.everyone.gather(facts.stage, exchange.INT), facts.rank)
     return ranks
 
 
@@ -169,9 +179,23 @@ class Met:
     pipelines: Pipelines | None = None
 
 
-_NAMES = Decoder(tuple[str, StartNames])
-_PLACE = Decoder(tuple[int, int, int])
-_INFO = Decoder(RankInfo)
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Facts that a rank tells all others first.
+
+    Attributes:
+        place: first rank of its data-parallel group, its number there, and in its expert-parallel group.
+        settings: of the files that the job reads, encoded, as rank 0 finds them; None on others.
+    """
+
+    stage: int
+    place: tuple[int, int, int]
+    token: str
+    names: StartNames
+    settings: bytes | Failure | None
+
+
+_HELLO = Decoder(_Hello | Failure)
+_INFO = Decoder(tuple[RankInfo, str] | Failure)
 _DOMAINS = Decoder(dict[str, str])
 _PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
 
@@ -194,24 +218,33 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    facts = replace(facts, **ranks.on_first(facts.read_files, exchange.SETTINGS))
-    job_id, node, host = ranks.check_together(
-        lambda: (
-            config.memory.resolve_job_id(os.environ),
-            config.memory.resolve_node_id(os.environ, socket.gethostname()),
-            own_address(config.memory.network_interface, os.environ),
-        )
-    )
-    live = ranks.check_together(lambda: _read_live_state(config, facts, built, phase_hook))
-    strategy = ranks.check_together(lambda: _build_strategy(config, facts, live, ranks))
+    (job_id, node, host), live, hellos = _introduce(config, facts, built, phase_hook, ranks)
+    first = hellos[0]
+    if isinstance(first.settings, Failure):
+        raise first.settings.error
+    facts = replace(facts, **exchange.decode(first.settings or b"", exchange.SETTINGS))
+    ranks.stage.start([each.stage for each in hellos], facts.rank)
     node_dir = node_directory(config.memory.memory_dir, job_id, node)
     server = PeerServer(node_dir, host)
     opened.callback(server.close)
-    server.start()
-    breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
-    topology = _exchange_places(config, facts, live, strategy, node, server, ranks, breakpoint_)
-    token, names = ranks.everyone.gather(_draw_names(), _NAMES)[0]
-    server.admit(token)
+    own: list[tuple[Strategy, FileLayout | None]] = []
+
+    def build() -> tuple[RankInfo, str]:
+        places = [each.place for each in hellos]
+        strategy = _build_strategy(config, facts, live, ranks, places)
+        breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
+        own.append((strategy, breakpoint_))
+        server.start()
+        info = _describe(config, facts, live, strategy, node, server, breakpoint_)
+        return info, _checksum_of_cuts(live)
+
+    found = ranks.find_together(build, _INFO)
+    ((strategy, breakpoint_),) = own
+    infos = [info for info, _ in found]
+    domains = _find_domains(config, facts, [each.node for each in infos], ranks)
+    topology = Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in infos))
+    cuts = checksum("".join(cuts for _, cuts in found).encode())
+    server.admit(first.token)
     site = Site(
         config=config,
         job_id=job_id,
@@ -228,14 +261,51 @@ def meet(
         ranks=ranks,
         strategy=strategy,
         site=site,
-        fingerprint={**facts.fingerprint, CUTS: _checksum_of_cuts(live, ranks)},
+        fingerprint={**facts.fingerprint, CUTS: cuts},
         breakpoint=breakpoint_,
         **place_peers(config, facts, topology),
         server=server,
-        token=token,
-        names=names,
+        token=first.token,
+        names=first.names,
         pipelines=meet_pipelines(site, facts, built[1], live.parameters, ranks),
     )
+
+
+def _introduce(
+    config: MoeFtConfig, facts: JobFacts, built: Built, phase_hook: PhaseHook, ranks: Ranks
+) -> tuple[tuple[str, str, str], LiveState, list[_Hello]]:
+    """Exchange all that a rank knows by itself: the fewer meetings, the sooner a repair is over.
+
+    Called by all ranks. Returns the names of the job, the node and the host, the live state of this rank, and
+    what each rank has told the others.
+    """
+    own: list[tuple[tuple[str, str, str], LiveState]] = []
+
+    def find() -> _Hello:
+        names = (
+            config.memory.resolve_job_id(os.environ),
+            config.memory.resolve_node_id(os.environ, socket.gethostname()),
+            own_address(config.memory.network_interface, os.environ),
+        )
+        own.append((names, _read_live_state(config, facts, built, phase_hook)))
+        leader = 0
+        if dist.is_initialized():
+            leader = dist.get_process_group_ranks(facts.groups.dp_cp)[0]
+        token, start = _draw_names()
+        settings = None
+        if facts.rank == 0:
+            settings = attempt(lambda: exchange.encode(facts.read_files()))
+        return _Hello(
+            stage=facts.stage,
+            place=(leader, facts.places.dp.rank, facts.experts.ep_rank),
+            token=token,
+            names=start,
+            settings=settings,
+        )
+
+    hellos = ranks.find_together(find, _HELLO)
+    ((names, live),) = own
+    return names, live, hellos
 
 
 def _read_live_state(
@@ -280,38 +350,37 @@ def _lay_out_breakpoint(
 
 
 def _build_strategy(
-    config: MoeFtConfig, facts: JobFacts, live: LiveState, ranks: Ranks
+    config: MoeFtConfig,
+    facts: JobFacts,
+    live: LiveState,
+    ranks: Ranks,
+    places: Sequence[tuple[int, int, int]],
 ) -> Strategy:
-    group = facts.groups.dp_cp
-    leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
-    own = leader, facts.places.dp.rank, facts.experts.ep_rank
-    places = ranks.everyone.gather(own, _PLACE)
     return build_strategy(
         config,
         live.catalog,
         facts.experts,
-        ep_ranks_by_dp(places, leader),
+        ep_ranks_by_dp(places, places[facts.rank][0]),
         ranks.stage.gather,
         facts.rank,
     )
 
 
-def _exchange_places(
+def _describe(
     config: MoeFtConfig,
     facts: JobFacts,
     live: LiveState,
     strategy: Strategy,
     node: str,
     server: PeerServer,
-    ranks: Ranks,
     breakpoint_: FileLayout | None,
-) -> Topology:
-    """Return where all ranks are, and fix the sizes of this rank's memory."""
+) -> RankInfo:
+    """Return what other ranks know of this one, and fix the sizes of its memory."""
     interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
     parts = (breakpoint_, facts.traffic, facts.stage, interval, facts.experts.num_experts)
     sizes = measure_sizes(strategy, live.layouts, *parts)
     live.layouts.region_bytes = sizes.region_bytes
-    info = RankInfo(
+    return RankInfo(
         rank=facts.rank,
         node=node,
         stage=facts.stage,
@@ -320,9 +389,6 @@ def _exchange_places(
         address=server.address,
         **asdict(sizes),
     )
-    everyone = ranks.everyone.gather(info, _INFO)
-    domains = _find_domains(config, facts, [each.node for each in everyone], ranks)
-    return Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in everyone))
 
 
 def _find_domains(
@@ -346,14 +412,13 @@ def _draw_names() -> tuple[str, StartNames]:
     return secrets.token_hex(16), names
 
 
-def _checksum_of_cuts(live: LiveState, ranks: Ranks) -> str:
-    """Return a checksum over the slices that the optimizers of all ranks own.
+def _checksum_of_cuts(live: LiveState) -> str:
+    """Return a checksum over the slices that the optimizers of this rank own.
 
     Other parameters are left out: several ranks hold them, and may divide them differently in each start.
     """
     sharded = (each for each in live.parameters if each.is_sharded)
-    own = checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
-    return checksum("".join(ranks.everyone.gather(own, exchange.TEXT)).encode())
+    return checksum(repr([(each.name, each.start, each.end) for each in sharded]).encode())
 
 
 def meet_pipelines(

@@ -138,7 +138,7 @@ def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers, kept: Plan |
         fetched=agreed.fetched,
         conversion=conversion,
         persisted_index=path,
-        loss=_resume_strategy(plan, agreed.fetched, index, in_memory, met),
+        loss=_resume_strategy(plan, agreed, index, in_memory, met),
         kept=kept,
         pooled=pooled,
     )
@@ -220,10 +220,11 @@ def find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str | None, 
 
 
 def _resume_strategy(
-    plan: Plan, fetched: Fetched, persisted: Index | None, in_memory: InMemory, met: Met
+    plan: Plan, agreed: Agreed, persisted: Index | None, in_memory: InMemory, met: Met
 ) -> JobLoss | None:
     """Tell the strategy what was recovered; return the loss of the whole job. Called by all ranks."""
-    index, strategy, ranks = fetched.index, met.strategy, met.ranks
+    fetched, strategy, ranks = agreed.fetched, met.strategy, met.ranks
+    index = fetched.index
     assert index is not None
     on_storage: dict[str, UnitVersion] = {}
     if not strategy.saves_all:
@@ -233,8 +234,7 @@ def _resume_strategy(
     loss = strategy.resume(
         Resumed(
             iteration=plan.iteration,
-            # Stages that recover alone have other windows; all must continue with the same length.
-            window=max(ranks.everyone.gather(index.window, exchange.INT)),
+            window=agreed.window,
             progress=index.progress,
             restored=fetched.rotation.versions,
             in_memory=in_memory,
@@ -242,4 +242,6 @@ def _resume_strategy(
             gaps_before=fetched.rotation.gaps,
         )
     )
+    if strategy.saves_all:
+        return None
     return strategy.settle_losses(ranks.everyone.gather(loss, _LOSS))

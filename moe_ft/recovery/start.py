@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine import exchange
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.errors import ConfigError, UnrecoverableError
@@ -32,7 +31,7 @@ from moe_ft.files.progress import waiting
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.agree import Agreed, fetch_together
+from moe_ft.recovery.agree import fetch_together
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
@@ -48,7 +47,6 @@ from moe_ft.recovery.rebuild import rebuild
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import warn
-from moe_ft.state import schedule
 from moe_ft.strategies.registry import chosen
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
@@ -202,12 +200,18 @@ def _recover(
             notices.say_others(inventory, candidate.lineage)
             notices.say_divided(candidate)
             notices.say_blocked_by(candidate, offer.blocked_by)
-            _check_schedule(met, agreed)
+            # Nothing is put back yet, and no failure is noted: it is not the state that is wrong.
+            if (line := agreed.change) and met.site.rank == 0:
+                warn(line)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, offer.kept)
             if inventory.is_unreadable:
                 restored = replace(restored, persisted_index=None)
-        _warn_of_lossy(met, restored)
+        kept = [each.lossy for each in agreed.everyone]
+        say_for_node(
+            met.site,
+            [each and f"recovered state was stored as {each}: it is not exact" for each in kept],
+        )
         return _Recovery(
             restored=restored,
             is_chosen=wish.is_choice and not offer.follows,
@@ -223,32 +227,12 @@ def _recover(
     return _Recovery(restored=None, is_chosen=wish.is_choice, problems=problems())
 
 
-def _check_schedule(met: Met, agreed: Agreed) -> None:
-    """Refuse a state of another schedule, or say whose settings count. Called by all ranks.
-
-    Nothing is put back yet, and no failure is noted: it is not the state that is wrong.
-    """
-    assert agreed.fetched.index is not None
-    _, optimizer, scheduler = met.live.built
-    records = agreed.fetched.index.records[-len(agreed.slices) :]
-    line = met.ranks.check_together(lambda: schedule.check_changes(records, optimizer, scheduler))
-    if line and met.site.rank == 0:
-        warn(line)
-
-
 def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:
     """Give the launcher time to start all ranks again, with a node that has what is missing."""
     if met.site.rank == 0:
         warn(f"waiting for nodes, at most {_WAIT_S:.0f} s: {error}")
     with waiting(_WAIT_S):
         time.sleep(_WAIT_S)
-
-
-def _warn_of_lossy(met: Met, restored: Restored) -> None:
-    """Print on every node that state is not exact, if that is so. Called by all ranks."""
-    kept = ", ".join(f"{key} as {each}" for key, each in restored.fetched.lossy.items())
-    line = f"recovered state was stored as {kept}: it is not exact" if kept else ""
-    say_for_node(met.site, met.ranks.everyone.gather(line, exchange.TEXT))
 
 
 @contextmanager

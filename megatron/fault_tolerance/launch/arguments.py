@@ -33,6 +33,14 @@ from moe_ft.saying import warn
 from moe_ft.spelling import explained
 
 PREFIX = "--moe-ft-"
+# What argparse keeps of the flags of a parser, in objects that its groups share.
+_CONTENTS = (
+    *("_actions", "_option_string_actions", "_defaults", "_registries", "_action_groups"),
+    *("_mutually_exclusive_groups", "_has_negative_number_optionals", "_positionals", "_optionals"),
+)
+# Variables that defaults of flags are read from, each with what it is for Megatron without it. They differ
+# from rank to rank, so a parser that is made before has numbers in their place.
+_STAND_INS = {-71: ("RANK", "0"), -72: ("LOCAL_RANK", "0"), -73: ("WORLD_SIZE", "1")}
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
@@ -116,16 +124,38 @@ def prepare_parsers() -> None:
     """Do once in a process what its parsers would do again and again: before ranks are forked from it.
 
     Each of Megatron's parsers reads the sources of its settings for the help texts of the flags, which takes
-    most of the time of a parser. The values of the flags do not depend on that.
+    most of the time of a parser. The values of the flags do not depend on that. The parsers of a rank, one
+    that parses and one for the defaults, are made here too.
     """
     flag_classes()
     factory: Any = later("megatron.training.argument_utils", "ArgumentGroupFactory")
     read = getattr(factory, "_get_field_docstrings", None)
-    if read is None:  # a version that has another way
-        return
-    known = functools.cache(lambda settings: read(factory.__new__(factory), settings))
-    factory._get_field_docstrings = lambda _, settings: dict(known(settings))
-    megatron_arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if read is not None:  # else a version that has another way
+        known = functools.cache(lambda settings: read(factory.__new__(factory), settings))
+        factory._get_field_docstrings = lambda _, settings: dict(known(settings))
+    add: ExtraArgs = megatron_arguments.add_megatron_arguments
+    spares: list[argparse.ArgumentParser] = []
+
+    @functools.wraps(add)
+    def add_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if not spares or len(parser._actions) != 1:  # a script has added some before
+            return add(parser)
+        made = vars(spares.pop())
+        vars(parser).update({name: made[name] for name in _CONTENTS})
+        for action in parser._actions:
+            if isinstance(action.default, int) and action.default in _STAND_INS:
+                action.default = int(os.environ.get(*_STAND_INS[action.default]))
+        return parser
+
+    before = dict(os.environ)
+    os.environ |= {variable: str(number) for number, (variable, _) in _STAND_INS.items()}
+    try:
+        spares += [add(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)]
+    finally:
+        for variable, _ in _STAND_INS.values():
+            os.environ.pop(variable)
+        os.environ |= before
+    megatron_arguments.add_megatron_arguments = add_once
 
 
 @functools.cache  # Megatron parses several times

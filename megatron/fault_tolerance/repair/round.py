@@ -99,7 +99,6 @@ def free(links: Links, listeners: Listeners, parts: LoopParts, iteration: int) -
     for each in all_optimizers(parts.optimizer):
         # All ask again what costs a collective and is asked once: a replacement has to ask.
         each._has_grad_norm_group_cache = None
-    gc.collect()  # the frames of the exception hold activations, and contexts that must end now
 
 
 def _begin_again(group: Any) -> None:
@@ -130,6 +129,7 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
             rank.joining.end()
             phases.end("build")
         else:
+            gc.collect()  # the frames of the exception hold activations, and contexts that must end now
             rank.groups.drop_later()
             phases.end("free")
         met = rank.member.meet()

@@ -10,6 +10,7 @@ Python: ctypes calls it here. It has no arguments. A group has no backend then, 
 """
 
 import ctypes
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -119,8 +120,11 @@ class Recipes:
         return Recipe(backend=str(backend), options=arguments.get("pg_options"))
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def _arguments(original: Function, args: Any, kwargs: Any) -> dict[str, Any]:
-    return dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+    return dict(_signature(original).bind(*args, **kwargs).arguments)
 
 
 class Groups:
@@ -246,7 +250,9 @@ def put(
         devices.setdefault(kind, []).append(torch.device(device))
     types = {kind: Backend.backend_type_map[kind] for kind in devices}
     for kind, own in devices.items():
-        place = Place(store=PrefixStore(kind, store), rank=number, ranks=ranks, name=name)
+        # A rank that is alone in a group has nobody to tell its address.
+        addresses = PrefixStore(kind, store) if len(ranks) > 1 else dist.HashStore()
+        place = Place(store=addresses, rank=number, ranks=ranks, name=name)
         backend = makers[kind](place, recipe.options, timeout)
         for each in own:
             group._register_backend(each, types[kind], backend)
@@ -277,5 +283,6 @@ def release(group: Any) -> None:
     function(group._id())
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL(torch._C.__file__)

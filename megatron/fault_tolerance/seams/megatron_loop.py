@@ -20,8 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
-from megatron.training.arguments import add_megatron_arguments
+from megatron.training import arguments, get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
@@ -61,7 +60,7 @@ COUNTERS = (*SAMPLE_COUNTERS, "num_floating_point_operations_so_far")
 def megatron_parser() -> argparse.ArgumentParser:
     """Return a parser of Megatron's flags alone, with the defaults of this rank. Nothing may change it."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
+    arguments.add_megatron_arguments(parser)
     return parser
 
 

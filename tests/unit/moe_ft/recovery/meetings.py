@@ -105,6 +105,7 @@ def met_alone(
         phase_hook: called while state is put back.
     """
     ranks = join_ranks(facts, opened)
+    ranks.stage.start([facts.stage], facts.rank)
     live, strategy = _live_state(facts, phase_hook), DenseStrategy(WINDOW_UNITS)
     node_dir = node_directory(config.memory.memory_dir, "job", "node")
     server = PeerServer(node_dir, "127.0.0.1")

@@ -174,6 +174,7 @@ def test_check_that_fails_for_storage_on_one_rank_is_refused_as_such_by_all() ->
 def test_only_rank_of_a_job_exchanges_values_with_itself_until_the_groups_are_closed() -> None:
     with ExitStack() as opened:
         ranks = join_ranks(facts_of(), opened)
+        ranks.stage.start([0], 0)
         assert ranks.everyone.gather("value", TEXT) == ["value"]
         assert ranks.stage.gather("value", TEXT) == ["value"]
         assert ranks.check_together(lambda: 7) == 7
