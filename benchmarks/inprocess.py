@@ -20,7 +20,9 @@ from tests.namespaces import INTERFACE, Namespaces
 from tests.ports import free_port
 from tests.processes import kill_all
 
-VERSION = "0.4.1"
+VERSION = "0.7.0"
+# Its wheels are for glibc 2.39 and newer, by name; the wrapper is Python and runs with older ones.
+_TARGET = "--platform manylinux_2_39_x86_64 --only-binary :all: --no-deps --target"
 _ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.2
 _SILENCE_S = 120.0  # imports on few cores hold threads up for long
@@ -33,7 +35,7 @@ def find_problem(nvrx: Path) -> str:
         return ""
     return (
         f"nvidia-resiliency-ext is not in {nvrx}. Alongside Megatron it must be in a folder of its own: "
-        f"pip install --no-deps --target {nvrx} nvidia-resiliency-ext=={VERSION} defusedxml nvidia-ml-py"
+        f"pip install {_TARGET} {nvrx} nvidia-resiliency-ext=={VERSION} httpx defusedxml nvidia-ml-py"
     )
 
 

@@ -254,6 +254,9 @@ def _answer_rng() -> None:
     def manual_seed(seed: int) -> None:
         torch.manual_seed(seed)
 
+    # torch would note each seed, with the stack, for a device that is found later.
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        _replace(module, manual_seed_all=lambda seed: None)
     for module in (torch.cuda, torch.cuda.random):
         _replace(module, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
     _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)

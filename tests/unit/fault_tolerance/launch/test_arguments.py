@@ -64,6 +64,8 @@ def test_flags_of_megatron_of_the_script_and_of_moe_ft_are_read_together(
 def test_parsers_of_a_process_that_is_prepared_read_no_sources_and_have_the_same_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    keep = megatron_arguments.add_megatron_arguments
+    monkeypatch.setattr(megatron_arguments, "add_megatron_arguments", keep)
     arguments.prepare_parsers()
     monkeypatch.setattr(inspect, "getsource", lambda of: pytest.fail(f"the source of {of} is read"))
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -71,6 +73,24 @@ def test_parsers_of_a_process_that_is_prepared_read_no_sources_and_have_the_same
     (action,) = [each for each in parser._actions if each.dest == "train_iters"]
     source = Path(inspect.getfile(TrainingConfig)).read_text()
     assert action.help and action.help in " ".join(source.split())
+
+
+@pytest.mark.versions
+def test_parsers_that_were_made_before_have_the_defaults_of_their_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep = megatron_arguments.add_megatron_arguments
+    monkeypatch.setattr(megatron_arguments, "add_megatron_arguments", keep)
+    arguments.prepare_parsers()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    known = []
+    for _ in range(3):  # for the last one none is left
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        megatron_arguments.add_megatron_arguments(parser)
+        parser.add_argument_group("others").add_argument("--of-script")
+        known.append(parser.parse_args(["--of-script", "a"]))
+    assert known[0] == known[1] == known[2]
+    assert vars(known[0]).get("inprocess_active_world_size", 3) == 3
 
 
 def test_arguments_of_a_script_are_those_of_the_ranks_that_train(
