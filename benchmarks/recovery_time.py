@@ -65,7 +65,7 @@ from benchmarks.sparse_jobs import write_data
 
 RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"
 PARTS = (RECOVERY, ETTR, BARRIER)
-TARGET_SHARE, TARGETS_S = 0.1, {4: 1.2, 8: 2.0}
+TARGET_SHARE, TARGETS_S = 0.1, {4: 0.35, 8: 2.0}
 ETTR_RANKS = 4
 WARM_ITERATIONS = 5  # the first iterations of a process are slower
 

@@ -3,21 +3,16 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
-from moe_ft.errors import ConfigError
 from moe_ft.format.identity import Start
-from moe_ft.format.records import IterationRecord
 from moe_ft.planning.recovery import Plan, Rejection
-from moe_ft.recovery.attempts import Failure
 from moe_ft.recovery.fetch import Fetching
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import Copy
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.put_back import SharedSlices
-from moe_ft.state import schedule
 from moe_ft.state.catalog import Slices, UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.units import UnitId, parse_unit
@@ -25,28 +20,8 @@ from moe_ft.units import UnitId, parse_unit
 # Slices at FULL and at COMPUTE of the parameters that several ranks hold.
 SnapshotSlices = tuple[SharedSlices, SharedSlices]
 _LOST = Decoder(frozenset[Copy])
-_OWN_PART = Decoder(tuple[int, dict[UnitId, int], list[tuple[Slices, Slices]]])
-
-
-class _Read(msgspec.Struct, frozen=True, array_like=True):
-    """Result of reading a state on one rank.
-
-    Attributes:
-        state: start and iteration of the state.
-        missing: some of what is not there.
-        window: length of the window.
-        lossy: how parts are stored that are not exact; empty if all are.
-        change: of the schedule since, as a line; or why it refuses the state.
-    """
-
-    state: tuple[Start, int]
-    missing: list[str]
-    window: int = 0
-    lossy: str = ""
-    change: str | Failure = ""
-
-
-_READ = Decoder(_Read)
+_MISSING = Decoder(tuple[tuple[Start, int], list[str]])
+_PART = Decoder(tuple[int, dict[UnitId, int], list[tuple[Slices, Slices]]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,26 +32,13 @@ class Agreed:
         slices: ``[snapshot]`` the slices that the ranks have read of parameters that several of them hold, at
             FULL and at COMPUTE.
         positions: for each unit of the stage the snapshot that has it at FULL.
-        everyone: ``[rank]`` what the ranks have read.
+        window: length of the longest window of all ranks; 0 before they have met for it.
     """
 
     fetched: Fetched
     slices: Sequence[SnapshotSlices]
     positions: Mapping[UnitId, int]
-    everyone: Sequence[_Read]
-
-    @property
-    def window(self) -> int:
-        """Length of the longest window: stages that recover alone have others, and all continue with one."""
-        return max(each.window for each in self.everyone)
-
-    @property
-    def change(self) -> str:
-        """Line about a schedule that has changed; empty if it has not. Raises the error of a rank."""
-        for each in self.everyone:
-            if isinstance(each.change, Failure):
-                raise each.change.error
-        return str(self.everyone[0].change)
+    window: int = 0
 
 
 def fetch_together(
@@ -104,41 +66,27 @@ def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[R
         The state, or None and the reasons if a rank lacks something of it.
     """
     places = {each.unit: fetched.position_of(each) for each in fetched.units.values()}
-    part = met.site.rank, places, fetched.slices(met.live.catalog)
-    parts = met.ranks.stage.gather(part, _OWN_PART)
+    own = met.site.rank, places, fetched.slices(met.live.catalog)
+    parts = met.ranks.stage.gather(own, _PART)
     positions, conflicts = _agree_on_positions([found for _, found, _ in parts])
-    slices = _arrange_slices({rank: own for rank, _, own in parts}, met)
+    slices = _arrange_slices({rank: found for rank, _, found in parts}, met)
     missing = [*fetched.missing, *conflicts]
     missing += _find_gaps(fetched, slices, positions, met.live.catalog)
     if fetched.index is None:
         missing.append("record")
-    own = _Read(state=(plan.start, plan.iteration), missing=missing[:4])
-    if fetched.index is not None and not missing:
-        change = _find_change(fetched.index.records[-len(slices) :], met)
-        kept = ", ".join(f"{key} as {each}" for key, each in fetched.lossy.items())
-        own = msgspec.structs.replace(own, window=fetched.index.window, lossy=kept, change=change)
-    everyone = met.ranks.everyone.gather(own, _READ)
-    assert len({each.state for each in everyone}) == 1, "ranks recover different states"
+    everyone = met.ranks.everyone.gather(((plan.start, plan.iteration), missing[:4]), _MISSING)
+    assert len({tried for tried, _ in everyone}) == 1, "ranks recover different states"
     rejected = [
         Rejection(
             iteration=plan.iteration,
             start=plan.start,
-            reason=f"iteration {plan.iteration}: rank {other} has no intact {', '.join(each.missing[:3])}",
+            reason=f"iteration {plan.iteration}: rank {other} has no intact {', '.join(found[:3])}",
         )
-        for other, each in enumerate(everyone)
-        if each.missing
+        for other, (_, found) in enumerate(everyone)
+        if found
     ]
-    agreed = Agreed(fetched=fetched, slices=slices, positions=positions, everyone=everyone)
+    agreed = Agreed(fetched=fetched, slices=slices, positions=positions)
     return (None if rejected else agreed), rejected
-
-
-def _find_change(records: Sequence[IterationRecord], met: Met) -> str | Failure:
-    """Return a line if the schedule is another than that of the state; or why that refuses the state."""
-    _, optimizer, scheduler = met.live.built
-    try:
-        return schedule.check_changes(records, optimizer, scheduler)
-    except ConfigError as error:
-        return Failure(kind=type(error).__name__, text=str(error))
 
 
 def _agree_on_positions(parts: Sequence[dict[UnitId, int]]) -> tuple[dict[UnitId, int], list[str]]:
@@ -155,7 +103,7 @@ def _agree_on_positions(parts: Sequence[dict[UnitId, int]]) -> tuple[dict[UnitId
 def _arrange_slices(
     everyone: Mapping[int, list[tuple[Slices, Slices]]], met: Met
 ) -> list[SnapshotSlices]:
-    """Return the slices of shared parameters that the ranks of this one's data-parallel groups have."""
+    """Return the slices of shared parameters that the ranks of the data-parallel groups have."""
     dp, expt_dp = (
         [everyone[rank] for rank in dist.get_process_group_ranks(group)]
         for group in (met.live.groups.dp_cp, met.live.groups.expt_dp)

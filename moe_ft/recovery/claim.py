@@ -71,17 +71,14 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
     met.ranks.check_together(lambda: opened.callback(leave_place, site, claim_memory(site)))
 
-    own: list[Opened] = []
-
-    def open_persist_directory() -> tuple[Trouble | None]:
-        own.append(directory := open_storage(site))
+    def open_persist_directory() -> tuple[Opened, tuple[Trouble | None]]:
+        directory = open_storage(site)
         if directory.lock is not None:  # at once: another rank may refuse
             opened.push(_unlocking(directory.lock))
         check_memory(site, met.peers, met.groups)
-        return (directory.trouble,)
+        return directory, (directory.trouble,)
 
-    found = met.ranks.find_together(open_persist_directory, _TROUBLE)
-    (directory,) = own
+    directory, found = met.ranks.find_together(open_persist_directory, _TROUBLE)
     memory = memory_of(met, site.topology)
     if mappings is not None:  # now, before any rank needs the room of what is not used again
         memory.take_up(mappings)
@@ -145,8 +142,7 @@ def take_over_lock(
             opened.push(_unlocking(lock))
         return lock, "" if trouble is None else trouble.text
 
-    if claimed.storage is None and claimed.trouble is None:  # on all ranks
-        return None, ""
+    # Also without storage: no engine may overwrite memory before all ranks have put it back.
     return met.ranks.check_together(take)
 
 

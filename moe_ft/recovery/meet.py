@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 from msgspec.msgpack import Decoder
 
@@ -70,25 +69,23 @@ class Ranks:
 
     def check_together[Answer](self, check: Callable[[], Answer]) -> Answer:
         """Run a check on all ranks; if it fails on one, raise its ConfigError or BusyError on all."""
-        own: list[Answer] = []
-        self.find_together(lambda: own.append(check()), _PROBLEM)
-        return own[0]
+        return self.find_together(lambda: (check(), None), _PROBLEM)[0]
 
-    def find_together[Answer](
-        self, find: Callable[[], Answer], decoder: Decoder[Answer | Failure]
-    ) -> list[Answer]:
-        """Return what all ranks find, ascending; if one fails, raise its ConfigError or BusyError on all."""
-        answer: Answer | Failure
+    def find_together[Own, Told](
+        self, find: Callable[[], tuple[Own, Told]], decoder: Decoder[Told | Failure]
+    ) -> tuple[Own, list[Told]]:
+        """Return what this rank finds, and what all tell the others of it; raises as `check_together`."""
+        told: Told | Failure
         try:
-            answer = find()
+            own, told = find()
         except (ConfigError, BusyError) as error:
-            answer = Failure(kind=type(error).__name__, text=str(error))
-        found: list[Answer] = []
-        for each in self.everyone.gather(answer, decoder):
+            told = Failure(kind=type(error).__name__, text=str(error))
+        everyone: list[Told] = []
+        for each in self.everyone.gather(told, decoder):
             if isinstance(each, Failure):
                 raise each.error
-            found.append(each)
-        return found
+            everyone.append(each)
+        return own, everyone
 
     def on_first[Answer](
         self, find: Callable[[], Answer | Failure], decoder: Decoder[Answer]
@@ -179,21 +176,9 @@ class Met:
     pipelines: Pipelines | None = None
 
 
-class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Facts that a rank tells all others first.
-
-    Attributes:
-        place: first rank of its data-parallel group, its number there, and in its expert-parallel group.
-        settings: of the files that the job reads, encoded, as rank 0 finds them; None on others.
-    """
-
-    stage: int
-    place: tuple[int, int, int]
-    token: str
-    names: StartNames
-    settings: bytes | Failure | None
-
-
+# Of a rank: its stage; the first rank of its data-parallel group, and its numbers in that and in its
+# expert-parallel one; a token and names; and of rank 0 the settings of the files that the job reads.
+_Hello = tuple[int, tuple[int, int, int], str, StartNames, bytes | Failure | None]
 _HELLO = Decoder(_Hello | Failure)
 _INFO = Decoder(tuple[RankInfo, str] | Failure)
 _DOMAINS = Decoder(dict[str, str])
@@ -218,33 +203,24 @@ def meet(
     # Each rank alone, since already the groups need the descriptors.
     allow_descriptors(facts.world_size, facts.world_size // facts.groups.pp.size())
     ranks = join_ranks(facts, opened)
-    (job_id, node, host), live, hellos = _introduce(config, facts, built, phase_hook, ranks)
-    first = hellos[0]
-    if isinstance(first.settings, Failure):
-        raise first.settings.error
-    facts = replace(facts, **exchange.decode(first.settings or b"", exchange.SETTINGS))
-    ranks.stage.start([each.stage for each in hellos], facts.rank)
+    (job_id, node, host, live), everyone = ranks.find_together(
+        lambda: _introduce(config, facts, built, phase_hook), _HELLO
+    )
+    _, _, token, names, settings = everyone[0]
+    facts = replace(facts, **_decode(settings))
+    ranks.stage.start([stage for stage, *_ in everyone], facts.rank)
     node_dir = node_directory(config.memory.memory_dir, job_id, node)
     server = PeerServer(node_dir, host)
     opened.callback(server.close)
-    own: list[tuple[Strategy, FileLayout | None]] = []
-
-    def build() -> tuple[RankInfo, str]:
-        places = [each.place for each in hellos]
-        strategy = _build_strategy(config, facts, live, ranks, places)
-        breakpoint_ = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
-        own.append((strategy, breakpoint_))
-        server.start()
-        info = _describe(config, facts, live, strategy, node, server, breakpoint_)
-        return info, _checksum_of_cuts(live)
-
-    found = ranks.find_together(build, _INFO)
-    ((strategy, breakpoint_),) = own
+    places = [place for _, place, *_ in everyone]
+    (strategy, breakpoint_), found = ranks.find_together(
+        lambda: _build(config, facts, live, ranks, places, node, server), _INFO
+    )
     infos = [info for info, _ in found]
     domains = _find_domains(config, facts, [each.node for each in infos], ranks)
     topology = Topology(ranks=tuple(replace(each, domain=domains[each.node]) for each in infos))
     cuts = checksum("".join(cuts for _, cuts in found).encode())
-    server.admit(first.token)
+    server.admit(token)
     site = Site(
         config=config,
         job_id=job_id,
@@ -265,47 +241,35 @@ def meet(
         breakpoint=breakpoint_,
         **place_peers(config, facts, topology),
         server=server,
-        token=first.token,
-        names=first.names,
+        token=token,
+        names=names,
         pipelines=meet_pipelines(site, facts, built[1], live.parameters, ranks),
     )
 
 
 def _introduce(
-    config: MoeFtConfig, facts: JobFacts, built: Built, phase_hook: PhaseHook, ranks: Ranks
-) -> tuple[tuple[str, str, str], LiveState, list[_Hello]]:
-    """Exchange all that a rank knows by itself: the fewer meetings, the sooner a repair is over.
+    config: MoeFtConfig, facts: JobFacts, built: Built, phase_hook: PhaseHook
+) -> tuple[tuple[str, str, str, LiveState], _Hello]:
+    """Return what a rank knows by itself: names of the job, node and host, its state; and what it tells."""
+    job_id = config.memory.resolve_job_id(os.environ)
+    node = config.memory.resolve_node_id(os.environ, socket.gethostname())
+    host = own_address(config.memory.network_interface, os.environ)
+    live = _read_live_state(config, facts, built, phase_hook)
+    group = facts.groups.dp_cp
+    leader = dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0
+    place = leader, facts.places.dp.rank, facts.experts.ep_rank
+    settings = None
+    if facts.rank == 0:
+        settings = attempt(lambda: exchange.encode(facts.read_files()))
+    return (job_id, node, host, live), (facts.stage, place, *_draw_names(), settings)
 
-    Called by all ranks. Returns the names of the job, the node and the host, the live state of this rank, and
-    what each rank has told the others.
-    """
-    own: list[tuple[tuple[str, str, str], LiveState]] = []
 
-    def find() -> _Hello:
-        names = (
-            config.memory.resolve_job_id(os.environ),
-            config.memory.resolve_node_id(os.environ, socket.gethostname()),
-            own_address(config.memory.network_interface, os.environ),
-        )
-        own.append((names, _read_live_state(config, facts, built, phase_hook)))
-        leader = 0
-        if dist.is_initialized():
-            leader = dist.get_process_group_ranks(facts.groups.dp_cp)[0]
-        token, start = _draw_names()
-        settings = None
-        if facts.rank == 0:
-            settings = attempt(lambda: exchange.encode(facts.read_files()))
-        return _Hello(
-            stage=facts.stage,
-            place=(leader, facts.places.dp.rank, facts.experts.ep_rank),
-            token=token,
-            names=start,
-            settings=settings,
-        )
-
-    hellos = ranks.find_together(find, _HELLO)
-    ((names, live),) = own
-    return names, live, hellos
+def _decode(settings: bytes | Failure | None) -> dict[str, Any]:
+    """Return the settings of files that rank 0 has found; raise its error if it could not read them."""
+    if isinstance(settings, Failure):
+        raise settings.error
+    assert settings is not None, "rank 0 reads the files"
+    return exchange.decode(settings, exchange.SETTINGS)
 
 
 def _read_live_state(
@@ -349,14 +313,20 @@ def _lay_out_breakpoint(
     return lay_out_breakpoint(strategy, UnitLayouts(catalog, dp_rank))
 
 
-def _build_strategy(
+def _build(
     config: MoeFtConfig,
     facts: JobFacts,
     live: LiveState,
     ranks: Ranks,
     places: Sequence[tuple[int, int, int]],
-) -> Strategy:
-    return build_strategy(
+    node: str,
+    server: PeerServer,
+) -> tuple[tuple[Strategy, FileLayout | None], tuple[RankInfo, str]]:
+    """Return the strategy and the layout of the breakpoint; and this rank as others know it, and its cuts.
+
+    The sizes of its memory are fixed then, and its server listens. Called by all ranks.
+    """
+    strategy = build_strategy(
         config,
         live.catalog,
         facts.experts,
@@ -364,23 +334,13 @@ def _build_strategy(
         ranks.stage.gather,
         facts.rank,
     )
-
-
-def _describe(
-    config: MoeFtConfig,
-    facts: JobFacts,
-    live: LiveState,
-    strategy: Strategy,
-    node: str,
-    server: PeerServer,
-    breakpoint_: FileLayout | None,
-) -> RankInfo:
-    """Return what other ranks know of this one, and fix the sizes of its memory."""
+    layout = _lay_out_breakpoint(config, live, strategy, facts.places.dp.rank)
     interval = config.strategy.interval_iterations or 1  # a boundary log is refused with auto
-    parts = (breakpoint_, facts.traffic, facts.stage, interval, facts.experts.num_experts)
+    parts = (layout, facts.traffic, facts.stage, interval, facts.experts.num_experts)
     sizes = measure_sizes(strategy, live.layouts, *parts)
     live.layouts.region_bytes = sizes.region_bytes
-    return RankInfo(
+    server.start()
+    info = RankInfo(
         rank=facts.rank,
         node=node,
         stage=facts.stage,
@@ -389,6 +349,7 @@ def _describe(
         address=server.address,
         **asdict(sizes),
     )
+    return (strategy, layout), (info, _checksum_of_cuts(live))
 
 
 def _find_domains(
@@ -398,10 +359,7 @@ def _find_domains(
     given = config.memory.failure_domain
     if given is None:
         return dict.fromkeys(nodes, "")
-    found = ranks.check_together(
-        lambda: find_domains(given, dict.fromkeys(nodes)) if facts.rank == 0 else None
-    )
-    return ranks.everyone.broadcast(found or {}, _DOMAINS)
+    return ranks.on_first(lambda: find_domains(given, dict.fromkeys(nodes)), _DOMAINS)
 
 
 def _draw_names() -> tuple[str, StartNames]:

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from msgspec import UNSET
+from msgspec.msgpack import Decoder
 
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import PhaseHook
@@ -31,7 +32,8 @@ from moe_ft.files.progress import waiting
 from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
-from moe_ft.recovery.agree import fetch_together
+from moe_ft.recovery.agree import Agreed, fetch_together
+from moe_ft.recovery.attempts import Failure
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
@@ -47,10 +49,12 @@ from moe_ft.recovery.rebuild import rebuild
 from moe_ft.recovery.restore import Restored, restore
 from moe_ft.recovery.site import Site, say_for_node
 from moe_ft.saying import warn
+from moe_ft.state import schedule
 from moe_ft.strategies.registry import chosen
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
 _PAUSE_S = 5.0  # between two looks
+_STATE = Decoder(tuple[int, str] | Failure)
 
 
 def start(
@@ -200,18 +204,11 @@ def _recover(
             notices.say_others(inventory, candidate.lineage)
             notices.say_divided(candidate)
             notices.say_blocked_by(candidate, offer.blocked_by)
-            # Nothing is put back yet, and no failure is noted: it is not the state that is wrong.
-            if (line := agreed.change) and met.site.rank == 0:
-                warn(line)
+            agreed = _check_state(met, agreed)
             with noting_failures(met, candidate):
                 restored = restore(candidate, agreed, met, readers, offer.kept)
             if inventory.is_unreadable:
                 restored = replace(restored, persisted_index=None)
-        kept = [each.lossy for each in agreed.everyone]
-        say_for_node(
-            met.site,
-            [each and f"recovered state was stored as {each}: it is not exact" for each in kept],
-        )
         return _Recovery(
             restored=restored,
             is_chosen=wish.is_choice and not offer.follows,
@@ -225,6 +222,27 @@ def _recover(
             _wait_for_nodes(met, error)
         raise
     return _Recovery(restored=None, is_chosen=wish.is_choice, problems=problems())
+
+
+def _check_state(met: Met, agreed: Agreed) -> Agreed:
+    """Refuse a state of another schedule, or say whose settings count, and what of it is not exact.
+
+    Called by all ranks. Nothing is put back yet, and no failure is noted: it is not the state that is wrong.
+    """
+    index, (_, optimizer, scheduler) = agreed.fetched.index, met.live.built
+    assert index is not None
+    kept = ", ".join(f"{key} as {each}" for key, each in agreed.fetched.lossy.items())
+    lossy = f"recovered state was stored as {kept}: it is not exact" if kept else ""
+    records = index.records[-len(agreed.slices) :]
+    line, found = met.ranks.find_together(
+        lambda: (schedule.check_changes(records, optimizer, scheduler), (index.window, lossy)),
+        _STATE,
+    )
+    if line and met.site.rank == 0:
+        warn(line)
+    say_for_node(met.site, [lossy for _, lossy in found])
+    # Stages that recover alone have other windows; all must continue with the same length.
+    return replace(agreed, window=max(window for window, _ in found))
 
 
 def _wait_for_nodes(met: Met, error: UnrecoverableError) -> None:

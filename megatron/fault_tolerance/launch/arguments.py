@@ -33,11 +33,6 @@ from moe_ft.saying import warn
 from moe_ft.spelling import explained
 
 PREFIX = "--moe-ft-"
-# What argparse keeps of the flags of a parser, in objects that its groups share.
-_CONTENTS = (
-    *("_actions", "_option_string_actions", "_defaults", "_registries", "_action_groups"),
-    *("_mutually_exclusive_groups", "_has_negative_number_optionals", "_positionals", "_optionals"),
-)
 # Variables that defaults of flags are read from, each with what it is for Megatron without it. They differ
 # from rank to rank, so a parser that is made before has numbers in their place.
 _STAND_INS = {-71: ("RANK", "0"), -72: ("LOCAL_RANK", "0"), -73: ("WORLD_SIZE", "1")}
@@ -140,8 +135,9 @@ def prepare_parsers() -> None:
     def add_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if not spares or len(parser._actions) != 1:  # a script has added some before
             return add(parser)
-        made = vars(spares.pop())
-        vars(parser).update({name: made[name] for name in _CONTENTS})
+        made = vars(spares.pop()).items()  # its flags are in objects that its groups share
+        shared = (list, dict, argparse._ActionsContainer)
+        vars(parser).update({name: each for name, each in made if isinstance(each, shared)})
         for action in parser._actions:
             if isinstance(action.default, int) and action.default in _STAND_INS:
                 action.default = int(os.environ.get(*_STAND_INS[action.default]))

@@ -71,6 +71,7 @@ class Recipes:
     def __init__(self) -> None:
         self._known: dict[str, Recipe] = {}
         self._asked: Recipe | None = None  # while a fake group is made instead
+        self._signature = functools.cache(inspect.signature)
 
     def of(self, group: Any) -> Recipe:
         """Return the recipe of a group; of one that was made otherwise, what torch knows of it."""
@@ -83,7 +84,7 @@ class Recipes:
 
     def make(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Make groups by a function of torch, and note their recipe."""
-        recipe = self._asked or self._recipe(_arguments(original, args, kwargs))
+        recipe = self._asked or self._recipe(self._arguments(original, args, kwargs))
         before = set(_world.pg_names.values())
         result = original(*args, **kwargs)
         names = set(_world.pg_names.values())
@@ -99,7 +100,7 @@ class Recipes:
         The function is one of torch, perhaps around `make`. The default is noted instead of the backend that
         is asked for.
         """
-        arguments = _arguments(original, args, kwargs)
+        arguments = self._arguments(original, args, kwargs)
         recipe = self._recipe(arguments if default is None else {**arguments, "backend": default})
         # Options of a real backend do not fit, and nothing is bound to a device.
         changes = {"backend": recipe.fake, "pg_options": None, "device_id": None}
@@ -119,12 +120,8 @@ class Recipes:
             backend = self.of_default().backend if _world.default_pg is not None else "undefined"
         return Recipe(backend=str(backend), options=arguments.get("pg_options"))
 
-
-_signature = functools.cache(inspect.signature)
-
-
-def _arguments(original: Function, args: Any, kwargs: Any) -> dict[str, Any]:
-    return dict(_signature(original).bind(*args, **kwargs).arguments)
+    def _arguments(self, original: Function, args: Any, kwargs: Any) -> dict[str, Any]:
+        return dict(self._signature(original).bind(*args, **kwargs).arguments)
 
 
 class Groups:

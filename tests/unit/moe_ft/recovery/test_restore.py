@@ -27,7 +27,6 @@ def test_units_are_frozen_until_their_snapshot_has_been_put_back(
         fetched=Fetched(index=make_window().index),
         slices=[(nobody, nobody)] * 3,
         positions={unit: window_position(unit, 3) for unit in WINDOW_UNITS},
-        everyone=[],
     )
     everyone = SimpleNamespace(once=None)
     met: Any = SimpleNamespace(live=None, ranks=SimpleNamespace(everyone=everyone))
