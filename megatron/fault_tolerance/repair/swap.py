@@ -49,10 +49,9 @@ class Recipe:
     options: Any = None  # None for its defaults
 
     @property
-    def by_device(self) -> dict[str, str]:
+    def by_device(self) -> Mapping[str, str]:
         """Backends by the type of the device whose tensors they exchange."""
-        config = BackendConfig(Backend(self.backend))
-        return {str(device): str(name) for device, name in config.device_backend_map.items()}
+        return _by_device(self.backend)
 
     @property
     def configuration(self) -> str:
@@ -63,6 +62,12 @@ class Recipe:
     def fake(self) -> str:
         """Fake backends for the same devices: torch chooses by them where Python objects are exchanged."""
         return ",".join(f"{device}:{FAKE}" for device in self.by_device)
+
+
+@functools.cache  # a start makes a hundred groups of a few kinds
+def _by_device(backend: str) -> Mapping[str, str]:
+    config = BackendConfig(Backend(backend))
+    return {str(device): str(name) for device, name in config.device_backend_map.items()}
 
 
 class Recipes:
