@@ -25,7 +25,6 @@ from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions, Turn, Votes
 from moe_ft.engine.ending import Ending, LastState, LastSteps
-from moe_ft.engine.links.parity import parity_keeper
 from moe_ft.engine.links.peers import Replica
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.layout import FileLayout
@@ -177,7 +176,7 @@ class CheckpointEngine:
             # After a fresh start nothing can be replayed from the first iteration: it has no state.
             keep_from = restored.replay_from if restored else iteration + 1
             self.boundary.start(iteration, keep_from, is_in_use=is_in_use)
-        context.server.keep(self._memory.replicas, self._reports, parity_keeper(self._memory))
+        context.server.keep(self._memory.replicas, self._reports, self._memory.parity_store())
         self._writer.start()
         if restored is not None:
             self._outcome_without_training = (

@@ -1,4 +1,4 @@
-"""Serves the memory of this rank's node, and keeps replicas for other ranks. The other side is peers.py.
+"""Serves the memory of this rank's node, and keeps replicas or parity for others. The other side is peers.py.
 
 listener.py lets connections in. The memory itself is memory/rank_memory.py.
 """
@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+import xxhash
 
 from moe_ft.engine.background import BackgroundPart, Reports
 from moe_ft.engine.links.listener import PeerListener
@@ -25,18 +27,24 @@ from moe_ft.engine.links.messages import (
     receive_header,
     send,
 )
-from moe_ft.engine.links.parity import ParityKeeper
 from moe_ft.engine.links.parts import VerifiedUnits
 from moe_ft.engine.links.streams import Loans, Streams, Target
 from moe_ft.engine.links.tcp import TCP
-from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
+from moe_ft.engine.links.transport import (
+    CHUNK_BYTES,
+    PROGRESS_TIMEOUT_S,
+    Connection,
+    Deadline,
+    Transport,
+)
+from moe_ft.engine.memory.parity import ParityStore
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates.adam import begin_repetition
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
-from moe_ft.format.encoding import check_path, checksum, decode
+from moe_ft.format.encoding import check_found, check_path, checksum, decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.format.updates import decode_update
 
@@ -50,10 +58,10 @@ class ReplicaKeeper:
         self._replicas: Mapping[int, ReplicaStore] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._newest: dict[int, int] = {}  # iteration that was last accepted, by source
-        self._parity: ParityKeeper | None = None
+        self._parity: ParityStore | None = None
 
     def keep(
-        self, replicas: Mapping[int, ReplicaMemory], parity: ParityKeeper | None = None
+        self, replicas: Mapping[int, ReplicaMemory], parity: ParityStore | None = None
     ) -> None:
         """Accept replicas of these ranks into this memory, which is open, or what others add to parity."""
         self._parity = parity
@@ -73,7 +81,7 @@ class ReplicaKeeper:
             )
         content = receive(connection, request.index_bytes, Deadline.for_bytes(request.index_bytes))
         if self._parity is not None:
-            return self._parity.receive(connection, request, bytes(content))
+            return _receive_stripe(self._parity, connection, request, bytes(content))
         memory = self._replicas.get(request.source)
         region_bytes = 0 if memory is None else memory.regions[0].num_bytes
         if memory is None or request.start_byte + request.data_bytes > region_bytes:
@@ -179,6 +187,58 @@ class ReplicaKeeper:
         return ""
 
 
+def _receive_stripe(store: ParityStore, connection: Streams, request: Put, content: bytes) -> Reply:
+    """Receive a stretch of a stripe and add it; return what is wrong with it, or nothing.
+
+    Args:
+        content: the index of the sender.
+
+    Raises:
+        OSError: if it does not arrive in time, or cannot be meant for this rank: the connection ends.
+    """
+    group, holder, source = store.group, store.holder, request.source
+    is_member = source in group.others(holder)
+    start, end = group.stripe(source, holder) if is_member else (0, -1)
+    first = request.start_byte - start
+    if not 0 <= first <= first + request.data_bytes <= end - start:
+        raise ConnectionError(
+            f"{request.data_bytes} bytes at byte {request.start_byte} of rank {source} are not of the "
+            f"stripe that rank {holder} keeps"
+        )
+    deadline = Deadline.for_bytes(request.data_bytes)
+    version, why_not = None, ""
+    try:
+        index = decode(content, Index, f"the index of rank {source}")
+        if index.rank != source:
+            raise CorruptStateError(f"an index of rank {index.rank} from rank {source}")
+        version = store.begin(index, request.window_byte, request.keep_iteration)
+    except (OSError, SnapshotError) as error:
+        why_not = str(error)
+    if version is None:
+        pass_over(connection, request.data_bytes, deadline)
+        return Reply(error=why_not)
+    found, at = xxhash.xxh3_64(), first
+    room = memoryview(bytearray(min(request.data_bytes, CHUNK_BYTES)))
+    try:
+        while rest := first + request.data_bytes - at:
+            piece = room[:rest]
+            connection.receive_into(piece, deadline)
+            found.update(piece)
+            store.add(version, at, piece)
+            at += len(piece)
+        check_found(f"a stripe of rank {source}", found.hexdigest(), request.checksum)
+    except BaseException as error:
+        version.is_broken = True
+        if not isinstance(error, CorruptStateError):
+            raise
+        return Reply(error=str(error))
+    try:
+        store.finish(version, index)
+    except OSError as error:
+        return Reply(error=str(error))
+    return Reply()
+
+
 def _targets(request: Put, index: Index, contents: Mapping[str, memoryview]) -> Iterator[Target]:
     """Yield the places of a stretch and of slots in region and pool, which are named as units name them."""
     yield contents[""][request.start_byte : request.start_byte + request.data_bytes]
@@ -214,7 +274,7 @@ class PeerServer:
         self,
         replicas: Mapping[int, ReplicaMemory],
         reports: Reports,
-        parity: ParityKeeper | None = None,
+        parity: ParityStore | None = None,
     ) -> None:
         """Accept replicas of these ranks into this memory, which is open, and report failures from now on.
 

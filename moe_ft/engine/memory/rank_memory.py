@@ -21,7 +21,7 @@ from moe_ft.engine.memory.job_directory import (
     replica_directory,
 )
 from moe_ft.engine.memory.mappings import Mappings
-from moe_ft.engine.memory.parity import PARITY_NAME, ParityFile, parity_files
+from moe_ft.engine.memory.parity import PARITY_NAME, ParityFile, ParityStore, parity_files
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import (
     BOUNDARY_FILE_NAME,
@@ -154,6 +154,10 @@ class RankMemory:
 
         if restored and (kept := self.parity_of(*restored)) is not None:
             kept.iteration = restored[1]
+
+    def parity_store(self) -> ParityStore | None:
+        """Return what keeps parity in this memory, which is open; None where there are replicas."""
+        return None if self.group is None else ParityStore(self.parity, self.rank, self.group)
 
     def parity_of(self, start: Start, iteration: int) -> ParityFile | None:
         """Return the parity of a state that a start wrote; None if there is none that is whole."""

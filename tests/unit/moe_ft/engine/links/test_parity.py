@@ -9,7 +9,6 @@ import pytest
 
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.parity import ParityKeeper
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.parity import ParityIndex, ParityStore, parity_files
@@ -40,7 +39,7 @@ class Holder:
         self.server.start()
         self.server.admit(TOKEN)
         self.reports = Reports()
-        self.server.keep({}, self.reports, ParityKeeper(self.store))
+        self.server.keep({}, self.reports, self.store)
         address = self.server.address
         info = RankInfo(rank=HOLDER, node="b", stage=0, pid=1, address=address, region_bytes=SIZE)
         self.replicators = {
@@ -132,7 +131,10 @@ def test_stripe_that_arrives_damaged_spoils_its_version_alone(
         patches.setattr("moe_ft.engine.links.peers.checksum", lambda data: checksum(b""))
         assert not holder.add(6, 5)
     assert "does not match its checksum" in " ".join(holder.reasons())
+    assert not holder.add(6, 5)  # whatever is wrong stays in there
+    assert "this window's parity is incomplete" in " ".join(holder.reasons())
     assert holder.whole() == {}
+    holder.replicators[6]._pairs[HOLDER].retry_s = 0.0
     assert all(holder.add(source, 6) for source in SOURCES)
     assert holder.whole() == {6: expected(6)}
 
