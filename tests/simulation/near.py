@@ -348,6 +348,29 @@ NEAR: dict[str, AnySchedule] = {
         faults=(Fault(kind="terminate", start=0, event=20, moment="after step"),),
         switching=0.02,
     ),
+    # One node is lost after the other, as soon as the first window after a recovery has begun.
+    "parity-without-what-was-recovered": Schedule(
+        seed=55,
+        setup=Setup(
+            stages=2,
+            dp=3,
+            ep=1,
+            layers=1,
+            experts=2,
+            nodes=3,
+            iterations=6,
+            parity=3,
+            keep=1,
+            streams=3,
+            breakpoints=True,
+        ),
+        faults=(
+            Fault(kind="lose-node", start=0, event=2210, target=5),
+            Fault(kind="lose-node", start=1, event=174, target=38, is_after_recovery=True),
+            Fault(kind="lose-node", start=2, event=185, target=63, is_after_recovery=True),
+        ),
+        switching=0.3,
+    ),
     "breakpoint-overwritten-too-early": Schedule(
         seed=7,
         setup=msgspec.structs.replace(_STAGES, interval="2", iterations=10),

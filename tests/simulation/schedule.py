@@ -53,6 +53,7 @@ _DAMAGED = 0.15  # of the schedules have damage and little else
 _STRANGE = 0.3  # of the starts of jobs with breakpoints have a stranger in their store
 _EVENTS_PER_ITERATION = 75  # of a rank, and more than most have, so that some faults come too late
 _DEATHS_OF_PARITY = 0.7
+_DAMAGED_STRIPES = 0.3  # of these
 STRANGER = "stranger-in-store"
 _OF_LATER = {"stages", "experts", "skips", "is_followed"}  # also those of layouts that come later
 ENDS_PROCESSES = ("kill-rank", "kill-node", "kill-all", "lose-node")
@@ -213,7 +214,14 @@ def _keep_parity(
     if rng.random() >= share:
         return setup, faults
     setup = parity.with_parity(setup, rng)
-    return setup, _draw_deaths(setup, rng) if rng.random() < _DEATHS_OF_PARITY else faults
+    if rng.random() >= _DEATHS_OF_PARITY:
+        return setup, faults
+    faults = _draw_deaths(setup, rng)
+    if rng.random() < _DAMAGED_STRIPES:  # in the middle of a stripe
+        num_sent = setup.num_ranks * (setup.parity - 1) * setup.iterations
+        damage = _draw(rng, {"corrupt": 1}, 0, lambda: 1 + rng.randrange(num_sent))
+        faults.insert(0, msgspec.structs.replace(damage, moment="phase replicate"))
+    return setup, faults
 
 
 def _change_layouts(
