@@ -9,7 +9,8 @@ counts if it was heard just now: one that is cut off misses all others. Those th
 count as being there, so the node of the store condemns nobody alone when it is cut off itself.
 
 With one observer, in a job of two nodes, its word is enough if another machine keeps the store, which misses
-the beats over a link of its own. On the node of the store nobody could tell whose link is down.
+the beats over a link of its own. On the node of the store both are missed over one link. Nobody could tell
+whether that is down: then a verdict would take a node from the job that lives, or end it.
 """
 
 from collections import defaultdict
