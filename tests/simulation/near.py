@@ -348,6 +348,26 @@ NEAR: dict[str, AnySchedule] = {
         faults=(Fault(kind="terminate", start=0, event=20, moment="after step"),),
         switching=0.02,
     ),
+    # The second half of a stripe arrives damaged, and its rank sends the whole window with the next snapshot.
+    "broken-parity-counts": Schedule(
+        seed=2078,
+        setup=Setup(
+            dp=3,
+            ep=1,
+            layers=1,
+            nodes=3,
+            iterations=6,
+            strategy="sparse",
+            options={"window": "2", "max_window": 4},
+            parity=3,
+            keep=1,
+        ),
+        faults=(
+            Fault(kind="corrupt", start=0, event=14, moment="phase replicate"),
+            Fault(kind="lose-node", start=0, event=13, target=6, moment="after step"),
+        ),
+        switching=0.02,
+    ),
     # One node is lost after the other, as soon as the first window after a recovery has begun.
     "parity-without-what-was-recovered": Schedule(
         seed=55,
