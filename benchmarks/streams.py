@@ -31,7 +31,6 @@ from msgspec import structs
 from benchmarks.conditions import versions
 from benchmarks.output import markdown_table, parse_options, show, spread
 from benchmarks.scale import identity_of, index_of
-from moe_ft.engine.links import parts
 from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
@@ -134,10 +133,6 @@ def _cpu_s(process: int | str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _read_parts(connection: PeerConnection, request: GetParts, num_bytes: int) -> None:
-    parts.spread(num_bytes, request.ranges, connection.get_parts(request, num_bytes))
-
-
 def compare(
     found: tuple[tuple[str, int], tuple[str, int], str],
     num_bytes: int,
@@ -168,7 +163,7 @@ def compare(
             take("one stream", partial(connection.get, _NAME))
             take(
                 "one stream, parts",
-                partial(_read_parts, connection, request, num_bytes),
+                partial(connection.get_parts, request, num_bytes),
                 len(ranges) * _PART_BYTES,
             )
             for way in ("send", "sendfile"):

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Self, override
 
 from moe_ft.engine.links.messages import GetParts
-from moe_ft.engine.links.parts import spread
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.regions import MappedFile
 from moe_ft.engine.persist.soundness import check_is_finite, read_index, read_index_file
@@ -193,7 +192,7 @@ class PeerReader(StateReader):
     ) -> memoryview | None:
         at = -1 if position is None else position
         request = GetParts(self._path, name, at, unit.checksum, tuple(ranges))
-        return spread(unit.num_bytes, ranges, self._connection.get_parts(request, unit.num_bytes))
+        return self._connection.get_parts(request, unit.num_bytes)
 
     @override
     def close(self) -> None:

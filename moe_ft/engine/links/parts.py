@@ -7,10 +7,11 @@ The one who asks puts them where they are in the unit; engine/links/messages.py 
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from moe_ft.engine.links.messages import GetParts
 from moe_ft.errors import CorruptStateError
@@ -18,7 +19,53 @@ from moe_ft.files.private_files import open_private, read_private
 from moe_ft.format.encoding import check_path, decode
 from moe_ft.format.index import Index, check_unit
 
+_LEAST_BYTES = 64 << 10  # of a range on average, to be sent without a copy
 _Stamp = tuple[int, int]  # inode and time of an index: another one after it was written again
+
+
+def zeros(num_bytes: int) -> memoryview:
+    """Return new bytes; numpy has them in huge pages: in small ones they take longer than a copy to them."""
+    return memoryview(np.zeros(num_bytes, np.uint8))
+
+
+class Parts:
+    """Ranges of a unit on their way: as they lie in it or, if they are small, one after another.
+
+    Both sides decide that by the ranges alone.
+
+    Attributes:
+        carried: buffers that are sent or filled, in this order.
+    """
+
+    def __init__(self, unit: memoryview, ranges: Sequence[tuple[int, int]]) -> None:
+        self._places = [unit[start:end] for start, end in ranges]
+        self.num_bytes = sum(map(len, self._places))
+        is_coarse = self.num_bytes >= len(ranges) * _LEAST_BYTES
+        self.carried = self._places if is_coarse else [zeros(self.num_bytes)]
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of all of them, one after another."""
+        found = xxhash.xxh3_64()
+        for each in self.carried:
+            found.update(each)
+        return found.hexdigest()
+
+    def gather(self) -> None:
+        """Copy small ranges out of the unit."""
+        for place, part in self._copied():
+            part[:] = place
+
+    def spread(self) -> None:
+        """Copy small ranges to where they belong in the unit."""
+        for place, part in self._copied():
+            place[:] = part
+
+    def _copied(self) -> Iterator[tuple[memoryview, memoryview]]:
+        at = 0
+        for place in self._places if self.carried is not self._places else ():
+            yield place, self.carried[0][at : at + len(place)]
+            at += len(place)
 
 
 class VerifiedUnits:
@@ -30,11 +77,11 @@ class VerifiedUnits:
         self._indexes: dict[Path, tuple[_Stamp, Index]] = {}
         self._verified: set[tuple[Path, _Stamp, str, int]] = set()
 
-    def parts(self, request: GetParts) -> memoryview:
-        """Return the ranges that a request names, one after another.
+    def parts(self, request: GetParts) -> tuple[Parts, str]:
+        """Return the ranges that a request names, and their checksum.
 
-        An index is removed before anything that it names is overwritten. So what was copied while it stayed
-        as it was is what it names.
+        An index is removed before anything that it names is overwritten. So what was read for the checksum
+        while it stayed as it was is what it names, and what is overwritten later does not match.
 
         Raises:
             CorruptStateError: if the unit is not the one that was asked for, or not intact.
@@ -62,12 +109,14 @@ class VerifiedUnits:
             check_unit(request.unit, unit, (content,), "")
         if any(not 0 <= start < end <= unit.num_bytes for start, end in request.ranges):
             raise CorruptStateError(f"a range beyond unit {request.unit}")
-        parts = _gather(content, request.ranges)
+        parts = Parts(content, request.ranges)
+        parts.gather()
+        sent = parts.checksum
         if _stamp_of(path) != stamp:
             raise CorruptStateError(f"{request.path} was replaced while it was read")
         with self._lock:
             self._verified.add(key)
-        return parts
+        return parts, sent
 
     def _index(self, path: Path) -> tuple[_Stamp, Index]:
         stamp = _stamp_of(path)
@@ -83,35 +132,3 @@ class VerifiedUnits:
 def _stamp_of(path: Path) -> _Stamp:
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
-
-
-def zeros(num_bytes: int) -> memoryview:
-    """Return new bytes; numpy has them in huge pages: in small ones they take longer than a copy to them."""
-    return memoryview(np.zeros(num_bytes, np.uint8))
-
-
-def _gather(content: memoryview, ranges: Sequence[tuple[int, int]]) -> memoryview:
-    parts, at = zeros(_total(ranges)), 0
-    for start, end in ranges:
-        parts[at : at + end - start] = content[start:end]
-        at += end - start
-    return parts
-
-
-def spread(num_bytes: int, ranges: Sequence[tuple[int, int]], parts: memoryview) -> memoryview:
-    """Return a unit of which only some ranges, which lie in it, are there; the rest is zero.
-
-    Raises:
-        CorruptStateError: if these are not as many bytes as the ranges have.
-    """
-    if len(parts) != _total(ranges):
-        raise CorruptStateError(f"{len(parts)} bytes came instead of {_total(ranges)}")
-    content, at = zeros(num_bytes), 0
-    for start, end in ranges:
-        content[start:end] = parts[at : at + end - start]
-        at += end - start
-    return content
-
-
-def _total(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in ranges)

@@ -30,6 +30,7 @@ from moe_ft.engine.links.messages import (
     receive_header,
     send,
 )
+from moe_ft.engine.links.parts import Parts, zeros
 from moe_ft.engine.links.streams import Streams
 from moe_ft.engine.links.tcp import TCP
 from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
@@ -179,38 +180,56 @@ class PeerConnection:
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> memoryview:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
-        return self._ask(Get(path, offset, num_bytes), Deadline.for_bytes(0))[1]
+        _, (content,) = self._ask(Get(path, offset, num_bytes), Deadline.for_bytes(0))
+        return content
 
     def get_parts(self, request: GetParts, unit_bytes: int) -> memoryview:
-        """Return ranges of a unit in the peer's node memory, which the peer verifies before.
+        """Return a unit of the peer's node memory of which only ranges are there; the rest is zero.
+
+        The peer verifies all of it before.
 
         Raises:
             OSError: if that fails.
             CorruptStateError: if other bytes came than were sent.
         """
+        unit = zeros(unit_bytes)
+        parts = Parts(unit, request.ranges)
         check_s = PROGRESS_TIMEOUT_S + unit_bytes / _SLOWEST_CHECK_BYTES_PER_S
-        reply, content = self._ask(request, Deadline(check_s))
-        if checksum(content) != reply.checksum:
+        reply, _ = self._ask(request, Deadline(check_s), parts.carried)
+        if reply.checksum != parts.checksum:
             raise CorruptStateError(f"parts of unit {request.unit} do not match their checksum")
-        return content
+        parts.spread()
+        return unit
 
-    def _ask(self, request: Get | GetParts, deadline: Deadline) -> tuple[Reply, memoryview]:
+    def _ask(
+        self,
+        request: Get | GetParts,
+        deadline: Deadline,
+        targets: Sequence[memoryview] | None = None,
+    ) -> tuple[Reply, Sequence[memoryview]]:
+        """Send a request and fill targets, or new memory; return the reply and what was filled."""
         try:
             connection = self._connected()
             send(connection, request, deadline)
             with waiting(deadline.rest_s):
                 reply = REPLY.decode(receive_header(connection, deadline))
-            deadline = Deadline.for_bytes(reply.num_bytes)
-            with waiting(deadline.rest_s):
+            if targets is None:
                 # Not zeroed: that takes as long as receiving, and the sender waits for it.
-                content = memoryview(np.empty(reply.num_bytes, np.uint8))
-                connection.receive_body([content], reply.num_bytes, deadline)
+                targets = [memoryview(np.empty(reply.num_bytes, np.uint8))]
+            elif not reply.error and sum(map(len, targets)) != reply.num_bytes:
+                raise ConnectionError(
+                    f"{reply.num_bytes} bytes are other parts than those asked for"
+                )
+            if not reply.error:
+                deadline = Deadline.for_bytes(reply.num_bytes)
+                with waiting(deadline.rest_s):
+                    connection.receive_body(targets, reply.num_bytes, deadline)
         except BaseException:
             self.close()  # in the middle of a message
             raise
         if reply.error:
             raise OSError(reply.error)
-        return reply, content
+        return reply, targets
 
     def close(self) -> None:
         """Close the connection."""

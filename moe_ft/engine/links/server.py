@@ -344,13 +344,13 @@ class PeerServer:
 
     def _get_parts(self, connection: Streams, request: GetParts) -> None:
         try:
-            parts = self._verified.parts(request)
+            parts, found = self._verified.parts(request)
         except OSError as error:
             send(connection, Reply(error=str(error)), Deadline.for_bytes(0))
             return
-        deadline = Deadline.for_bytes(len(parts))
-        send(connection, Reply(num_bytes=len(parts), checksum=checksum(parts)), deadline)
-        connection.send_body([parts], len(parts), deadline)
+        deadline = Deadline.for_bytes(parts.num_bytes)
+        send(connection, Reply(num_bytes=parts.num_bytes, checksum=found), deadline)
+        connection.send_body(parts.carried, parts.num_bytes, deadline)
 
     def _get(self, connection: Streams, request: Get) -> None:
         try:

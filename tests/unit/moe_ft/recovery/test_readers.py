@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from moe_ft.engine.links import parts as travel
+from moe_ft.engine.links import streams
+from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import own_directory
@@ -233,6 +237,55 @@ def test_parts_of_a_unit_come_from_a_peer_and_are_read_whole_from_elsewhere(plac
         bytes(whole[start:end]) for start, end in RANGES
     ]
     assert not any(parts[:3])
+
+
+@pytest.mark.parametrize("least_bytes", [1, 1 << 16], ids=["as they lie", "in a copy"])
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_parts_are_where_they_belong_however_they_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_streams: int, least_bytes: int
+) -> None:
+    monkeypatch.setattr(travel, "_LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(streams, "PIECE_BYTES", 4)
+    place = Place("peer", tmp_path)
+    assert place.server.address is not None
+    try:
+        with closing(PeerConnection(place.server.address, "token", num_streams)) as connection:
+            reader = PeerReader(connection, place.version)
+            entry = reader.index.units[str(UNIT)]
+            whole = reader.read(entry.file, entry.offset, entry.num_bytes)
+            expected = bytearray(entry.num_bytes)
+            for start, end in RANGES:
+                expected[start:end] = whole[start:end]
+            parts = reader.read_parts(str(UNIT), None, entry, RANGES)
+            assert parts is not None and bytes(parts) == expected
+    finally:
+        place.server.close()
+
+
+def test_parts_that_are_overwritten_before_they_are_sent_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(travel, "_LEAST_BYTES", 1)
+    place, verify = Place("peer", tmp_path), travel.VerifiedUnits.parts
+    reader = place.reader()
+    entry = reader.index.units[str(UNIT)]
+
+    def overwrite(units: travel.VerifiedUnits, request: GetParts) -> tuple[travel.Parts, str]:
+        found = verify(units, request)
+        with place.data.open("r+b") as file:
+            file.seek(entry.offset + RANGES[0][0])
+            (byte,) = file.read(1)
+            file.seek(entry.offset + RANGES[0][0])
+            file.write(bytes([byte ^ 1]))
+        return found
+
+    monkeypatch.setattr(travel.VerifiedUnits, "parts", overwrite)
+    try:
+        with pytest.raises(CorruptStateError, match="do not match their checksum"):
+            reader.read_parts(str(UNIT), None, entry, RANGES)
+    finally:
+        reader.close()
+        place.server.close()
 
 
 @pytest.mark.parametrize("has_been_verified", [False, True])

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from moe_ft.engine.links.parts import spread
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import (
     GlobalPlace,
@@ -150,9 +149,11 @@ class Left(StateReader):
     def read_parts(
         self, name: str, position: int | None, unit: UnitEntry, ranges: Sequence[tuple[int, int]]
     ) -> memoryview | None:
-        parts = b"".join(self.read("", unit.offset + start, end - start) for start, end in ranges)
-        self.asked_bytes += len(parts)
-        return spread(unit.num_bytes, ranges, memoryview(parts))
+        parts = bytearray(unit.num_bytes)
+        for start, end in ranges:
+            parts[start:end] = self.read("", unit.offset + start, end - start)
+            self.asked_bytes += end - start
+        return memoryview(parts)
 
     @override
     def read_header(self) -> memoryview:
