@@ -70,6 +70,11 @@ class ReplicaKeeper:
             source: ReplicaStore(each.regions, each.pool) for source, each in replicas.items()
         }
 
+    def close(self) -> None:
+        """Let nothing be added to parity any more, when what is being added is in there."""
+        if self._parity is not None:
+            self._parity.close()
+
     def receive(self, connection: Streams, request: Put) -> Reply:
         """Receive a replica; return what is wrong with it, or nothing.
 
@@ -289,8 +294,9 @@ class PeerServer:
             self._report(reason)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and let nothing be added to parity: its files may be removed."""
         self._listener.close()
+        self._keeper.close()
 
     def _report(self, reason: str) -> None:
         with self._lock:

@@ -134,6 +134,7 @@ class ParityStore:
         self._files, self.holder, self.group = files, holder, group
         self._lock = threading.Lock()
         self._newest: Version | None = None
+        self._is_closed = False
         self._store = Store(
             {SizeClass.WINDOW: len(files)}, lambda home: files[home.number].invalidate()
         )
@@ -158,6 +159,8 @@ class ParityStore:
         first = index.iteration - index.num_snapshots + 1
         window = index.identity.family(first, index.window)
         with self._lock:
+            if self._is_closed:
+                raise CorruptStateError("this rank has ended")
             version = self._newest
             if version is None or version.window != window:
                 version = self._begin(window, keep_iteration)
@@ -193,6 +196,12 @@ class ParityStore:
         np.frombuffer(file.view, np.uint8)[:] = 0
         self._newest = Version(window=window, home=home, file=file)
         return self._newest
+
+    def close(self) -> None:
+        """Let nothing be added or made whole any more: the files may go."""
+        with self._lock:
+            self._is_closed = True
+            self._newest = None
 
     def add(self, version: Version, at: int, content: memoryview) -> None:
         """Add a piece of a stripe; raises ConnectionError if another version is being made meanwhile."""

@@ -139,6 +139,14 @@ def test_stripe_that_arrives_damaged_spoils_its_version_alone(
     assert holder.whole() == {6: expected(6)}
 
 
+def test_nothing_is_written_when_the_rank_has_ended(holder: Holder) -> None:
+    assert all(holder.add(source, 5) for source in SOURCES)
+    assert holder.add(1, 6, 5)
+    holder.server.close()
+    assert not holder.add(6, 6, 5)
+    assert holder.whole() == {5: expected(5)}
+
+
 def test_what_is_not_of_the_group_is_not_added(holder: Holder) -> None:
     region, index = holder.state(1, 5)
     foreign = msgspec.structs.replace(index, rank=3)
