@@ -13,6 +13,7 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,7 @@ from moe_ft.errors import ConfigError
 FAKE = "fake"
 _RELEASE = "_ZN4c10d12ProcessGroup17release_resourcesEv"
 _COUNT_OF_ROUND = 1_000_000
+_RELEASING_THREADS = 16
 CONNECT_S = 30.0  # for all ranks to make the connections of a group
 
 Function = Callable[..., Any]
@@ -188,8 +190,9 @@ class Groups:
 
         Groups with absent ranks get none: degraded/live_groups.py answers what is called with them.
         """
-        for _, group, _ in self._groups:
-            release(group)
+        # At first each has a device of its own, whose thread takes 10 ms to end.
+        with ThreadPoolExecutor(_RELEASING_THREADS) as pool:
+            [*pool.map(release, [group for _, group, _ in self._groups])]
         ranks_of = _world.pg_group_ranks
         broken = (g for _, g, _ in self._groups if not absent.isdisjoint(ranks_of[g]))
         self._left_out = set(broken)
