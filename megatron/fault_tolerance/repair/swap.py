@@ -190,9 +190,15 @@ class Groups:
 
         Groups with absent ranks get none: degraded/live_groups.py answers what is called with them.
         """
-        # At first each has a device of its own, whose thread takes 10 ms to end.
+        others, of_gloo = list[Any](), list[Any]()
+        for _, group, recipe in self._groups:
+            is_gloo = {*recipe.by_device.values()} == {dist.Backend.GLOO}
+            (of_gloo if is_gloo else others).append(group)
+        # At first each has a network device of its own, whose thread takes 10 ms to end.
         with ThreadPoolExecutor(_RELEASING_THREADS) as pool:
-            [*pool.map(release, [group for _, group, _ in self._groups])]
+            [*pool.map(release, of_gloo)]
+        for group in others:  # of NCCL: in this thread, whose device is the rank's
+            release(group)
         ranks_of = _world.pg_group_ranks
         broken = (g for _, g, _ in self._groups if not absent.isdisjoint(ranks_of[g]))
         self._left_out = set(broken)
