@@ -16,9 +16,8 @@ from moe_ft.cluster.signed_store import SignedStore, poll_s
 # Beats that a lost node has missed: while others have lost connections (ranks wait 10 s for news then), in
 # any other case, and while its kernel is silent, too.
 _SUSPECTED_BEATS, _LOST_BEATS, _QUIET_BEATS = 8, 3, 2
-_HEARD_BEATS = (
-    3  # the word of a node counts that has missed fewer: less than the silence of a kernel
-)
+# The word of a node counts that has missed fewer: they take less time than the silence of a kernel.
+_HEARD_BEATS = 3
 _LONGEST_LOOK_S = 1.0
 PERIOD_S = 0.25  # between two beats of a node, and two looks at them
 ARRIVED, LEAVING, SAVE, OVER = (f"nodes/{what}" for what in ("arrived", "leaving", "save", "over"))
