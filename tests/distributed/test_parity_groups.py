@@ -14,7 +14,7 @@ NAMES = ("node0", "node1", "node2", "node3", "node4")
     [
         pytest.param((), id="dense"),
         pytest.param(
-            ("--moe-ft-strategy", "sparse", "--moe-ft-sparse-window", "2"),
+            ("--moe-ft-strategy", "sparse", "--moe-ft-window", "2"),
             id="sparse",
             marks=pytest.mark.rest,
         ),
