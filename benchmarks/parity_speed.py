@@ -51,7 +51,8 @@ class Rank:
 
     def __init__(self, folder: Path, rank: int, num_elements: int) -> None:
         """Fill its memory, and serve it."""
-        self.rank, self.node_dir = rank, folder / f"node{rank}"
+        self.rank = rank
+        self.node_dir = folder / f"node{rank}"
         make_private(self.node_dir)
         self.region, self.index = fill_region(
             own_directory(self.node_dir, rank), rank=rank, num_elements=num_elements
@@ -197,7 +198,8 @@ class Job:
     def __init__(self, folder: Path, num_elements: int) -> None:
         """Start them."""
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._ranks = list[Pipe](), []
+        self._pipes = list[Pipe]()
+        self._ranks = []
         for number in range(_NUM_RANKS):
             own, theirs = context.Pipe()
             given = folder, number, num_elements, theirs

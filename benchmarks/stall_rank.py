@@ -80,7 +80,9 @@ class Loop:
     """The state, the work and the iteration count of one rank."""
 
     def __init__(self, rank: int, mib: int, num_parameters: int) -> None:
-        self.rank, self.iteration, self._num_parameters = rank, 0, num_parameters
+        self.rank = rank
+        self.iteration = 0
+        self._num_parameters = num_parameters
         self.num_elements = mib * 2**20 // (num_parameters * BYTES_PER_ELEMENT)
         self.state: State = {}
         for index in range(num_parameters):

@@ -43,6 +43,8 @@ _KEEP = (
 _HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100000))"
 _NAMES = ("node0", "node1", "node2", "node3")
 _STORE = "node4"
+_LONG_S = (0.5, 5.0)
+_SHORT_S = (0.3, 0.8)
 _LOST = "is lost"
 _ESTABLISHED = " 01 "  # in a table of TCP connections
 _DEADLINE_S = 120.0
@@ -119,49 +121,44 @@ def lose(repeats: int) -> Iterator[float]:
 
 
 def _stop(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
-    _stop_node(nodes, rng.choice(_NAMES), rng.uniform(0.3, 2.5))
-
-
-def _stop_keeper(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
-    _stop_node(nodes, _STORE, rng.uniform(0.5, 5.0))
-    time.sleep(_SETTLE_S)
-
-
-def _stop_node(nodes: Nodes, name: str, seconds: float) -> None:
+    name = rng.choice(_NAMES)
     nodes.stop(name)
-    time.sleep(seconds)
+    time.sleep(rng.uniform(0.3, 2.5))
     nodes.wake(name)
 
 
-def _cut_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    networks.cut(_STORE)
-    time.sleep(rng.uniform(0.5, 5.0))
-    networks.restore(_STORE)
+def _for_a_while(
+    rng: random.Random,
+    limits_s: tuple[float, float],
+    begin: Callable[..., None],
+    end: Callable[..., None],
+    *names: str,
+) -> None:
+    """Begin a fault of some nodes, end it after a time that is drawn, and wait until it has no effect."""
+    begin(*names)
+    time.sleep(rng.uniform(*limits_s))
+    end(*names)
     time.sleep(_SETTLE_S)
+
+
+def _stop_keeper(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
+    _for_a_while(rng, _LONG_S, nodes.stop, nodes.wake, _STORE)
+
+
+def _cut_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
+    _for_a_while(rng, _LONG_S, networks.cut, networks.restore, _STORE)
 
 
 def _part_from_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    name = rng.choice(_NAMES)
-    networks.part(name, _STORE)
-    time.sleep(rng.uniform(0.5, 5.0))
-    networks.join(name, _STORE)
-    time.sleep(_SETTLE_S)
+    _for_a_while(rng, _LONG_S, networks.part, networks.join, rng.choice(_NAMES), _STORE)
 
 
 def _lose_frames(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    name = rng.choice(_NAMES)
-    networks.unplug(name)
-    time.sleep(rng.uniform(0.3, 0.8))
-    networks.plug(name)
-    time.sleep(_SETTLE_S)
+    _for_a_while(rng, _SHORT_S, networks.unplug, networks.plug, rng.choice(_NAMES))
 
 
 def _flap(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    name = rng.choice(_NAMES)
-    networks.cut(name)
-    time.sleep(rng.uniform(0.3, 0.8))
-    networks.restore(name)
-    time.sleep(_SETTLE_S)
+    _for_a_while(rng, _SHORT_S, networks.cut, networks.restore, rng.choice(_NAMES))
 
 
 _FAULTS: dict[str, Callable[[Nodes, Namespaces, random.Random], None]] = {

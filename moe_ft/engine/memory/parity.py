@@ -131,7 +131,9 @@ class ParityStore:
     """Versions of parity, in files that are open. Used by the threads of all connections."""
 
     def __init__(self, files: Sequence[ParityFile], holder: int, group: ParityGroup) -> None:
-        self._files, self.holder, self.group = files, holder, group
+        self._files = files
+        self.holder = holder
+        self.group = group
         self._lock = threading.Lock()
         self._newest: Version | None = None
         self._is_closed = False
@@ -184,7 +186,7 @@ class ParityStore:
     def _begin(self, window: Family, keep_iteration: int | None) -> Version:
         """Begin a version, and give up the one that is under way."""
         if self._newest is not None and window < self._newest.window:
-            raise CorruptStateError(_INCOMPLETE)  # all ranks have gone on to another window
+            raise CorruptStateError(_INCOMPLETE)  # the others have begun a later window
         self._store.give_up(self._store.filling)
         kept = [
             n for n, each in enumerate(self._files) if None is not each.iteration == keep_iteration

@@ -75,7 +75,9 @@ class RankMemory:
         replica_regions: Regions = 2,
         parity: ParityGroup | None = None,
     ) -> None:
-        self.node_dir, self.rank, self._topology = node_dir, rank, topology
+        self.node_dir = node_dir
+        self.rank = rank
+        self._topology = topology
         own = topology.ranks[rank]
         self._node = own.node
         self.regions = _regions(own_directory(node_dir, rank), num_regions(persists=persists), own)

@@ -146,7 +146,8 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.storage = folder, Storage(faulty_urls(folder)["local"])
-        self.iteration, self.wrong = 0, set[int]()
+        self.iteration = 0
+        self.wrong = set[int]()
         self.known: list[int] = []  # iterations that all ranks have read back
         self._restart()
 
