@@ -27,6 +27,13 @@ TESTED_ELSEWHERE = {
         ],
         "commands: tests call moe_ft.cli",
     ),
+    **dict.fromkeys(
+        [
+            f"megatron/fault_tolerance/bridge/{name}.py"
+            for name in ("dialect", "launch", "loop", "versions", "view")
+        ],
+        "import Megatron-Bridge: tests/bridge has its own environment",
+    ),
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
     "moe_ft/commands/pages.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/recovery/peers.py": "ranks meet with it: recovery/test_meet.py",
@@ -43,6 +50,7 @@ TESTED_ELSEWHERE = {
 LONELY = {
     "pretrain_gpt_moe.py": "a program",
     "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
+    "megatron/fault_tolerance/bridge/launch.py": "imports Megatron-Bridge: its user may not have it",
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",

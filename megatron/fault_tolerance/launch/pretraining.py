@@ -111,14 +111,24 @@ def _command_line() -> list[str]:
     return [*sys.orig_argv, *sys.argv]
 
 
-def train(config: MoeFtConfig, args: argparse.Namespace, call: Callable[..., Any]) -> Any:
-    """Call Megatron's `pretrain` with the seams installed, and return its result."""
+def train(
+    config: MoeFtConfig,
+    args: argparse.Namespace,
+    call: Callable[..., Any],
+    loop: MegatronLoop | None = None,
+) -> Any:
+    """Call a function that trains with the seams installed, and return its result.
+
+    Args:
+        args: Megatron's, or what stands for them in another loop.
+        call: Megatron's `pretrain` with its arguments, or another loop's.
+        loop: None for Megatron's own.
+    """
     choose_format(config.observability.log_format)
     warnings = lines_on_gpus(config, args, args.world_size)
     on_sigterm = not _waits_for_sigterm(args)
-    listeners = listeners_of(
-        config, MegatronLoop(), args.rank, on_sigterm=on_sigterm, warnings=warnings
-    )
+    loop = MegatronLoop() if loop is None else loop
+    listeners = listeners_of(config, loop, args.rank, on_sigterm=on_sigterm, warnings=warnings)
     result, end = None, None
     with refusing():  # only the built model or the disks may tell
         try:

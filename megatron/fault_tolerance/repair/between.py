@@ -13,19 +13,19 @@ from typing import Any, override
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, get_timers, training
+from megatron.training import get_args, get_timers
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.data_sets import DataSets
-from megatron.fault_tolerance.seams.megatron_loop import SAMPLE_COUNTERS, is_evaluated
+from megatron.fault_tolerance.seams.megatron_loop import COUNTERS, is_evaluated
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers, loop_functions
 from moe_ft.cluster.member import Done, Member, Position
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
-_COUNTERS = ("iteration", "curr_iteration", *SAMPLE_COUNTERS)
+_COUNTERS = ("iteration", "curr_iteration", *COUNTERS)
 
 
 class BetweenIterations:
@@ -172,10 +172,10 @@ def can_log_again(member: Member) -> bool:
     """
     args, position = get_args(), member.position
     is_like_others = position is not None and (
-        position.gathers_weights or not training.should_disable_forward_pre_hook(args)
+        position.gathers_weights or not loop_functions().should_disable_forward_pre_hook(args)
     )
     return is_like_others and not (
-        args.log_params_norm or args.perform_rl_step or training._seqlen_stats_active
+        args.log_params_norm or args.perform_rl_step or loop_functions()._seqlen_stats_active
     )
 
 
@@ -186,8 +186,8 @@ def can_evaluate_again() -> bool:
         args.full_validation
         or args.log_params_norm
         or args.perform_rl_step
-        or training._seqlen_stats_active
-        or training.should_disable_forward_pre_hook(args)
+        or loop_functions()._seqlen_stats_active
+        or loop_functions().should_disable_forward_pre_hook(args)
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.training import get_args, training
+from megatron.training import get_args
 
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
@@ -27,7 +27,7 @@ from megatron.fault_tolerance.seams.megatron_loop import (
     counters_of,
 )
 from megatron.fault_tolerance.seams.replay import clear_metrics
-from megatron.fault_tolerance.seams.stack import Function
+from megatron.fault_tolerance.seams.stack import Function, loop_functions
 from moe_ft.cluster.member import Position
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopState
@@ -215,7 +215,7 @@ def _run_and_count(
         clear_metrics()
         begin_iteration(args, iteration)
         with watcher.inside():
-            training.dummy_train_step(step.parts.data_iterator)
+            loop_functions().dummy_train_step(step.parts.data_iterator)
         count_iteration(args, is_skipped=True)
         return
     _run(step, iteration, watcher)

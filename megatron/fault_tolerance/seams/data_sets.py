@@ -4,9 +4,13 @@ from collections.abc import Callable
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-from megatron.training import get_args, training
+from megatron.training import get_args
 
-from megatron.fault_tolerance.seams.stack import Layer, Layers
+from megatron.fault_tolerance.seams.stack import Layer, Layers, loop_functions
+
+_OF_CIRCLES = (
+    "MegatronPretrainingRandomSampler"  # of the loader that `--dataloader-type cyclic` asks for
+)
 
 
 class Loaded(NamedTuple):
@@ -61,6 +65,8 @@ def _renew(iterators: Any, kept: list[Loaded | None], num_consumed: int) -> None
         iterator.advance()
         iterator.iterable = None  # ends the workers of the old one
         data_set = None if loaded is None else loaded.data_set
-        loader = training.build_pretraining_data_loader(data_set, num_consumed)
-        is_cyclic = get_args().dataloader_type == "cyclic"
+        loader = loop_functions().build_pretraining_data_loader(data_set, num_consumed)
+        # Another loop than Megatron-LM's may read one of its data sets in a circle, and the other not.
+        sampler = getattr(loader, "batch_sampler", None)  # a script's own loader has none
+        is_cyclic = type(sampler).__name__ == _OF_CIRCLES
         iterator.iterable = chain.from_iterable(repeat(loader)) if is_cyclic else iter(loader)

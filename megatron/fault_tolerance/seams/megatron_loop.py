@@ -21,7 +21,6 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, get_args, get_tensorboard_writer, get_wandb_writer
-from megatron.training.training import num_floating_point_operations
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
@@ -35,6 +34,7 @@ from megatron.fault_tolerance.seams.flag_classes import (
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
+from megatron.fault_tolerance.seams.stack import loop_functions
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.cluster.member import own_launch
@@ -52,8 +52,10 @@ from moe_ft.state.record import LoopCounters
 
 Schedule = Sequence[tuple[int, int]]  # (samples consumed so far, global batch size from there on)
 # Attributes of Megatron's arguments that count.
-SAMPLE_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-COUNTERS = (*SAMPLE_COUNTERS, "num_floating_point_operations_so_far")
+COUNTERS = (
+    *("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+    "num_floating_point_operations_so_far",
+)
 
 
 @functools.cache
@@ -214,7 +216,7 @@ class MegatronLoop(CoreLoop):
 
     @override
     def num_operations_of(self, num_samples: int) -> float:
-        return float(num_floating_point_operations(get_args(), num_samples))
+        return float(loop_functions().num_floating_point_operations(get_args(), num_samples))
 
     @override
     def counters(self, num_uncounted: int) -> LoopCounters:
@@ -231,7 +233,7 @@ class MegatronLoop(CoreLoop):
     def resume(self, record: Counted) -> None:
         args = get_args()
         args.iteration = record.iteration
-        vars(args).update(counters_in(record))
+        _set_all(args, counters_in(record))
         begin_reruns_again(record.iteration)
         update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
 
@@ -253,29 +255,36 @@ class MegatronLoop(CoreLoop):
         args.curr_iteration = before.iteration
         with Patches() as patches:
             patches.set(args, "check_for_nan_in_loss_and_grad", False)
-            parts.forward_backward(
-                forward_step_func=parts.forward_step,
-                data_iterator=parts.data_iterator,
-                model=parts.model,
-                num_microbatches=after.num_microbatches,
-                seq_length=args.seq_length,
-                micro_batch_size=args.micro_batch_size,
-                decoder_seq_length=args.decoder_seq_length,
-                forward_only=False,
-            )
+            parts.forward_backward(**self.schedule(parts), num_microbatches=after.num_microbatches)
+
+    def schedule(self, parts: LoopParts) -> dict[str, Any]:
+        """Return what the loop gives to forward and backward, but for the number of micro-batches."""
+        args = get_args()
+        return {
+            "forward_step_func": parts.forward_step,
+            "data_iterator": parts.data_iterator,
+            "model": parts.model,
+            "seq_length": args.seq_length,
+            "micro_batch_size": args.micro_batch_size,
+            "decoder_seq_length": args.decoder_seq_length,
+            "forward_only": False,
+        }
 
     @override
     def write_numbers(self, numbers: Mapping[str, float], *, iteration: int) -> None:
         scalars = {f"moe-ft/{name}": value for name, value in numbers.items()}
-        board, wandb = get_tensorboard_writer(), get_wandb_writer()
         try:
-            if board:
-                for name, value in scalars.items():
-                    board.add_scalar(name, value, iteration)
-            if wandb:
-                wandb.log(scalars, iteration)
+            self.write_scalars(scalars, iteration)
         except Exception as error:  # of another library: what is told of a run must not end it
             warn(f"numbers of iteration {iteration} are not written: {error}")
+
+    def write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
+        """Give numbers to the writers that the loop has on this rank."""
+        board, wandb = get_tensorboard_writer(), get_wandb_writer()
+        for name, value in scalars.items() if board else ():
+            board.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(scalars, iteration)
 
 
 def _slot_settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -377,8 +386,13 @@ def counters_in(record: Counted) -> dict[str, float]:
 def begin_at(args: Any, iteration: int, counters: Mapping[str, float]) -> None:
     """Have the loop begin, or continue, with these counters."""
     args.iteration = iteration
-    vars(args).update(counters)
+    _set_all(args, counters)
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def _set_all(args: Any, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        setattr(args, name, value)
 
 
 def begin_iteration(args: Any, iteration: int) -> None:

@@ -7,7 +7,8 @@ all functions are there. Not here: what a part *sets* for a while, such as a fla
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial, wraps
@@ -127,6 +128,24 @@ _NAMED = {
 }
 
 
+_others: list[Any] = []  # who has the functions of another loop than Megatron-LM's, in their form
+
+
+def loop_functions() -> Any:
+    """Return what has the functions of the training loop: Megatron's module, or who stands for it."""
+    return _others[-1] if _others else importlib.import_module(_LOOP)
+
+
+@contextmanager
+def of_loop(functions: Any) -> Iterator[None]:
+    """Have the functions of another loop wrapped and called, in the form of Megatron's own."""
+    _others.append(functions)
+    try:
+        yield
+    finally:
+        _others.remove(functions)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seam:
     """A function that is wrapped or called.
@@ -147,7 +166,8 @@ class Seam:
     @property
     def place(self) -> tuple[Any, str]:
         """The module or class that has it, and its name there."""
-        owner: Any = importlib.import_module(self.module)
+        is_of_loop = self.module == _LOOP
+        owner: Any = loop_functions() if is_of_loop else importlib.import_module(self.module)
         *classes, last = self.name.split(".")
         for each in classes:
             owner = getattr(owner, each)
@@ -155,6 +175,8 @@ class Seam:
 
     def misfit(self) -> str | None:
         """Return what does not fit, with the name of the function; None if it fits."""
+        if _others and self.module in (_LOOP, _ARGUMENTS):
+            return None  # who has them has checked what they end in
         try:
             found = getattr(*self.place)
         except (ImportError, AttributeError):

@@ -12,6 +12,10 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 from megatron.training import training
+from megatron.training.datasets.data_samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
 
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.stack import Layers
@@ -21,10 +25,17 @@ from megatron.fault_tolerance.seams.stack import Layers
 def loop(loop_args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
     """Yield the arguments of a loop whose loaders are the rest of their data sets."""
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    monkeypatch.setattr(
-        training, "build_pretraining_data_loader", lambda data_set, consumed: data_set[consumed:]
-    )
-    loop_args.dataloader_type = "single"
+    loop_args.sampler = MegatronPretrainingSampler
+
+    class Loader(list[int]):
+        batch_sampler: Any
+
+    def build(data_set: list[int], consumed: int) -> Loader:
+        loader = Loader(data_set[consumed:])
+        loader.batch_sampler = object.__new__(loop_args.sampler)
+        return loader
+
+    monkeypatch.setattr(training, "build_pretraining_data_loader", build)
     yield loop_args
     destroy_rerun_state_machine()
 
@@ -45,11 +56,14 @@ def of_training(data_set: list[int] | None) -> Any:
     return (data_set and Namespace(dataset=data_set, collate_fn=list), None, None)
 
 
-@pytest.mark.parametrize(("kind", "following"), [("single", [6, 7]), ("cyclic", [6, 7, 6])])
+@pytest.mark.parametrize(
+    ("sampler", "following"),
+    [(MegatronPretrainingSampler, [6, 7]), (MegatronPretrainingRandomSampler, [6, 7, 6])],
+)
 def test_iterator_of_the_loop_continues_with_the_counted_samples(
-    kind: str, following: list[int], loop: Namespace, monkeypatch: pytest.MonkeyPatch
+    sampler: type, following: list[int], loop: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop.dataloader_type = kind
+    loop.sampler = sampler
     data_sets = noted(monkeypatch, [of_training(list(range(8)))])
     iterator = RerunDataIterator(iter(range(8)))
     assert [next(iterator), next(iterator)] == [0, 1]

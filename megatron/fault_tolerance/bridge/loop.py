@@ -1,0 +1,54 @@
+"""Bridge's training loop as the listeners see it: Megatron's, with other calls of schedules and writers."""
+
+from collections.abc import Mapping
+from typing import Any, override
+
+from megatron.fault_tolerance.bridge.versions import called, installed_version
+from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.format.records import Counted
+from moe_ft.loop.training_loop import LoopParts
+
+
+class BridgeLoop(MegatronLoop):
+    """The loop of `megatron.bridge.training.train`. Owned by the training thread.
+
+    Attributes:
+        groups, links: process groups and point-to-point links, as Bridge passes them to its schedules.
+    """
+
+    def __init__(self, state: Any) -> None:
+        """Take Bridge's GlobalState."""
+        self._state = state
+        self.groups: Any = None
+        self.links: Any = None
+
+    @override
+    def start_fields(self) -> dict[str, Any]:
+        return {**super().start_fields(), "megatron_bridge": installed_version()}
+
+    @override
+    def run_forward_backward(self, parts: LoopParts, before: Counted, after: Counted) -> None:
+        with Patches() as patches:
+            checks = self._state.cfg.rerun_state_machine
+            patches.set(checks, "check_for_spiky_loss", False)
+            super().run_forward_backward(parts, before, after)
+
+    @override
+    def schedule(self, parts: LoopParts) -> dict[str, Any]:
+        own = {"p2p_communicator": self.links, "pg_collection": self.groups}
+        if len(parts.model) > 1:  # Bridge has one iterator, and a view of it for each virtual stage
+            iterators = called("make_data_iterator_list")
+            own["data_iterator"] = iterators(parts.model, parts.data_iterator)
+        return {**super().schedule(parts), **own}
+
+    @override
+    def write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
+        state = self._state
+        for name, value in scalars.items() if state.tensorboard_logger else ():
+            state.tensorboard_logger.add_scalar(name, value, iteration)
+        if state.wandb_logger:
+            state.wandb_logger.log(dict(scalars), iteration)
+        for name in ("mlflow_logger", "comet_logger"):
+            if writer := getattr(state, name, None):
+                writer.log_metrics(dict(scalars), step=iteration)
