@@ -57,7 +57,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
             f"{names['world_size']}={world_size}. Start doctor with torchrun or srun, which set both."
         )
     _check_is_first_start(environment)
-    local = numbers.get("local_world_size") or _tasks_on_node(environment)
+    local = numbers.get("local_world_size") or tasks_on_node(environment)
     return Place(
         rank=rank,
         world_size=world_size,
@@ -92,7 +92,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _tasks_on_node(environment: Mapping[str, str]) -> int:
+def tasks_on_node(environment: Mapping[str, str]) -> int:
     """Return SLURM's processes on this node, from a list such as 8(x2),4."""
     counts: list[int] = []
     for text in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):

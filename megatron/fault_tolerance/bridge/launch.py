@@ -18,7 +18,11 @@ from megatron.fault_tolerance.bridge.loop import BridgeLoop
 from megatron.fault_tolerance.bridge.versions import BRIDGE_SEAMS, CLEANUP, check_bridge_seams
 from megatron.fault_tolerance.bridge.view import BridgeArgs
 from megatron.fault_tolerance.launch import pretraining
-from megatron.fault_tolerance.launch.environment import prepare_environment, prepare_restarts
+from megatron.fault_tolerance.launch.environment import (
+    prepare_environment,
+    prepare_restarts,
+    take_slurms_variables,
+)
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.settings import (
     check_model,
@@ -55,6 +59,7 @@ def protected(words: Sequence[str]) -> Iterator[None]:
 
 def wrap(words: Sequence[str], patches: Patches | None = None) -> None:
     """Have Bridge's `pretrain` train under moe_ft, until the patches end, or in the whole process."""
+    take_slurms_variables()
     prepare_environment()
     # Bridge has taken the function by its name, perhaps before.
     initialize.compile_helpers = dataset_utils.compile_helpers

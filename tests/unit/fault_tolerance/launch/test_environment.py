@@ -72,6 +72,24 @@ def test_variables_of_a_launcher_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}, False),
     ],
 )
+def test_tasks_of_a_slurm_step_get_the_variables_that_torchrun_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    of_step = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"}
+    for name, value in {**of_step, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a shell in an allocation
+    environment.take_slurms_variables()
+    assert "RANK" not in os.environ
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    environment.take_slurms_variables()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [os.environ[name] for name in names] == ["11", "16", "3", "8"]
+
+
 def test_restarts_in_vain_are_refused_with_what_helps(
     given: dict[str, str], is_refused: bool
 ) -> None:
