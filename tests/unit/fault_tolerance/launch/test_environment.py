@@ -30,7 +30,7 @@ STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS"),
+        *("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"),
     ):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
@@ -61,23 +61,9 @@ def test_variables_of_a_launcher_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MASTER_ADDR" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("given", "is_refused"),
-    [
-        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
-        ({**STORE, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
-        (STORE, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
-        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}, True),
-        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}, False),
-    ],
-)
 def test_tasks_of_a_slurm_step_get_the_variables_that_torchrun_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is put back
-        monkeypatch.delenv(name)
     of_step = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"}
     for name, value in {**of_step, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}.items():
         monkeypatch.setenv(name, value)
@@ -90,6 +76,17 @@ def test_tasks_of_a_slurm_step_get_the_variables_that_torchrun_sets(
     assert [os.environ[name] for name in names] == ["11", "16", "3", "8"]
 
 
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({**STORE, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        (STORE, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}, True),
+        ({**STORE, "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}, False),
+    ],
+)
 def test_restarts_in_vain_are_refused_with_what_helps(
     given: dict[str, str], is_refused: bool
 ) -> None:
