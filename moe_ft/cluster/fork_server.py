@@ -44,6 +44,7 @@ from moe_ft.processes import follow_parent, set_process_name
 from moe_ft.saying import say, silence_dependencies, warn
 
 _STORE_DEADLINE_S = 60.0  # to reach the store of a start that trains
+_ALLOCATOR = "JE_ARROW_MALLOC_CONF"  # settings of the allocator of pyarrow; the last one holds
 _FAILED = 1 << 8  # status of a process that has ended with code 1
 # Modules that torch imports when it first compiles. Megatron has imported the rest of the compiler by then.
 _OF_COMPILER = ("torch._inductor.compile_fx", "torch.export._trace", "sympy.physics.units")
@@ -58,6 +59,9 @@ def serve_forks(target: Target, connection: socket.socket) -> None:
     for each in FORWARDED:  # those of the agent, if it has had a fork server before
         signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
     set_process_name("moe_ft_imports")
+    # Bridge imports pyarrow, whose allocator starts a thread otherwise: no rank could be forked.
+    settings = os.environ.get(_ALLOCATOR), "background_thread:false"
+    os.environ[_ALLOCATOR] = ",".join(filter(None, settings))
     # torch asks the driver for GPUs then, and not CUDA, which a process must not use before it forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     silence_dependencies()
@@ -80,12 +84,15 @@ def import_modules(target: Target) -> str:
     """
     path, blamed = list(sys.path), ""
     sys.path.insert(0, target.first_path_of_imports)
-    for name in (*target.preload, *(_OF_COMPILER if has_driver() else ())):
+    for each in (*target.preload, *(_OF_COMPILER if has_driver() else ())):
+        name, _, function = each.partition(":")
         if name not in sys.modules and not is_found(name):
             continue
         try:
             with without_driver():
-                importlib.import_module(name)
+                module = importlib.import_module(name)
+                if function:
+                    getattr(module, function)()
         except (Exception, SystemExit) as error:
             warn(f"{name} is not imported beforehand: {type(error).__name__}: {error}")
         if not blamed and why_not_to_fork():

@@ -6,14 +6,20 @@ One frozen object has all of them. It is handed on as it is, to the processes th
 import hmac
 import secrets
 import socket
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from moe_ft.cluster.link import flag_value, wants_repair
-from moe_ft.cluster.target import PRELOADED, Target, is_found
+from moe_ft.cluster.target import (
+    BEFORE_BRIDGE,
+    BRIDGE,
+    OF_BRIDGE,
+    PRELOADED,
+    Target,
+    check_bridge,
+)
 from moe_ft.errors import ConfigError
 from moe_ft.spelling import hint
 
@@ -220,7 +226,16 @@ def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
     check_target(rest)
     target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))
     for name in preload:
-        _check_is_there(name, target.first_path_of_imports)
+        if not target.finds(name):
+            _refuse(
+                f"--preload={name} must name a module that Python finds from "
+                f"{target.first_path_of_imports} or PYTHONPATH. Correct the name, or leave the flag out: "
+                "ranks import what they need themselves"
+            )
+    if target.is_of_bridge:
+        check_bridge(target.arguments_of_script, is_there=target.finds(BRIDGE))
+        # Those of the user come first: they may be what Bridge needs to be imported.
+        target = replace(target, preload=(*PRELOADED, BEFORE_BRIDGE, *preload, *OF_BRIDGE))
     return target
 
 
@@ -314,20 +329,6 @@ def _number(name: str, value: str, least: int) -> int:
 def _digits(text: str) -> int:
     """Return a number that a text is in at most nine digits, -1 if it is none."""
     return int(text) if text.isdecimal() and len(text) < 10 else -1
-
-
-def _check_is_there(name: str, folder: str) -> None:
-    """Refuse a module that cannot be found; the fork server finds out whether it can be imported."""
-    sys.path.insert(0, folder)
-    try:
-        is_there = is_found(name)
-    finally:
-        sys.path.remove(folder)
-    if not is_there:
-        _refuse(
-            f"--preload={name} must name a module that Python finds from {folder} or PYTHONPATH. Correct the "
-            "name, or leave the flag out: ranks import what they need themselves"
-        )
 
 
 def _refuse(problem: str) -> NoReturn:

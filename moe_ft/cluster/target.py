@@ -1,9 +1,18 @@
-"""Scripts and modules that ranks run, with their arguments, as Python's own command line has them."""
+"""Scripts and modules that ranks run, with their arguments, as Python's own command line has them.
+
+Flags of moe_ft in front of a script of `moe_ft run` mean a job of Megatron-Bridge, whose scripts refuse or
+ignore flags that they do not know.
+"""
 
 import importlib.util
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+
+from moe_ft.config.fields import FLAG_PREFIX
+from moe_ft.errors import ConfigError
 
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
 PRELOADED = (
@@ -16,6 +25,17 @@ PRELOADED = (
     "megatron.core.models.mimo.optimizer",  # Megatron's training imports it when it builds an optimizer
     "transformer_engine.pytorch",
 )
+BRIDGE = "megatron.bridge.training.pretrain"
+RUNNER_OF_BRIDGE = "megatron.fault_tolerance.bridge.script"
+# Bridge takes functions of Megatron by name when it is imported: those are replaced before.
+BEFORE_BRIDGE = "megatron.fault_tolerance.launch.environment:prepare_environment"
+OF_BRIDGE = (
+    BRIDGE,
+    "megatron.bridge.training.gpt_step",
+    "megatron.fault_tolerance.bridge.launch",
+    RUNNER_OF_BRIDGE,
+)
+RUN = ("-m", "moe_ft", "run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +43,8 @@ class Target:
     """A script or a module to run."""
 
     words: tuple[str, ...]  # as they follow `python` on a command line
-    preload: tuple[str, ...] = PRELOADED  # modules to import before ranks are forked
+    # Modules to import before ranks are forked, and functions to call: MODULE:FUNCTION.
+    preload: tuple[str, ...] = PRELOADED
 
     @property
     def is_module(self) -> bool:
@@ -48,9 +69,74 @@ class Target:
     @property
     def first_path_of_imports(self) -> str:
         """The folder in which a Megatron of the user's own may lie: that of the script which trains."""
-        is_run = self.is_module and self.name == "moe_ft" and self.arguments[:1] == ("run",)
-        script = self.arguments[1] if is_run and len(self.arguments) > 1 else "-"
-        return self.first_path if script.startswith("-") else _folder_of(script)
+        script = self._words_of_run[1][:1]
+        is_file = script and not script[0].startswith("-")
+        return _folder_of(script[0]) if is_file else self.first_path
+
+    @property
+    def is_of_bridge(self) -> bool:
+        """True for a job of Megatron-Bridge."""
+        return bool(self._words_of_run[0])
+
+    @property
+    def arguments_of_script(self) -> Sequence[str]:
+        """Arguments of the script of `moe_ft run`."""
+        script = self._words_of_run[1]
+        return script[1 + (tuple(script[:1]) == ("-m",)) :]
+
+    @property
+    def _words_of_run(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Flags in front of the script of `moe_ft run`, and the script with its arguments."""
+        is_run = self.words[: len(RUN)] == RUN
+        return split_flags(self.words[len(RUN) :]) if is_run else ((), ())
+
+    def finds(self, name: str) -> bool:
+        """Return whether ranks find a module, without importing its packages."""
+        folder = self.first_path_of_imports
+        sys.path.insert(0, folder)
+        try:
+            return is_found(name)
+        finally:
+            sys.path.remove(folder)
+
+
+def split_flags(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the flags of moe_ft in front of a script, which `--` ends, and the script with its arguments.
+
+    Raises:
+        ConfigError: if there are such flags, and no `--`.
+    """
+    if not words or not words[0].startswith(FLAG_PREFIX):
+        return (), words
+    if "--" not in words:
+        raise ConfigError(
+            f"{words[0].partition('=')[0]} is in front of the script, and no `--` ends the flags of moe_ft. "
+            "For a job of Megatron-Bridge write: moe_ft run FLAGS... -- SCRIPT ARGS...; for a Megatron-LM "
+            "script put the flags after the script."
+        )
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
+
+
+def check_bridge(arguments: Sequence[str], *, is_there: bool) -> None:
+    """Raise ConfigError if flags in front of a script cannot mean a job of Megatron-Bridge.
+
+    Args:
+        arguments: of the script.
+        is_there: whether Megatron-Bridge is installed.
+    """
+    late = [each.partition("=")[0] for each in arguments if each.startswith(FLAG_PREFIX)]
+    if late:
+        raise ConfigError(
+            f"{', '.join(late)} after the script of a Megatron-Bridge job would be refused or ignored by the "
+            "script: Bridge knows no flags of moe_ft. Put them in front of the script, before `--`."
+        )
+    if not is_there:
+        raise ConfigError(
+            f"flags of moe_ft in front of a script mean a job of Megatron-Bridge, and {sys.executable} finds "
+            f"no {BRIDGE}. Install Megatron-Bridge (docs/bridge.md), or use its container; for a Megatron-LM "
+            "script put the flags after the script."
+        )
 
 
 def _folder_of(script: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from moe_ft.cluster.options import GRACE_S, split_options
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.config.flags import add_flags, config_from, part_types
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob
@@ -140,11 +141,20 @@ def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
         return [], "", list(words)
     for place, word in enumerate(words):
         if word.endswith(".py"):
+            _check_launcher(words[:place])
             return list(words[:place]), word, list(words[place + 1 :])
     raise ConfigError(
         f"{words[0]} starts no .py program and is not a flag. Give the command that starts the ranks, such "
         "as torchrun ... -m moe_ft run SCRIPT.py ..., or the flags of training alone."
     )
+
+
+def _check_launcher(words: Sequence[str]) -> None:
+    if of_bridge := [word for word in words if word.startswith(FLAG_PREFIX)]:
+        raise ConfigError(
+            f"{of_bridge[0]} in front of a script means a job of Megatron-Bridge. Its settings are no flags, "
+            "and are not read here: give the flags of Megatron-LM that describe the job."
+        )
 
 
 def read_launch(words: Sequence[str]) -> Launch:

@@ -2,6 +2,7 @@
 
 Both run the agent of a node (cluster/agent.py). `launch` runs the script by `moe_ft run`, and adds what
 protects a job where its command line lacks it: a strategy, repairs, restarts, a name. One line says what.
+Flags in front of the script, ended by `--`, mean a job of Megatron-Bridge: what is added joins them there.
 
 What takes long to import is imported when it is needed: every start waits for it.
 """
@@ -24,6 +25,7 @@ from moe_ft.cluster.options import (
     split_options,
 )
 from moe_ft.cluster.own_node import NodeMemory
+from moe_ft.cluster.target import RUN, split_flags
 from moe_ft.commands.run import check_script
 from moe_ft.config.fields import HELP_ALL, NO_NAME, flag_of
 from moe_ft.errors import ConfigError
@@ -31,7 +33,6 @@ from moe_ft.loop.refusing import refuse
 from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for
 
 PROGRAM = "moe_ft launch"
-_RUN = ("-m", "moe_ft", "run")
 _MAX_RESTARTS = 3  # in a row without a finished iteration
 _REPAIR = "try"
 _OF_MEMORY = ("memory_dir", "job_id", "node_id")
@@ -92,17 +93,23 @@ def complete(
     Raises:
         ConfigError: if the job needs a name that nothing gives.
     """
-    given, preload, target = split_options(words)
-    if tuple(target[: len(_RUN)]) == _RUN:  # in front of a line that has it already
-        target = target[len(_RUN) :]
+    given, preload, rest = split_options(words)
+    if tuple(rest[: len(RUN)]) == RUN:  # in front of a line that has it already
+        rest = rest[len(RUN) :]
+    in_front, target = split_flags(rest)
+    if in_front:
+        from moe_ft.commands.launch_checks import check_in_front
+
+        check_in_front(in_front)
     check_target(target)
     check_script(target, PROGRAM, f"moe_ft launch {USAGE}")
     options = _default_options(given, environment)
     shown = [f"--{name}={value}" for name, value in options.items()]
-    flags = _default_flags(target, {**options, **given}, environment)
+    flags = _default_flags(target, in_front, {**options, **given}, environment)
     kept = [f"--{name}={value}" for name, value in {**options, **given}.items()]
     kept += [f"--preload={each}" for each in preload]
-    return [*kept, "--", *_RUN, *target, *flags], [*shown, *flags]
+    ranks = [*in_front, *flags, "--", *target] if in_front else [*target, *flags]
+    return [*kept, "--", *RUN, *ranks], [*shown, *flags]
 
 
 def _default_options(given: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -125,10 +132,14 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def _default_flags(
-    target: Sequence[str], options: Mapping[str, str], environment: Mapping[str, str]
+    target: Sequence[str],
+    in_front: Sequence[str],
+    options: Mapping[str, str],
+    environment: Mapping[str, str],
 ) -> list[str]:
-    """Return flags of moe_ft that the command line of the script lacks."""
-    strategy = flag_value(target, flag_of("strategy"))
+    """Return flags of moe_ft that the command line of the script, and those in front of it, lack."""
+    given = in_front or target
+    strategy = flag_value(given, flag_of("strategy"))
     if strategy == "none" or {"-h", "--help", HELP_ALL} & {*target}:
         return []
     from moe_ft.strategies.registry import simplest
@@ -137,10 +148,10 @@ def _default_flags(
     found = [
         f"{flag_of(name)}={value}"
         for name, value in added.items()
-        if not flag_value(target, flag_of(name))
+        if not flag_value(given, flag_of(name))
     ]
     run = environment.get("TORCHELASTIC_RUN_ID") or "none"
-    has_name = flag_value(target, flag_of("job_id")) or environment.get("SLURM_JOB_ID")
+    has_name = flag_value(given, flag_of("job_id")) or environment.get("SLURM_JOB_ID")
     if not has_name and NO_NAME.fullmatch(run):
         if "meet" in options or environment.get("GROUP_WORLD_SIZE", "1") != "1":
             raise ConfigError(
@@ -150,6 +161,6 @@ def _default_flags(
         from moe_ft.commands.launch_checks import name_run
 
         found.append(
-            f"{flag_of('job_id')}={name_run(target, flag_value(target, flag_of('memory_dir')))}"
+            f"{flag_of('job_id')}={name_run(target, flag_value(given, flag_of('memory_dir')))}"
         )
     return found

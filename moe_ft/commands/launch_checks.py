@@ -11,15 +11,17 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from moe_ft.config.config import DEFAULT_MEMORY_DIR, MoeFtConfig
 from moe_ft.config.fields import flag_of
-from moe_ft.config.flags import config_from_words
+from moe_ft.config.flags import config_from_words, part_types
 from moe_ft.engine.memory.job_directory import find_indexes_below, job_directory
 from moe_ft.errors import ConfigError
 from moe_ft.format.index import IndexHead
 from moe_ft.recovery.job_memory import describe, find_directories, is_alive
+from moe_ft.spelling import hint
 from moe_ft.strategies import registry
 
 _STEM_LENGTH, _DIGEST_LENGTH = 60, 6
@@ -28,6 +30,20 @@ _STEM_LENGTH, _DIGEST_LENGTH = 60, 6
 def check_flags(words: Sequence[str], world_size: int) -> None:
     """Raise ConfigError if the flags of moe_ft in a command line are wrong by themselves, as the ranks do."""
     _read(words)[0].validate(world_size)
+
+
+def check_in_front(words: Sequence[str]) -> None:
+    """Raise ConfigError if words in front of a script are not all flags of moe_ft."""
+    if others := _read(words)[1]:
+        raise ConfigError(
+            f"{' '.join(others)} in front of a script must be flags of moe_ft.{_hint(others[0])} Put options "
+            "of `launch` before them, and arguments of the script after it."
+        )
+
+
+def _hint(word: str) -> str:
+    parts = part_types(registry.option_types()).values()
+    return hint(word, [flag_of(each.name) for part in parts for each in fields(part)])
 
 
 def _read(words: Sequence[str]) -> tuple[MoeFtConfig, list[str]]:

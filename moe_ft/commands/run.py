@@ -15,12 +15,19 @@ from typing import NoReturn
 
 from moe_ft.cluster.options import HELP
 from moe_ft.cluster.options import USAGE as USAGE_OF_AGENT
-from moe_ft.cluster.target import is_found
+from moe_ft.cluster.target import (
+    BRIDGE,
+    RUNNER_OF_BRIDGE,
+    check_bridge,
+    is_found,
+    split_flags,
+)
 from moe_ft.commands.parsers import Commands, add_command
+from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
 from moe_ft.saying import silence_dependencies
 
-USAGE = "moe_ft run [-m] SCRIPT ARGS..."
+USAGE = "moe_ft run [FLAGS... --] [-m] SCRIPT ARGS..."
 EXAMPLE = (
     "torchrun --standalone --nproc-per-node 8 -m moe_ft run pretrain_gpt.py ... --moe-ft-strategy STRATEGY "
     "--moe-ft-job-id NAME"
@@ -34,7 +41,9 @@ _OF_AGENT = {
     "launch": (
         "train with a Megatron pretraining script, protected",
         "It is started once on each node, in the place of torchrun, forks the ranks and replaces those that "
-        "die. It adds a strategy, repairs, restarts and a name where they are not given: docs/own_script.md.",
+        "die. It adds a strategy, repairs, restarts and a name where they are not given: docs/own_script.md; "
+        "to a job of Megatron-Bridge if flags of moe_ft, ended by --, are in front of its script, such as "
+        "--moe-ft-strategy: docs/bridge.md.",
         "--ranks-per-node 8 pretrain_gpt.py ...",
     ),
     "keep": (
@@ -53,7 +62,8 @@ def add_run_commands(commands: Commands) -> None:
         "run",
         "train with a Megatron pretraining script, which stays as it is",
         "It is one rank: a launcher such as torchrun starts all of them. The flags of moe_ft join the "
-        "script's own; `moe_ft flags` lists them, and so does --help after the script.",
+        "script's own; `moe_ft flags` lists them, and so does --help after the script. Flags in front of the "
+        "script, ended by --, mean a job of Megatron-Bridge, whose scripts never see them: docs/bridge.md.",
         f"pretrain_gpt.py ... --moe-ft-strategy dense\n  {EXAMPLE}",
         codes=_CODES,
         usage=f"%(prog)s {USAGE.removeprefix('moe_ft run ')}",
@@ -77,6 +87,12 @@ def run_script(words: Sequence[str]) -> None:
     Args:
         words: the script, or -m and a module, and its arguments.
     """
+    try:
+        flags, words = split_flags(words)
+        if flags:
+            _check_in_front(flags)
+    except ConfigError as error:
+        refuse(str(error), PROGRAM)
     is_module = check_script(words, PROGRAM, f"{USAGE}, such as: {EXAMPLE}")
     name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
@@ -84,7 +100,24 @@ def run_script(words: Sequence[str]) -> None:
     if is_module and not is_found(name):
         refuse(f"-m {name}: there is no such module. Give one that Python finds: {USAGE}", PROGRAM)
     silence_dependencies()
-    importlib.import_module(LAUNCHER).run(name, is_module=is_module)
+    if not flags:
+        importlib.import_module(LAUNCHER).run(name, is_module=is_module)
+        return
+    try:
+        check_bridge(arguments, is_there=is_found(BRIDGE))
+    except ConfigError as error:
+        refuse(str(error), PROGRAM)
+    importlib.import_module(RUNNER_OF_BRIDGE).run(name, flags, is_module=is_module)
+
+
+def _check_in_front(flags: Sequence[str]) -> None:
+    """Raise ConfigError if words in front of a script are no flags of moe_ft, or wrong by themselves."""
+    # Only here: a job of Megatron-LM reads its flags later.
+    from moe_ft.commands.launch_checks import check_flags, check_in_front
+
+    check_in_front(flags)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    check_flags(flags, int(world_size) if world_size.isdecimal() else 1)
 
 
 def check_script(words: Sequence[str], program: str, usage: str) -> bool:

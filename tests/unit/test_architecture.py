@@ -93,6 +93,10 @@ FOUND_BY_NAME = {
     ("moe_ft.commands.run", LAUNCHER),
     ("moe_ft.cluster.target", LAUNCHER),
     ("moe_ft.cluster.target", "megatron.fault_tolerance.program.arguments"),
+    *(
+        ("moe_ft.cluster.target", f"megatron.fault_tolerance.{name}")
+        for name in ("bridge.launch", "bridge.script", "launch.environment")
+    ),
     ("moe_ft.cluster.target", "megatron.fault_tolerance.program.model"),
     ("moe_ft.commands.command_line", "megatron.fault_tolerance.program.plan"),
     (

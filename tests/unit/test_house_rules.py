@@ -53,6 +53,7 @@ LONELY = {
     "megatron/fault_tolerance/bridge/launch.py": "imports Megatron-Bridge: its user may not have it",
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
+    "megatron/fault_tolerance/bridge/script.py": "must be imported before Bridge: launch.py is after it",
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "moe_ft/kernels/pack_table.py": "imports Triton late, which imports packing",

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, override
 
@@ -29,12 +29,15 @@ _MEET_S = 900.0
 _POLL_S = 0.05
 
 
-def prepare_environment() -> None:
+def prepare_environment(flags: Sequence[str] = ()) -> None:
     """Adapt the process to a machine without a GPU, and set the variables that Megatron expects.
 
     Call it before parsing; a second call does nothing. Where there is a GPU it changes no result.
+
+    Args:
+        flags: of moe_ft that are not among the arguments of the process.
     """
-    choose_format(flag_value(sys.argv, FORMAT_FLAG))
+    choose_format(flag_value([*sys.argv, *flags], FORMAT_FLAG))
     _complete_variables()
     if not cpu_device.is_active() and not torch.cuda.is_available():
         cpu_device.install()

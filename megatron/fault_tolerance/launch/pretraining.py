@@ -47,6 +47,7 @@ from megatron.fault_tolerance.seams.settings import (
 )
 from moe_ft import saying
 from moe_ft.cluster.forked_rank import run_script
+from moe_ft.cluster.target import BRIDGE
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import HELP_ALL
 from moe_ft.errors import ConfigError
@@ -206,6 +207,15 @@ def run(name: str, *, is_module: bool = False) -> None:
     """Run a script or a module, which finds its name, arguments and folder as if Python had started it."""
     prepare_environment()
     wrap_megatron()
+    run_prepared(name, is_module=is_module, check=check_has_trained)
+
+
+def run_prepared(name: str, *, is_module: bool, check: Callable[[list[str]], None]) -> None:
+    """Run a script or a module in a process that is ready for it.
+
+    Args:
+        check: is called at the end with the name and the arguments, unless the script has failed.
+    """
     errors.get_error_handler = WholeErrorFile  # for the script's own `record`
     words = list(sys.argv)  # the script may change them
     try:
@@ -216,9 +226,9 @@ def run(name: str, *, is_module: bool = False) -> None:
     except SystemExit as end:
         if end.code or {"-h", "--help", HELP_ALL} & {*words}:
             raise
-        check_has_trained(words)
+        check(words)
         raise
-    check_has_trained(words)
+    check(words)
 
 
 def wrap_megatron() -> None:
@@ -232,10 +242,12 @@ def check_has_trained(words: list[str]) -> None:
     """Refuse --moe-ft-* flags that had no effect, because the script never called `pretrain`."""
     if training._STARTUP_TIMESTAMPS["pretrain_entry"] is not None:
         return
-    name = Path(words[0]).name
+    problem = f"{Path(words[0]).name} ended without calling megatron.training.pretrain"
+    remedy = (
+        "Put the flags of moe_ft in front of a script of Megatron-Bridge: moe_ft run FLAGS... -- SCRIPT."
+        if BRIDGE in sys.modules
+        else "Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
+    )
     if unused := words_of_moe_ft(words):
-        refuse(
-            f"{name} ended without calling megatron.training.pretrain, so {', '.join(unused)} had no "
-            "effect. Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
-        )
-    saying.warn(f"{name} ended without calling megatron.training.pretrain: moe_ft did nothing")
+        refuse(f"{problem}, so {', '.join(unused)} had no effect. {remedy}")
+    saying.warn(f"{problem}: moe_ft did nothing. {remedy}")

@@ -48,6 +48,14 @@ print("err of", os.environ["RANK"], file=sys.stderr)
             assert f"out of {rank}" in job.log and f"err of {rank}" in job.log
 
 
+def test_allocator_of_pyarrow_starts_no_thread_whatever_the_user_sets(tmp_path: Path) -> None:
+    name = "JE_ARROW_MALLOC_CONF"
+    env = {name: "background_thread:true,narenas:1"}
+    with kept(tmp_path, f"tell(value=os.environ[{name!r}])", env=env) as job:
+        assert job.read("rank_0")["value"] == f"{env[name]},background_thread:false"
+        assert job.code() == 0, job.log
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [("sys.exit(7 * (os.environ['RANK'] == '1'))", 7), ("os.kill(os.getpid(), 9)", 137)],

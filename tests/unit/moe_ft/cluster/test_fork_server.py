@@ -29,14 +29,16 @@ from tests.waiting import wait_for
 def test_modules_come_from_the_folder_of_the_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_module.py").write_text("NAME = __file__")
+    own = "NAME, begun = __file__, []\ndef begin(): begun.append(True)"
+    (tmp_path / "own_module.py").write_text(own)
     (tmp_path / "broken_module.py").write_text("1 / 0")
     (tmp_path / "ending_module.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "script.py").touch()
-    preload = ("broken_module", "ending_module", "no_such_module.part", "own_module")
+    preload = ("broken_module", "ending_module", "no_such_module.part", "own_module:begin")
     path = list(sys.path)
     import_modules(Target(words=(str(tmp_path / "script.py"),), preload=preload))
-    assert str(tmp_path / "own_module.py") == sys.modules.pop("own_module").NAME
+    found = sys.modules.pop("own_module")
+    assert (found.NAME, found.begun) == (str(tmp_path / "own_module.py"), [True])
     assert sys.path == path
     broken, ending = capsys.readouterr().err.splitlines()
     assert "broken_module is not imported beforehand: ZeroDivisionError" in broken

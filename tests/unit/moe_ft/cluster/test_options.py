@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ft.cluster.options import TOKEN, USAGE, read_options
-from moe_ft.cluster.target import PRELOADED
+from moe_ft.cluster.target import BEFORE_BRIDGE, OF_BRIDGE, PRELOADED, Target
 from moe_ft.errors import ConfigError
 
 SECRET = {TOKEN: "0" * 32}
@@ -66,6 +66,18 @@ def test_megatron_next_to_the_script_of_run_comes_first(script: str) -> None:
     assert target.first_path_of_imports == os.path.dirname(script)
     target = read_options(["-m", "moe_ft", "run", "-m", "mine"], {}).target
     assert target.first_path_of_imports == os.getcwd()
+
+
+def test_job_of_bridge_imports_it_once_after_the_modules_of_the_user(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--preload", "wave", "--", "-m", "moe_ft", "run", "--moe-ft-keep=3", "--", script, "x"]
+    assert "finds no megatron.bridge.training.pretrain. Install" in refusal(words, {})
+    monkeypatch.setattr(Target, "finds", lambda self, name: True)
+    target = read_options(words, {}).target
+    assert target.preload == (*PRELOADED, BEFORE_BRIDGE, "wave", *OF_BRIDGE)
+    assert target.first_path_of_imports == os.path.dirname(script)
+    assert "--moe-ft-keep after the script" in refusal([*words, "--moe-ft-keep=3"], {})
 
 
 def test_module_to_preload_may_lie_next_to_the_script(script: str) -> None:

@@ -93,6 +93,10 @@ def test_flags_follow_the_program() -> None:
     [
         ("examples/quickstart.sh --num-layers 4", "examples/quickstart.sh starts no .py program"),
         (
+            "moe_ft launch --nodes 2 --moe-ft-keep 3 -- run_recipe.py",
+            "--moe-ft-keep in front of a script means a job of Megatron-Bridge",
+        ),
+        (
             "torchrun --max-restart=x y.py",
             "argument --max-restarts/--max_restarts: invalid int value: 'x'",
         ),

@@ -7,6 +7,7 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.cluster.options import TOKEN, KeepOptions, read_options
+from moe_ft.cluster.target import BRIDGE, Target
 from moe_ft.commands import launch
 from moe_ft.commands.launch import complete, num_gpus
 from moe_ft.commands.launch_checks import made_name, name_run
@@ -53,6 +54,23 @@ def test_what_is_given_stays(script: str) -> None:
     assert again.words == found.words, "it may be put in front of `run`"
     of_module = options(["-m", "wave", *GIVEN], NO_GPUS)
     assert of_module.words == ("-m", "moe_ft", "run", "-m", "wave", *GIVEN)
+
+
+def test_what_is_added_to_a_job_of_bridge_is_in_front_of_the_script(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "finds", lambda self, name: name == BRIDGE)
+    words = ["--moe-ft-window", "3", "--moe-ft-strategy", "sparse", "--", script, "a.b=1"]
+    found = options(["--ranks-per-node", "2", *words], NO_GPUS)
+    name = f"--moe-ft-job-id={made_name([script, 'a.b=1'])[1]}"
+    front = ("--moe-ft-window", "3", "--moe-ft-strategy", "sparse", "--moe-ft-repair=try", name)
+    assert found.words == ("-m", "moe_ft", "run", *front, "--", script, "a.b=1")
+    assert found.repairs and found.flag("--moe-ft-strategy") == "sparse"
+    assert (
+        options(["--ranks-per-node=2", "-m", "moe_ft", "run", *words], NO_GPUS).words == found.words
+    )
+    none = ["--moe-ft-strategy", "none", "--", script]
+    assert options(none, NO_GPUS).words[3:] == tuple(none)
 
 
 def test_nothing_is_added_to_a_job_without_a_strategy(script: str) -> None:
@@ -147,6 +165,11 @@ def test_live_run_and_one_without_state_are_no_reason(
         (["--ranks-per-node", "0", "train.py"], "--ranks-per-node 0 must be a whole number"),
         (["train.py", "--moe-ft-stategy", "sparse"], "Did you mean --moe-ft-strategy?"),
         (["train.py", "--moe-ft-keep", "3"], "--moe-ft-keep=3 changes nothing without"),
+        (
+            ["--moe-ft-keep", "3", "--nodes", "2", "--", "train.py"],
+            "--nodes 2 in front of a script",
+        ),
+        (["--moe-ft-keep", "3", "train.py"], "is in front of the script, and no `--` ends"),
     ],
 )
 def test_wrong_command_line_is_refused_in_one_line(

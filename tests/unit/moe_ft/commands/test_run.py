@@ -14,6 +14,7 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.cluster.options import HELP, KeepOptions
+from moe_ft.cluster.target import RUNNER_OF_BRIDGE
 from moe_ft.commands import run
 from moe_ft.commands.run import is_given
 from moe_ft.loop.refusing import EXIT_REFUSED
@@ -55,13 +56,16 @@ def test_help_of_run_needs_no_script(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as end:
         main(["run", "--help"])
     assert not end.value.code
-    assert "moe_ft run [-m] SCRIPT ARGS..." in capsys.readouterr().out
+    assert "moe_ft run [FLAGS... --] [-m] SCRIPT ARGS..." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no script. Write moe_ft run [-m] SCRIPT ARGS..., such as: torchrun"),
+        (
+            [],
+            "there is no script. Write moe_ft run [FLAGS... --] [-m] SCRIPT ARGS..., such as: torchrun",
+        ),
         (["--lr", "1"], "--lr is no script. Write moe_ft run"),
         (["-m"], "there is no script. Write moe_ft run"),
         (["nowhere.py"], "nowhere.py cannot be read: No such file or directory. Give the path"),
@@ -88,6 +92,63 @@ def test_command_line_without_a_script_is_refused(
         run.run_script(words)
     assert end.value.code == EXIT_REFUSED
     assert capsys.readouterr().err.startswith(f"moe_ft run: error: {message}")
+
+
+FRONT = ("--moe-ft-strategy", "dense")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*FRONT, "x.py"), "--moe-ft-strategy is in front of the script, and no `--` ends"),
+        ((*FRONT, "--"), "there is no script. Write moe_ft run [FLAGS... --]"),
+        (
+            ("--moe-ft-stategy", "dense", "--", "x.py"),
+            "unrecognized arguments: --moe-ft-stategy. Did you mean --moe-ft-strategy?",
+        ),
+        ((*FRONT, "--strategy", "--", "x.py"), "--strategy in front of a script must be flags of"),
+        ((*FRONT, "--moe-ft-keep", "3", "--", "x.py"), "--moe-ft-keep=3 changes nothing without"),
+        ((*FRONT, "--", "x.py"), "flags of moe_ft in front of a script mean a job of Megatron-Br"),
+        ((*FRONT, "--", "x.py", "--moe-ft-keep=3"), "--moe-ft-keep after the script of a Megatron"),
+    ],
+)
+def test_wrong_flags_in_front_are_refused(
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(run, "is_found", lambda name: False)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as end:
+        run.run_script(words)
+    assert end.value.code == EXIT_REFUSED
+    assert capsys.readouterr().err.startswith(f"moe_ft run: error: {message}")
+
+
+def test_script_of_bridge_does_not_see_flags_in_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    module = SimpleNamespace(run=lambda *args, **kwargs: seen.append((args, kwargs, sys.argv)))
+    monkeypatch.setattr(importlib, "import_module", {RUNNER_OF_BRIDGE: module}.__getitem__)
+    monkeypatch.setattr(run, "is_found", lambda name: True)
+    monkeypatch.setattr(sys, "argv", ["moe_ft"])
+    monkeypatch.setattr(sys, "path", ["/else"])
+    script = tmp_path / "train.py"
+    script.touch()
+    for target in ([str(script)], ["-m", "wave"]):
+        main(["run", *FRONT, "--", *target, "a.b=1", "--", "x"])
+    arguments = ["a.b=1", "--", "x"]
+    assert seen == [
+        ((str(script), list(FRONT)), {"is_module": False}, [str(script), *arguments]),
+        (("wave", list(FRONT)), {"is_module": True}, ["wave", *arguments]),
+    ]
 
 
 def test_script_with_a_syntax_error_ends_as_with_python(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Tests of fault_tolerance/bridge that need no Bridge."""
