@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.output import STAMP, git
 from moe_ft import cli
+from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.config.flag_table import FLAGS, NEWER, names_in
 from moe_ft.strategies.registry import kinds
 from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of, tree_of
@@ -53,7 +54,7 @@ _MOST_WORDS = 1200  # five minutes of reading, but for code and tables
 _LISTS = {"docs/events.md", "docs/flags.md"}  # nobody reads these from top to bottom
 # Programs of others that documents show.
 _OF_OTHERS = {
-    *("--native", "--from-literal"),  # of py-spy, kubectl
+    *("--native", "--from-literal", "--recipe", "--mode"),  # of py-spy, kubectl, Megatron-Bridge
     *(
         "--build-arg",
         "--env",
@@ -109,7 +110,9 @@ def wrong_commands(path: str) -> Iterator[str]:
                 yield f"{path}: moe_ft {name}"
             elif name != "run":  # whose flags are the script's
                 flags = FLAG.findall(re.split(r" -- |#|\S+\.py\b", rest)[0])
-                known = commands()[name]._option_string_actions
+                known = {*commands()[name]._option_string_actions}
+                if name == "launch":  # in front of a script of Megatron-Bridge
+                    known |= {each for each in known_flags() if each.startswith(FLAG_PREFIX)}
                 yield from (f"{path}: moe_ft {name} {flag}" for flag in flags if flag not in known)
 
 

@@ -57,7 +57,6 @@ LONELY = {
     "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
     "moe_ft/convert/densify.py": "starts a job: its user converts",
     "moe_ft/kernels/pack_table.py": "imports Triton late, which imports packing",
-    "moe_ft/commands/launch_checks.py": "takes longer to import than a start of its user may",
     "moe_ft/config/storage.py": "a part of the settings, as the files next to it",
     "moe_ft/recovery/peers.py": "places peers: its user meets other ranks",
     "moe_ft/commands/examples.py": "a command: cli.py has a line for each",

@@ -33,12 +33,13 @@ FOLDERS = "moe_ft|megatron|kernels|tests|tools|docs|examples|benchmarks"
 FILE = re.compile(r"(?<![\w/.*-])[\w./*-]*[\w*]\.(?:py|md|sh|toml|sbatch)\b")
 FOLDER = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/*-]*(?![\w.*])")
 MODULE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})(?:\.[a-z]\w*)+(?![\w/(])")
-MEGATRON = ("megatron.core", "megatron.training")
+MEGATRON = ("megatron.bridge", "megatron.core", "megatron.training")
 PLACEHOLDER = re.compile(r"[A-Z_]+")
-# Said to be absent, the name of a lock, a script of Megatron-LM, and a result of tools/gpu_day.
+# Said to be absent, a lock, scripts of Megatron-LM and of Megatron-Bridge, and a result of tools/gpu_day.
 NOT_OURS = {
     *("megatron/__init__.py", "megatron/core/datasets", "moe_ft.lock"),
     *("pretrain_gpt.py", "Megatron-LM/pretrain_gpt.py", "summary.md"),
+    *("run_recipe.py", "scripts/training/run_recipe.py"),
 }
 
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +15,11 @@ import megatron.training
 from megatron.training import training
 from torch.distributed.elastic.multiprocessing import errors
 
-from megatron.fault_tolerance.bridge.refusals import check_overrides
 from megatron.fault_tolerance.launch.arguments import words_of_moe_ft
 from megatron.fault_tolerance.launch.environment import WholeErrorFile, prepare_environment
 from megatron.fault_tolerance.launch.pretraining import run_prepared
 from moe_ft.cluster.target import RUN
-from moe_ft.loop.refusing import refuse, refusing
+from moe_ft.loop.refusing import refuse
 
 _LAUNCH = "megatron.fault_tolerance.bridge.launch"
 
@@ -33,11 +32,11 @@ def run(name: str, flags: Sequence[str], *, is_module: bool = False) -> None:
         flags: of moe_ft, which the script does not see.
     """
     prepare_environment(flags)
-    with refusing():
-        check_overrides(sys.argv[1:])
     bridge = importlib.import_module(_LAUNCH)  # only now: it imports Bridge
     bridge.wrap(flags)
-    training.pretrain = megatron.training.pretrain = partial(_refuse_megatron, flags)
+    stock = training.pretrain  # whose parameters are looked at
+    refusal = wraps(stock)(partial(_refuse_megatron, flags))
+    training.pretrain = megatron.training.pretrain = refusal
     target = ("-m", name) if is_module else (os.path.realpath(name),)
     os.execve = partial(_execute, os.execve, [*RUN, *flags, "--", *target])
     check = partial(_check_has_trained, flags, bridge.has_trained)
