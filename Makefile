@@ -5,7 +5,7 @@ PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help venv demo test test-units test-simulation test-jobs test-submitted test-all test-slurm test-versions \
-    test-power soak chaos coverage clean-coverage check docs docs-serve bench gpu-day gpu-day-prepare clean
+    test-bridge test-power soak chaos coverage clean-coverage check docs docs-serve bench gpu-day gpu-day-prepare clean
 
 help:
 	@echo "make venv         create .venv with everything that constraints.txt pins: 5.4 GB, 2.5 with TORCH_INDEX=URL for CPUs"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all     run all other tests, in an hour or two: more faults, layouts and random kills"
 	@echo "make test-slurm   submit jobs to a SLURM of three nodes on this machine (needs slurm-wlm and munge)"
 	@echo "make test-versions  run a choice of tests on other versions of Megatron, and on CHECKOUTS=..."
+	@echo "make test-bridge  run the tests of jobs that train with Megatron-Bridge, in .venv/bridge: 0.5 GB more"
 	@echo "make test-power   put mistakes into the product and show which tests and simulations notice"
 	@echo "make soak         simulate random jobs with faults on all cores until Ctrl-C, or for SECONDS=..."
 	@echo "make coverage     run 'make test' and name the lines of the product that it does not run"
@@ -65,6 +66,13 @@ test-versions: .venv/installed
 	        --target .venv/megatron/$$version megatron-core==$$version; done
 	set -e; for folder in $(WHEELS:%=$(CURDIR)/.venv/megatron/%) $(CHECKOUTS); do echo "== $$folder"; \
 	    PYTHONPATH=$$folder $(PYTEST) -m versions tests/distributed tests/unit/fault_tolerance/seams --numprocesses 2; done
+
+# An environment of its own, since Bridge needs packages that nothing else here does.
+test-bridge: .venv/bridge/installed
+	.venv/bridge/bin/python -W ignore -m pytest tests/bridge --numprocesses 2 --dist worksteal
+
+.venv/bridge/installed: .venv/installed tests/bridge/requirements.txt tools/make_bridge_venv.sh
+	@tools/make_bridge_venv.sh
 
 test-power: .venv/installed
 	$(BIN)/python -W ignore -m tests.power
