@@ -1,28 +1,45 @@
-"""Jobs of tests that train with Megatron-Bridge, and how they end without moe_ft."""
+"""Jobs of tests that train with Megatron-Bridge: those of tests/jobs.py with another script."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import override
+from typing import Any, override
 
 import filelock
 
 from megatron.fault_tolerance.launch.environment import prepare_environment
 from moe_ft.cluster.forked_rank import run_script
+from tests.demo_model import event_flags
 from tests.harness import DEADLINE_S, Train, run_training
+from tests.jobs import DENSE, NUM_REPAIRED, CheckpointJob, Job, RepairedJob, fault_flags
+from tests.kept_job import KeptResult, run_kept
 from tests.references import Digests, References
 
 SCRIPT = Path(__file__).with_name("tiny_job.py")
-NUM_RANKS = 2
-EP2 = ("model.expert_model_parallel_size=2",)
-PP2 = ("model.pipeline_model_parallel_size=2",)
+PROTECTED = SCRIPT.with_name("protected_job.py")
+EP2: Mapping[str, int] = {"ep": 2}
+PP2: Mapping[str, int] = {"pp": 2}
+EVALUATION = ("validation.eval_iters=2", "validation.eval_interval=3")
+OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
+_SIZES = {
+    "pp": "model.pipeline_model_parallel_size",
+    "vpp": "model.virtual_pipeline_model_parallel_size",
+    "ep": "model.expert_model_parallel_size",
+}
 
 
 def train_plain(words: Sequence[str]) -> None:
     """Run the script as Python does, where there may be no GPU."""
     prepare_environment()
     sys.argv = [str(SCRIPT), *words]
+    run_script(sys.argv[0])
+
+
+def train_protected(words: Sequence[str]) -> None:
+    """Run the script that protects itself."""
+    sys.argv = [str(PROTECTED), *words]
+    sys.path.insert(0, str(PROTECTED.parent))
     run_script(sys.argv[0])
 
 
@@ -53,3 +70,83 @@ class PlainRuns(References):
                     words, world_size, log_dir=folder, train=train_plain, deadline_s=deadline_s
                 ).check()
         return read_digests(known, world_size)
+
+
+class _BridgeJob(Job):
+    """Job of the script.
+
+    Attributes:
+        base: its overrides.
+    """
+
+    num_iterations = NUM_REPAIRED
+
+    @override
+    def set_model(
+        self, num_ranks: int, layout: Mapping[str, int], *flags: str, **changes: Any
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.base = [*(f"{_SIZES[name]}={size}" for name, size in layout.items()), *flags]
+        self.train = train_protected
+
+    @override
+    def digests(self) -> Digests:
+        return read_digests(self.folder / "digests", self.num_ranks)
+
+    def words(self, *flags: str) -> list[str]:
+        """Return moe_ft's flags, and the script with its own words."""
+        return [
+            *event_flags(self.events_dir),
+            *("--moe-ft-memory-dir", str(self.memory_dir)),
+            *flags,
+            *("--", str(self.folder / "digests"), *self.base),
+        ]
+
+
+class RestartedJob(_BridgeJob, CheckpointJob):
+    """Job whose ranks all start again after a death."""
+
+    @override
+    def flags(self, *flags: str, storage: bool = False) -> list[str]:
+        tiers = ["--moe-ft-persist-dir", str(self.storage), "--moe-ft-persist-interval", "2"]
+        return self.words(
+            *("--moe-ft-job-id", "test", "--moe-ft-fault-report-grace-s", "0.5"),
+            *("--moe-ft-strategy", *DENSE),
+            *(tiers if storage else ()),
+            *flags,
+        )
+
+
+class ReplacedJob(_BridgeJob, RepairedJob):
+    """Job under `moe_ft keep` whose dead ranks are replaced in place."""
+
+    @override
+    def flags(
+        self,
+        faults: Sequence[str],
+        strategy: Sequence[str],
+        layout: Mapping[str, int],
+        extra: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        self.set_model(self.num_ranks, layout, *extra)
+        return self.words(
+            *("--moe-ft-repair", "auto", "--moe-ft-strategy", *strategy),
+            *("--moe-ft-fault-report-grace-s", "0.2"),
+            *fault_flags(faults),
+        )
+
+    @override
+    def run(
+        self,
+        *faults: str,
+        strategy: Sequence[str] = DENSE,
+        layout: Mapping[str, int] = EP2,
+        num_ranks: int = 2,
+        extra: Sequence[str] = (),
+        changes: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> KeptResult:
+        self.num_ranks = num_ranks
+        flags, log = self.flags(faults, strategy, layout, extra), self.folder / "log"
+        return run_kept(flags, num_ranks, log=log, script=str(PROTECTED), **options).check()
