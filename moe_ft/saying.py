@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, override
 
@@ -88,6 +89,7 @@ class _Json(logging.Formatter):
 
 
 _handler = _StandardError()
+_translate: Callable[[str], str] = str
 _node = ""  # if this process speaks for a node, and not for a rank
 
 
@@ -95,6 +97,17 @@ def speak_for(node: str) -> None:
     """Have lines of this process, and of those that it forks, name a node; empty: the rank, if it has one."""
     global _node
     _node = node
+
+
+@contextmanager
+def in_words_of(translate: Callable[[str], str]) -> Iterator[None]:
+    """Have lines of this process in other words in this context: not every loop has Megatron's flags."""
+    global _translate
+    before, _translate = _translate, translate
+    try:
+        yield
+    finally:
+        _translate = before
 
 
 def choose_format(name: str) -> None:
@@ -152,7 +165,8 @@ def _log(level: int, line: str) -> None:
     if level < LOGGER.level:
         return
     path, number, function, _ = LOGGER.findCaller(stacklevel=_OF_CALLER)
-    record = LOGGER.makeRecord(LOGGER.name, level, path, number, escape(line), (), None, function)
+    text = escape(_translate(line))
+    record = LOGGER.makeRecord(LOGGER.name, level, path, number, text, (), None, function)
     if LOGGER.hasHandlers():
         LOGGER.callHandlers(record)
     else:

@@ -16,7 +16,11 @@ from megatron.training import training
 from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.launch.arguments import words_of_moe_ft
-from megatron.fault_tolerance.launch.environment import WholeErrorFile, prepare_environment
+from megatron.fault_tolerance.launch.environment import (
+    WholeErrorFile,
+    prepare_environment,
+    take_slurms_variables,
+)
 from megatron.fault_tolerance.launch.pretraining import run_prepared
 from moe_ft.cluster.target import RUN
 from moe_ft.loop.refusing import refuse
@@ -31,6 +35,7 @@ def run(name: str, flags: Sequence[str], *, is_module: bool = False) -> None:
     Args:
         flags: of moe_ft, which the script does not see.
     """
+    take_slurms_variables()
     prepare_environment(flags)
     bridge = importlib.import_module(_LAUNCH)  # only now: it imports Bridge
     bridge.wrap(flags)

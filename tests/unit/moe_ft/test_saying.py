@@ -141,6 +141,14 @@ def test_root_logger_of_a_script_gets_no_second_copy(capsys: pytest.CaptureFixtu
     assert (out, err.count("a fact")) == ("", 1)
 
 
+def test_another_loop_has_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with saying.in_words_of(lambda line: line.replace("--save", "checkpoint.save")):
+        say("give --save")
+    say("give --save")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["checkpoint.save", "--save"]
+
+
 def test_handler_of_a_script_gets_every_line_in_the_place_of_standard_error(
     own_handler: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
