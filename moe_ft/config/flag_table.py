@@ -432,9 +432,14 @@ def names_in(text: str) -> list[str]:
 @functools.cache
 def flag_classes() -> Mapping[str, FlagClass]:
     """Return the class of every flag, by argparse's ``dest``."""
+    return classes_in(FLAGS)
+
+
+def classes_in(table: Mapping[str, Mapping[str, str]]) -> dict[str, FlagClass]:
+    """Return the classes of a table by name."""
     return {
         name: FlagClass(subject, Kind(heading.split()[0]), not heading.endswith(" untested"))
-        for subject, classes in FLAGS.items()
+        for subject, classes in table.items()
         for heading, names in classes.items()
         for name in names_in(names)
     }

@@ -13,7 +13,11 @@ MOST_RANKS = 1 << 17
 CUTS = "cuts of the state (--overlap-grad-reduce, --ddp-bucket-size, --ddp-num-buckets, ...)"
 # By flag that names files, each word as `name: what it holds`, or as the name alone where that is not known.
 CONTENTS = "contents of files"
-EVALUATION = ("--valid-data-path", "--test-data-path")  # in the contents; it decides no state
+# In the contents; they decide no state.
+EVALUATION = (
+    *("--valid-data-path", "--test-data-path"),
+    *("dataset.blend_per_split[valid]", "dataset.blend_per_split[test]"),  # Megatron-Bridge's
+)
 _FILES = msgspec.msgpack.Decoder(dict[str, list[str]])
 # Only jobs that have slots have the setting.
 _SLOTS = "--moe-ft-expert-slots"

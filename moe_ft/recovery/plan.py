@@ -41,7 +41,7 @@ _DATA = {
     flag_of(name)
     for heading in ("fingerprint", "fingerprint untested")
     for name in names_in(FLAGS["data"][heading])
-} - {"--seed"}
+} - {"--seed"} | {"dataset.blend", "dataset.blend_per_split[train]", "dataset.mock"}
 _DRAWING = ("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps")
 
 

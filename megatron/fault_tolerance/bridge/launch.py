@@ -14,6 +14,7 @@ from megatron.bridge.training import pretrain as _module
 from megatron.core.datasets import utils as dataset_utils
 
 from megatron.fault_tolerance.bridge.dialect import Dialect
+from megatron.fault_tolerance.bridge.fields import untested_lines
 from megatron.fault_tolerance.bridge.loop import BridgeLoop
 from megatron.fault_tolerance.bridge.versions import BRIDGE_SEAMS, CLEANUP, check_bridge_seams
 from megatron.fault_tolerance.bridge.view import BridgeArgs
@@ -77,7 +78,7 @@ def _train(words: Sequence[str], original: Callable[..., Any], *args: Any, **kwa
         prepare_restarts()
         config = checked_config(view)
         check_model(view, config)
-        warn(view, void_settings(view, config, words))
+        warn(view, [*void_settings(view, config, words), *untested_lines(view, state.cfg)])
     loop = BridgeLoop(state)
     held: list[Callable[[], Any]] = []
 

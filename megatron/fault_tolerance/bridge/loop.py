@@ -3,9 +3,19 @@
 from collections.abc import Mapping
 from typing import Any, override
 
+from megatron.training import get_args
+
+from megatron.fault_tolerance.bridge.fields import data_words, own_settings, script_settings
 from megatron.fault_tolerance.bridge.versions import called, installed_version
+from megatron.fault_tolerance.seams.flag_classes import (
+    Settings,
+    fingerprint,
+    record_settings,
+    replay_settings,
+)
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
+from moe_ft.config.flag_table import Kind
 from moe_ft.format.records import Counted
 from moe_ft.loop.training_loop import LoopParts
 
@@ -22,6 +32,17 @@ class BridgeLoop(MegatronLoop):
         self._state = state
         self.groups: Any = None
         self.links: Any = None
+
+    @override
+    def settings(self) -> Settings:
+        args, config = get_args(), self._state.cfg
+        return Settings(
+            of_state={**fingerprint(args), **own_settings(config, Kind.FINGERPRINT)},
+            of_replays={**replay_settings(args), **own_settings(config, Kind.REPLAY)},
+            of_records={**record_settings(args), **own_settings(config, Kind.RECORD)},
+            of_script=script_settings(config),
+            data=data_words(config),
+        )
 
     @override
     def start_fields(self) -> dict[str, Any]:

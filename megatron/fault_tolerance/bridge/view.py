@@ -1,7 +1,8 @@
 """Megatron's arguments, read from and written to the configuration and the train state of Megatron-Bridge.
 
-Most fields have the names of Megatron's flags. Nothing is taken from the defaults of Megatron's parser: a
-name that nobody has here is not there.
+Most fields have the names of Megatron's flags; bridge/fields.py has those of other names, and says from which
+section a name is read. Nothing is taken from the defaults of Megatron's parser: a name that nobody has here
+is not there.
 """
 
 import argparse
@@ -12,7 +13,9 @@ from typing import Any, override
 import torch
 from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 
+from megatron.fault_tolerance.bridge.fields import RENAMED, Field, fields_of
 from megatron.fault_tolerance.seams.settings import own_parser
+from moe_ft.config.flag_table import flag_classes
 
 # Megatron's argument -> field of Bridge's TrainState, which is alive: the loop counts in it.
 _STATE = {
@@ -26,11 +29,6 @@ _STATE = {
         )
     },
 }
-# Sections of ConfigContainer in the order in which a name is looked up: some names are in several.
-_SECTIONS = (
-    *("validation", "train", "checkpoint", "scheduler", "optimizer", "ddp", "dist", "rng"),
-    *("rerun_state_machine", "model", "dataset", "logger", "tokenizer"),
-)
 _DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -38,48 +36,69 @@ _DTYPES = {
     torch.uint8: "fp8",
 }
 _WRITTEN_AS_TEXT = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_NAN = "check_for_nan_in_loss"
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # in a layout of stages
+
+
+def _activates(config: Any, name: str, *, is_gated: bool) -> bool:
+    function = getattr(config.model.activation_func, "__name__", "")
+    return function == name and bool(config.model.gated_linear_unit) == is_gated
+
+
+def _padded_vocabulary(config: Any) -> int | None:
+    model = config.model
+    size: int | None = model.vocab_size
+    if size is None or not model.should_pad_vocab:
+        return size
+    multiple: int = model.make_vocab_size_divisible_by * model.tensor_model_parallel_size
+    return -(-size // multiple) * multiple
+
+
+def _layout(config: Any) -> str | None:
+    """Return which layers the stages have, as --pipeline-model-parallel-layout writes it."""
+    layout = config.model.pipeline_model_parallel_layout
+    rows = getattr(layout, "input_data", layout)  # as given, also where Megatron Core has read it
+    if rows is None or isinstance(rows, str):
+        return rows
+    names = ([getattr(layer, "name", layer) for layer in row] for row in rows)
+    return "|".join("".join(_LETTERS.get(name, name[0]) for name in row) for row in names)
+
+
+# What Megatron makes of several flags, or says in other ways.
 _FROM_CONFIG: Mapping[str, Callable[[Any], Any]] = {
-    "num_experts": lambda config: config.model.num_moe_experts,
-    "untie_embeddings_and_output_weights": (
-        lambda config: not config.model.share_embeddings_and_output_weights
+    "data_parallel_size": lambda config: config.data_parallel_size,
+    "decoder_seq_length": lambda config: config.model.seq_length,
+    "fp4_param_gather": lambda config: config.ddp.fp4_param_gather or config.model.fp4_param,
+    "fp8_param_gather": lambda config: config.ddp.fp8_param_gather or config.model.fp8_param,
+    "group_query_attention": (
+        lambda config: config.model.num_query_groups not in (None, config.model.num_attention_heads)
     ),
-    "swiglu": lambda config: config.model.gated_linear_unit,
     "inprocess_restart": lambda config: bool(
         config.inprocess_restart and config.inprocess_restart.enabled
     ),
+    "max_position_embeddings": lambda config: config.model.seq_length,
     "num_layers_per_virtual_pipeline_stage": (
         lambda config: config.model.virtual_pipeline_model_parallel_size
     ),
+    "padded_vocab_size": _padded_vocabulary,
+    "pipeline_model_parallel_layout": _layout,
+    "quick_geglu": lambda config: _activates(config, "quick_gelu", is_gated=True),
+    "squared_relu": lambda config: _activates(config, "squared_relu", is_gated=False),
+    "swiglu": lambda config: _activates(config, "silu", is_gated=True),
     "use_megatron_fsdp": lambda config: (
         config.dist.use_megatron_fsdp or config.ddp.use_megatron_fsdp
     ),
-    "no_save_optim": lambda config: not config.checkpoint.save_optim,
-    "no_load_rng": lambda config: not config.checkpoint.load_rng,
-    "data_parallel_size": lambda config: config.data_parallel_size,
-    "accumulate_allreduce_grads_in_fp32": lambda config: config.ddp.grad_reduce_in_fp32,
-    "decoder_seq_length": lambda config: config.model.seq_length,
-    "check_for_nan_in_loss_and_grad": lambda config: (
-        config.rerun_state_machine.check_for_nan_in_loss
-    ),
 }
-# What Bridge has no word for, and does not do.
+# What Bridge has no word for, and does not do, at least in some version.
 _WITHOUT: Mapping[str, Any] = {
     "curr_iteration": 0,
-    "data_cache_path": None,
-    "decrease_batch_size_if_needed": False,
-    "deterministic_mode": False,
     "fake_process_group": False,
-    "full_validation": False,
-    "log_params_norm": False,
     "perform_rl_step": False,
     "phase_transition_iterations": None,
     "step_batch_size_schedule": None,
-    "train_samples": None,
     "yaml_cfg": None,
-    "hybrid_context_parallel": False,
-    "ckpt_assume_constant_structure": False,
 }
+_RENAMED = {flag: place.split(".")[1] for flag, place in RENAMED.items()}
+_NEGATED = frozenset(flag for flag, place in RENAMED.items() if place.startswith("not "))
 
 
 class BridgeArgs(argparse.Namespace):
@@ -99,36 +118,33 @@ class BridgeArgs(argparse.Namespace):
             "world_size": get_world_size_safe(),
             "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         }
-        sections = [getattr(config, name) for name in _SECTIONS]
-        object.__setattr__(self, "_parts", (config, state, sections, own))
+        object.__setattr__(self, "_parts", (config, state, places(config), own))
 
     def __getattr__(self, name: str) -> Any:
-        config, state, sections, own = object.__getattribute__(self, "_parts")
+        config, state, found, own = object.__getattribute__(self, "_parts")
         if name in _STATE:
             return getattr(state.train_state, _STATE[name])
         if name in _FROM_CONFIG:
             return _FROM_CONFIG[name](config)
-        for section in () if name in ("rank", "world_size") else sections:
-            if hasattr(section, name):
-                value = getattr(section, name)
-                return _DTYPES.get(value, value) if name in _WRITTEN_AS_TEXT else value
         if name in own:
             return own[name]
-        raise AttributeError(name)
+        if name not in found:
+            raise AttributeError(f"neither Megatron-Bridge nor moe_ft has a setting {name}")
+        value = getattr(found[name], _RENAMED.get(name, name))
+        if name in _WRITTEN_AS_TEXT:
+            return _DTYPES.get(value, value)
+        return not value if name in _NEGATED else value
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        config, state, sections, own = object.__getattribute__(self, "_parts")
+        _, state, found, own = object.__getattribute__(self, "_parts")
         if name in _STATE:
             setattr(state.train_state, _STATE[name], value)
-        elif name == "check_for_nan_in_loss_and_grad":
-            config.rerun_state_machine.check_for_nan_in_loss = value
+        elif name in own or name not in found:
+            own[name] = value
         else:
-            section = next((each for each in sections if hasattr(each, name)), None)
-            if section is None or name in ("rank", "world_size"):
-                own[name] = value
-            else:
-                setattr(section, name, value)
+            value = not value if name in _NEGATED else value
+            setattr(found[name], _RENAMED.get(name, name), value)
 
     @override
     def __delattr__(self, name: str) -> None:
@@ -137,8 +153,22 @@ class BridgeArgs(argparse.Namespace):
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """A copy, to be read by `vars`."""
-        config, state, sections, own = object.__getattribute__(self, "_parts")
-        found = {name: value for each in reversed(sections) for name, value in vars(each).items()}
-        derived = {name: make(config) for name, make in _FROM_CONFIG.items()}
-        counters = {name: getattr(state.train_state, field) for name, field in _STATE.items()}
-        return {**own, **found, **derived, **counters}
+        _, _, found, own = object.__getattribute__(self, "_parts")
+        names = (*found, *own, *_FROM_CONFIG, *_STATE)
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+def places(config: Any) -> dict[str, Any]:
+    """Return what has the field of each of Megatron's arguments: the section, or settings in it.
+
+    A field of the table in bridge/fields.py is not the flag that has its name.
+    """
+    found: dict[str, Any] = {}
+    for each in fields_of(config):
+        if _is_argument(each):
+            found.setdefault(each.flag or each.name, each.of)
+    return found
+
+
+def _is_argument(field: Field) -> bool:
+    return bool(field.flag) or field.name not in flag_classes()

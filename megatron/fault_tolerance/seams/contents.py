@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +47,11 @@ def last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
+def is_path(value: Any) -> bool:
+    """Return whether a value names a file: of some settings it may also be what such a file holds."""
+    return isinstance(value, str | os.PathLike)
+
+
 def is_number(word: str) -> bool:
     """Return whether a word of a list of data sets is a weight."""
     try:
@@ -57,11 +62,17 @@ def is_number(word: str) -> bool:
 
 
 def add_files(
-    args: argparse.Namespace, of_state: dict[str, Any], of_replays: dict[str, Any]
+    args: argparse.Namespace,
+    of_state: dict[str, Any],
+    of_replays: dict[str, Any],
+    further: Mapping[str, list[str]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the fingerprint and the replay settings with those that are in files, as JSON values.
 
     One line names the paths of which nothing can be read here, such as those in an object store.
+
+    Args:
+        further: lists of data sets that no flag names, by setting.
 
     Raises:
         ConfigError: if a file that lists data sets cannot be read.
@@ -70,8 +81,10 @@ def add_files(
     words = {
         **{name: [*map(str, found)] for name in PATH_LISTS if (found := getattr(args, name, None))},
         **{name: found for name, found in listed.items() if found is not None},
-        **{name: [value] for name in PATHS if (value := getattr(args, name, None)) is not None},
+        **{name: [str(path)] for name in PATHS if is_path(path := getattr(args, name, None))},
     }
+    replayed = {flag_of(name) for name in words if flag_classes()[name].kind is Kind.REPLAY}
+    words = {flag_of(name): found for name, found in words.items()} | dict(further or {})
     paths = [
         word
         for found in words.values()
@@ -84,10 +97,9 @@ def add_files(
         named = ", ".join([*unread[:_MOST_NAMED], *["..."] * (len(unread) > _MOST_NAMED)])
         warn(f"data and tokenizers are compared by name alone where they cannot be read: {named}")
     of_state, of_replays = of_state | {CONTENTS: {}}, of_replays | {CONTENTS: {}}
-    for name, found in words.items():
-        is_of_replays = flag_classes()[name].kind is Kind.REPLAY
+    for key, found in words.items():
         held = [": ".join(filter(None, (last_part(each), contents.get(each)))) for each in found]
-        (of_replays if is_of_replays else of_state)[CONTENTS][flag_of(name)] = held
+        (of_replays if key in replayed else of_state)[CONTENTS][key] = held
     for name, of_file in listed.items():
         # As versions without contents noted them, which took a protocol for a word.
         parts = [last_part(part) for word in of_file or () for part in word.split("://")]

@@ -21,13 +21,16 @@ are accepted otherwise.
 """
 
 import argparse
+import functools
 import itertools
+import math
 import textwrap
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, last_part
+from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, is_path, last_part
 from moe_ft.config.flag_table import (
     DERIVED,
     FLAGS,
@@ -45,7 +48,22 @@ from moe_ft.planning.planned_job import flag_of
 SCRIPT_FLAGS = "moe_ft_script_flags"
 UNKNOWN = "unknown to moe_ft"  # the subject of flags that the table lacks
 
+_DEEPEST = 8  # of settings in one another
 _OF_THE_END = "--exit-"  # they decide when a run ends, not what an iteration does
+
+
+class Settings(NamedTuple):
+    """Settings of a job, by what they are kept and compared for, as JSON values.
+
+    Attributes:
+        data: lists of data sets that no flag names, by setting, as contents.py takes them.
+    """
+
+    of_state: dict[str, Any]
+    of_replays: dict[str, Any]
+    of_records: dict[str, Any]
+    of_script: dict[str, str]
+    data: Mapping[str, list[str]] = {}
 
 
 def names_of(kind: Kind) -> list[str]:
@@ -79,7 +97,7 @@ def untested_flags(
     actions = {each.dest: each for each in reversed(parser._actions)}
     for dest, flag in sorted(megatron_flags(parser).items(), key=lambda each: each[1]):
         value = getattr(args, dest, None)
-        names = _names(value) if actions[dest].choices or dest in TESTED_VALUES else []
+        names = names_in_value(value) if actions[dest].choices or dest in TESTED_VALUES else []
         if dest in TESTED_VALUES:
             names = [name for name in names if name not in TESTED_VALUES[dest]]
             is_named = bool(names)
@@ -96,14 +114,18 @@ def untested_lines(
     args: argparse.Namespace, parser: argparse.ArgumentParser, script_flags: Container[str] = ()
 ) -> list[str]:
     """Return one text with the untested flags and values of each subject, or none if there are none."""
-    found = untested_flags(args, parser, script_flags)
+    return lines_by_subject(untested_flags(args, parser, script_flags))
+
+
+def lines_by_subject(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return one text with what no test runs with, by subject; none if there is nothing."""
     wrapper = textwrap.TextWrapper(110, "  ", "    ", break_on_hyphens=False)
-    subjects = (each for each in (*FLAGS, UNKNOWN) if each in found)
+    subjects = (each for each in dict.fromkeys((*FLAGS, *found, UNKNOWN)) if each in found)
     lines = [wrapper.fill(f"{each}: {', '.join(found[each])}") for each in subjects]
     return ["\n".join(["no test of moe_ft runs with (docs/flags.md)", *lines])] if lines else []
 
 
-def _names(value: Any) -> list[str]:
+def names_in_value(value: Any) -> list[str]:
     """Return the names of which a value consists; none for None."""
     values = value if isinstance(value, list | tuple) else [value]
     return [
@@ -183,7 +205,7 @@ def _as_text(value: Any) -> str:
 def settings_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     """Return the settings of a class, by flag, as JSON values."""
     return {
-        flag_of(name): _as_json(getattr(args, name))
+        flag_of(name): as_json(getattr(args, name))
         for name in names_of(kind)
         if hasattr(args, name)
     }
@@ -216,12 +238,29 @@ def _as_used(name: str, value: Any, args: argparse.Namespace) -> Any:
 def _setting(name: str, value: Any) -> Any:
     if name in PATH_LISTS:
         return [last_part(str(word)) for word in value or ()]
-    if name in PATHS and value is not None:
-        return last_part(value)
-    return _as_json(value)
+    if name in PATHS and is_path(value):
+        return last_part(str(value))
+    return as_json(value)
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON that is the same in the next start: functions and classes by their names."""
+    inner = functools.partial(as_json, depth=depth + 1)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, functools.partial):
+        return inner({"function": value.func, "args": value.args, **value.keywords})
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+        return [inner(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): inner(item) for name, item in value.items()}
+    text = str(sorted(map(str, value)) if isinstance(value, set | frozenset) else value)
+    if not is_dataclass(value) and " at 0x" not in text:
+        return text
+    if depth == _DEEPEST or not hasattr(value, "__dict__"):
+        return type(value).__qualname__
+    return {"class": type(value).__qualname__, **inner(vars(value))}

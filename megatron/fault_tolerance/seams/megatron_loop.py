@@ -26,6 +26,7 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
 from megatron.fault_tolerance.seams.flag_classes import (
+    Settings,
     fingerprint,
     record_settings,
     replay_settings,
@@ -108,15 +109,25 @@ class MegatronLoop(CoreLoop):
         args = get_args()
         return lines_on_load(args) if args.iteration else []
 
+    def settings(self) -> Settings:
+        """Return the settings of the job, once its model is built."""
+        args = get_args()
+        return Settings(
+            of_state=fingerprint(args),
+            of_replays=replay_settings(args),
+            of_records=record_settings(args),
+            of_script=script_settings(args, megatron_parser().parse_args([])),
+        )
+
     @override
     def job_facts(self, began_with: str) -> JobFacts:
         args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
         has_homes = getattr(args, "moe_ft_expert_slots", 0) > 0
         num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
-        defaults = megatron_parser().parse_args([])
-        of_state = {**fingerprint(args), **_slot_settings(args, "expert_slots")}
+        settings = self.settings()
+        of_state = {**settings.of_state, **_slot_settings(args, "expert_slots")}
         of_replays = {
-            **replay_settings(args),
+            **settings.of_replays,
             **_slot_settings(args, "rebalance_interval", "min_replicas"),
         }
         return JobFacts(
@@ -128,9 +139,9 @@ class MegatronLoop(CoreLoop):
             groups=groups,
             fingerprint=of_state,
             replay_settings=of_replays,
-            record_settings=record_settings(args),
-            read_files=lambda: add_files(args, of_state, of_replays),
-            script_settings=script_settings(args, defaults),
+            record_settings=settings.of_records,
+            read_files=lambda: add_files(args, of_state, of_replays, settings.data),
+            script_settings=settings.of_script,
             experts=ExpertFacts(
                 num_experts=args.num_experts or 0,
                 ep_rank=0 if has_homes else groups.ep.rank(),

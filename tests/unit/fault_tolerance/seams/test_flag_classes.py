@@ -22,9 +22,9 @@ from megatron.fault_tolerance.program.arguments import REFUSALS, parse_arguments
 from megatron.fault_tolerance.seams.flag_classes import (
     SCRIPT_FLAGS,
     UNKNOWN,
-    _names,
     fingerprint,
     megatron_flags,
+    names_in_value,
     record_settings,
     replay_settings,
     script_settings,
@@ -166,8 +166,8 @@ def test_tested_values_are_those_that_jobs_of_tests_have(
     for dest in (with_names | others) - {"exit_signal"}:  # scripts of examples/ name another one
         given = re.findall(rf'"({"|".join(forms(parser)[dest])})"[:,] "([^"]+)"', jobs)
         values = {word for _, words in given for word in words.split()}
-        values.update(_names(vars(args)[dest]))
-        found[dest] = values & {*_names(list(actions[dest].choices or values))}
+        values.update(names_in_value(vars(args)[dest]))
+        found[dest] = values & {*names_in_value(list(actions[dest].choices or values))}
     assert found == TESTED_VALUES
 
 
