@@ -311,7 +311,10 @@ def own_settings(config: Any, kind: Kind) -> dict[str, Any]:
 
 def script_settings(config: Any) -> dict[str, str]:
     """Return digests of the environment variables of the configuration: nobody knows what reads them."""
-    found = {f"env_vars.{name}": str(text) for name, text in (config.env_vars or {}).items()}
+    found = {
+        f"env_vars.{name}": str(text)
+        for name, text in (getattr(config, "env_vars", None) or {}).items()
+    }
     return {key: digest_setting(key, text) for key, text in sorted(found.items())}
 
 
