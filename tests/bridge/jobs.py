@@ -10,10 +10,12 @@ import filelock
 
 from megatron.fault_tolerance.launch.environment import prepare_environment
 from moe_ft.cluster.forked_rank import run_script
+from moe_ft.commands import run
 from tests.demo_model import event_flags
 from tests.harness import DEADLINE_S, Train, run_training
 from tests.jobs import DENSE, NUM_REPAIRED, CheckpointJob, Job, RepairedJob, fault_flags
 from tests.kept_job import KeptResult, run_kept
+from tests.kept_nodes import KeptNodes
 from tests.references import Digests, References
 
 SCRIPT = Path(__file__).with_name("tiny_job.py")
@@ -37,8 +39,15 @@ def train_plain(words: Sequence[str]) -> None:
 
 
 def train_protected(words: Sequence[str]) -> None:
-    """Run the script that protects itself."""
-    sys.argv = [str(PROTECTED), *words]
+    """Run `moe_ft run` with flags in front of the script."""
+    run.run_script(words)
+
+
+def train_in_context(words: Sequence[str]) -> None:
+    """Run the script that protects itself, with the flags and the arguments of the other one."""
+    end = words.index("--")
+    assert words[end + 1] == str(SCRIPT)
+    sys.argv = [str(PROTECTED), *words[: end + 1], *words[end + 2 :]]
     sys.path.insert(0, str(PROTECTED.parent))
     run_script(sys.argv[0])
 
@@ -99,7 +108,7 @@ class _BridgeJob(Job):
             *event_flags(self.events_dir),
             *("--moe-ft-memory-dir", str(self.memory_dir)),
             *flags,
-            *("--", str(self.folder / "digests"), *self.base),
+            *("--", str(SCRIPT), str(self.folder / "digests"), *self.base),
         ]
 
 
@@ -148,5 +157,14 @@ class ReplacedJob(_BridgeJob, RepairedJob):
         **options: Any,
     ) -> KeptResult:
         self.num_ranks = num_ranks
-        flags, log = self.flags(faults, strategy, layout, extra), self.folder / "log"
-        return run_kept(flags, num_ranks, log=log, script=str(PROTECTED), **options).check()
+        words = ["moe_ft", "run", *self.flags(faults, strategy, layout, extra)]
+        log = self.folder / "log"
+        return run_kept(words, num_ranks, log=log, script="-m", **options).check()
+
+    def spare_nodes(self) -> KeptNodes:
+        """Return two nodes of a rank each, with 40 iterations, and room for spares."""
+        self.num_ranks = 2
+        words = self.flags((), DENSE, EP2, ("train.train_iters=40",))
+        return KeptNodes(
+            self.folder, ["-m", "moe_ft", "run", *words], num_nodes=2, ranks_per_node=1
+        )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridge.jobs import EP2, EVALUATION, OVERLAP, PP2, RestartedJob
+from tests.bridge.jobs import EP2, EVALUATION, OVERLAP, PP2, RestartedJob, train_in_context
 
 DENSE = ("--moe-ft-strategy", "dense")
 SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
@@ -51,9 +51,10 @@ def test_newer_state_than_that_which_bridge_has_saved_and_loads_is_recovered(
     assert restarted.digests() == restarted.reference()
 
 
-def test_job_in_which_nothing_fails_ends_with_the_bits_of_one_without_moe_ft(
+def test_script_that_protects_itself_ends_with_the_bits_of_one_without_moe_ft(
     restarted: RestartedJob,
 ) -> None:
+    restarted.train = train_in_context
     restarted.run(storage=True).check()
     assert restarted.digests() == restarted.reference()
     # From storage: nothing is left to train.

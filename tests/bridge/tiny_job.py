@@ -132,11 +132,14 @@ class Digests(Callback):
         path.write_text(json.dumps([digest.sha256, digest.sha256_all]))
 
 
-class Kill(Callback):
-    """Kills rank 1 once, where no fault that moe_ft injects does: KILL=log:6 or KILL=evaluation:6."""
+class Strike(Callback):
+    """Kills or stops rank 1 once, where no fault that moe_ft injects does.
+
+    The variable STRIKE says so: kill:log:6, or stop:evaluation:6.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._mark = folder / "killed"
+        self._mark = folder / "struck"
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         self._strike("log", context.state.train_state.step + 1)  # the loop has not counted it yet
@@ -145,18 +148,18 @@ class Kill(Callback):
         self._strike("evaluation", context.state.train_state.step)
 
     def _strike(self, where: str, iteration: int) -> None:
-        if os.environ.get("KILL") != f"{where}:{iteration}" or dist.get_rank() != 1:
+        how, _, moment = os.environ.get("STRIKE", "").partition(":")
+        if moment != f"{where}:{iteration}" or dist.get_rank() != 1 or self._mark.exists():
             return
-        if not self._mark.exists():
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
 def main() -> None:
     folder, *overrides = sys.argv[1:]
     config = process_config_with_overrides(tiny_config(), cli_overrides=overrides or None)
-    pretrain(config, forward_step, callbacks=[Digests(Path(folder)), Kill(Path(folder))])
+    pretrain(config, forward_step, callbacks=[Digests(Path(folder)), Strike(Path(folder))])
 
 
 if __name__ == "__main__":
