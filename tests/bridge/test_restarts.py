@@ -34,7 +34,13 @@ def test_killed_job_recovers_the_newest_state_and_ends_with_the_bits_of_a_job_wi
     assert restarted.digests() == restarted.reference()
 
 
-@pytest.mark.parametrize("strategy", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(DENSE, marks=pytest.mark.rest, id="dense"),
+        pytest.param(SPARSE, id="sparse"),
+    ],
+)
 def test_newer_state_than_that_which_bridge_has_saved_and_loads_is_recovered(
     restarted: RestartedJob, strategy: tuple[str, ...]
 ) -> None:
