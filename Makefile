@@ -111,7 +111,7 @@ docs-serve: .venv/installed
 
 # Not here: partial_routing, selective_routing and expert_placement need a trace that is not part of the
 # repository; partial_quality, partial_covers, selective_quality, lossy_state and expert_slots train for long, and keep
-# their runs in a folder to be named; verdicts strikes nodes for an hour.
+# their runs in a folder to be named; verdicts strikes nodes for an hour; bridge_recovery runs in .venv/bridge.
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout object_store kernel_code streams touch job_store many_ranks paper_tables gradient_replicas replica_sources simulator_vs_measured \
