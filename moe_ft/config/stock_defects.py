@@ -123,7 +123,8 @@ def check_schedule(args: Any) -> None:
     flag = f"--train-{kind}" if decay is None else f"--lr-decay-{kind}"
     length = getattr(args, f"train_{kind}") if decay is None else decay
     problem = ""
-    if length and warmup and warmup >= length:
+    lowers_it = hasattr(args, "lr_warmup_steps")  # Megatron-Bridge, before the assertion
+    if length and warmup and warmup >= length and not lowers_it:
         problem = (
             f"--lr-warmup-{kind}={warmup:g} must be less than {flag}={length:g}, where decay ends"
         )

@@ -8,7 +8,7 @@ from tests.recipes.recipe import Recipe
 from tests.recipes.table import COLUMNS, Answer, answers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
-_BEGIN = "<!-- These tables are written by `python -m tests.recipes`. -->\n"
+_BEGIN = "<!-- These tables are written by `python -m {}`. -->\n"
 _END = "<!-- Here they end. -->"
 
 Table = Mapping[str, Mapping[str, Answer]]  # by recipe and column
@@ -19,10 +19,11 @@ def all_answers(recipes: Sequence[Recipe]) -> Table:
     return {recipe.key: answers(recipe) for recipe in recipes}
 
 
-def page_with(text: str, inserted: str) -> str:
-    """Return a text of the page with other tables."""
-    before, _, rest = text.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n{inserted}\n\n{_END}{rest.partition(_END)[2]}"
+def page_with(text: str, inserted: str, module: str = "tests.recipes") -> str:
+    """Return a text of a page with other tables, which a module writes."""
+    begin = _BEGIN.format(module)
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{inserted}\n\n{_END}{rest.partition(_END)[2]}"
 
 
 def tables(recipes: Sequence[Recipe], table: Table) -> str:

@@ -30,7 +30,7 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys(
         [
             f"megatron/fault_tolerance/bridge/{name}.py"
-            for name in ("dialect", "fields", "launch", "loop", "versions", "view")
+            for name in ("dialect", "fields", "launch", "loop", "refusals", "versions", "view")
         ],
         "import Megatron-Bridge: tests/bridge has its own environment",
     ),

@@ -4,6 +4,7 @@ Bridge calls `_pretrain` through its module, so that one name is wrapped, whenev
 `pretrain`. Before it the configuration is not final.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,11 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.fault_tolerance.bridge.dialect import Dialect
 from megatron.fault_tolerance.bridge.fields import untested_lines
 from megatron.fault_tolerance.bridge.loop import BridgeLoop
+from megatron.fault_tolerance.bridge.refusals import (
+    check_bridge,
+    check_overrides,
+    in_words_of_bridge,
+)
 from megatron.fault_tolerance.bridge.versions import BRIDGE_SEAMS, CLEANUP, check_bridge_seams
 from megatron.fault_tolerance.bridge.view import BridgeArgs
 from megatron.fault_tolerance.launch import pretraining
@@ -32,6 +38,7 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
     warn,
 )
+from moe_ft import saying
 from moe_ft.config.untested import MEGATRON
 from moe_ft.loop.refusing import refusing
 
@@ -71,7 +78,10 @@ def _train(words: Sequence[str], original: Callable[..., Any], *args: Any, **kwa
     _trained.append(True)
     state = kwargs["state"] if "state" in kwargs else args[0]
     view = BridgeArgs(state.cfg, state, words)
-    with refusing():
+    in_its_words = partial(in_words_of_bridge, config=state.cfg)
+    with saying.in_words_of(in_its_words), refusing():
+        check_overrides(sys.argv)
+        check_bridge(state.cfg, view)
         is_allowed = MEGATRON.is_allowed(view.moe_ft_allow_untested)
         lines = check_bridge_seams(allow_misfit=is_allowed)
         warn(view, [*lines, *lines_on_megatron(view)])
@@ -86,7 +96,8 @@ def _train(words: Sequence[str], original: Callable[..., Any], *args: Any, **kwa
         more = {} if store is None else {"store": store}
         return original(*args, **{**kwargs, **more})
 
-    with Dialect(state, view, loop).installed(), _without_ending_groups(held):
+    installed = Dialect(state, view, loop).installed()
+    with saying.in_words_of(in_its_words), installed, _without_ending_groups(held):
         result = pretraining.train(config, view, call, loop)
     for end in held:
         end()

@@ -14,6 +14,7 @@ import torch
 from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 
 from megatron.fault_tolerance.bridge.fields import RENAMED, Field, fields_of
+from megatron.fault_tolerance.bridge.refusals import value_at
 from megatron.fault_tolerance.seams.settings import own_parser
 from moe_ft.config.flag_table import flag_classes
 
@@ -122,6 +123,8 @@ class BridgeArgs(argparse.Namespace):
 
     def __getattr__(self, name: str) -> Any:
         config, state, found, own = object.__getattribute__(self, "_parts")
+        if "." in name:  # a field without a flag
+            return value_at(config, name)
         if name in _STATE:
             return getattr(state.train_state, _STATE[name])
         if name in _FROM_CONFIG:

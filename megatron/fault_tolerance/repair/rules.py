@@ -4,6 +4,8 @@ import argparse
 import os
 from collections.abc import Mapping
 
+import torch.distributed as dist
+
 from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.repair import renewals
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
@@ -25,6 +27,10 @@ _RULES: Mapping[str, str] = {
     "--skip-train": "nothing is trained",
     "--qk-clip": "it changes weights after the optimizer step, with which ranks take them to be done",
     "--hybrid-context-parallel": "its iterator is not renewed",
+    # Fields of Megatron-Bridge.
+    "ft.enable_ft_package": "ft_launcher takes a repair for a hang, and starts all ranks again",
+    "nvrx_straggler.enabled": "it reports after iterations that each process has counted itself",
+    "tensor_inspect.enabled": "it reports in iterations that each process has counted itself",
 }
 _RULES_ON_GPUS: Mapping[str, str] = {
     "--use-nccl-ub": "its memory is registered with communicators that are not there any more",
@@ -81,6 +87,8 @@ def check_job_is_repairable(
             "out."
         )
     refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
+    if dist.is_initialized():
+        refused["process groups of the script's own"] = "how they were made is not known"
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
         refused["one rank"] = "no rank is left to repair it"
     if (value := os.environ.get(_LAZY, "")).lower() in _TRUE:
@@ -135,7 +143,7 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
 def _is_used(args: argparse.Namespace, what: str) -> bool:
     flag, _, value = what.partition(" ")
     name = "nccl_ub" if flag == "--use-nccl-ub" else flag.removeprefix("--").replace("-", "_")
-    given = getattr(args, name)
+    given = getattr(args, name, None)
     return given == value if value else bool(given) and given != "none"
 
 
