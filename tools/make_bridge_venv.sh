@@ -15,6 +15,7 @@ echo "Megatron-Bridge and what it imports: 0.5 GB"
     --no-deps --requirement tests/bridge/requirements.txt
 # Packages for GPUs that Bridge names are lent by tests/bridge/lent.py, in each process: scripts know nothing
 # of it. The link is relative, so that a checkout may be moved.
-ln --symbolic --relative --force tests/bridge/lent.py "$packages"/lent_to_bridge.py
-echo "import lent_to_bridge; lent_to_bridge.install()" > "$packages"/lent_to_bridge.pth
+module=lent_to_bridge
+ln --symbolic --relative --force tests/bridge/lent.py "$packages/$module.py"
+echo "import $module; $module.install()" > "$packages/$module.pth"
 touch "$folder/installed"
