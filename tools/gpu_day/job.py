@@ -1,6 +1,6 @@
 """A training job of a day, undisturbed or with a fault. Its digests are left to be compared (day.py).
 
-    python -m tools.gpu_day.job NAME [--ranks N] [--fault FAULT] [--backend gloo|nccl] [--model big]
+    python -m tools.gpu_day.job NAME [--ranks N] [--fault FAULT] [--backend gloo|nccl] [--model big|recipe]
         [--with-compile] [--only-check] -- FLAG...
 
 One rank starts by itself, and again after a fault. Several share the first GPU (one_gpu.py) under torchrun,
@@ -24,6 +24,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.fault_tolerance.program.arguments import add_flags
 from megatron.fault_tolerance.seams.settings import checked_config
+from moe_ft.cluster.target import BRIDGE, is_found
 from moe_ft.errors import ConfigError
 from moe_ft.events import event_path, read_events
 from tools.gpu_day.day import memory_of
@@ -52,6 +53,19 @@ SMALL = (
     "--moe-ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 "
     "--vocab-size 256 --micro-batch-size 2 --global-batch-size 8"
 )
+# Of Megatron-Bridge, made small; its data are made up, and it asks for nothing from a network.
+RECIPE = (
+    "olmoe_7b_pretrain_8gpu_h100_bf16_config model.num_layers=4 model.hidden_size=256 "
+    "model.num_attention_heads=8 model.num_query_groups=8 model.kv_channels=32 "
+    "model.ffn_hidden_size=512 model.moe_ffn_hidden_size=512 model.num_moe_experts=8 "
+    "model.moe_router_topk=2 model.expert_model_parallel_size=1 model.vocab_size=1024 "
+    "model.seq_length=256 model.deterministic_mode=true model.cross_entropy_loss_fusion=false "
+    "tokenizer.vocab_size=1024 dataset.seq_length=256 dataset.num_workers=0 "
+    "dataset.persistent_workers=false train.train_iters=12 train.global_batch_size=16 "
+    "train.micro_batch_size=4 validation.eval_iters=0 scheduler.lr_warmup_iters=2 "
+    "scheduler.lr_decay_iters=12 optimizer.lr=1e-3 checkpoint.save=null checkpoint.load=null "
+    "logger.log_interval=1 logger.tensorboard_dir=null"
+)
 _WARM = 6  # iterations that are not measured, if there are enough
 
 
@@ -66,18 +80,33 @@ class Job:
         self.is_compiled = options.with_compile and not IS_REHEARSAL
         self.folder: Path = WORK / "jobs" / self.name
         self.memory = memory_of(self.name)
-        self.flags = [*MODEL.split(), *(BIG.split() if options.model == "big" else ())]
-        if IS_REHEARSAL:
-            self.flags += SMALL.split()
-        self.flags += [*flags, "--moe-ft-event-log", str(self.folder / "events")]
-        # Each job has a cache of its own: Megatron reads one that another job is writing.
-        self.flags += ["--moe-ft-state-digest", "--data-cache-path", str(self.folder / "cache")]
-        if self.backend:
-            self.flags += ["--distributed-backend", self.backend]
+        self.flags = [*flags, "--moe-ft-event-log", str(self.folder / "events")]
+        self.flags += ["--moe-ft-state-digest"]
         if "--moe-ft-strategy" in flags:
             self.flags += ["--moe-ft-job-id", self.name, "--moe-ft-memory-dir", str(self.memory)]
         if self.fault:
             self.flags += ["--moe-ft-inject-fault", self.fault]
+        self.program = self._program(options.model)
+
+    def _program(self, model: str) -> list[str]:
+        """Return what Python runs. Jobs share no cache: Megatron reads one while another job writes it."""
+        cache = str(self.folder / "cache")
+        if model == "recipe":
+            recipe = ["examples/bridge_recipe.py", *RECIPE.split()]
+            return [
+                "-m",
+                "moe_ft",
+                "run",
+                *self.flags,
+                "--",
+                *recipe,
+                f"dataset.path_to_cache={cache}",
+            ]
+        found = ["pretrain_gpt_moe.py", *MODEL.split(), *(BIG.split() if model == "big" else ())]
+        if IS_REHEARSAL:
+            found += SMALL.split()
+        found += [*self.flags, "--data-cache-path", cache]
+        return [*found, "--distributed-backend", self.backend] if self.backend else found
 
     @property
     def is_repaired(self) -> bool:
@@ -108,13 +137,13 @@ class Job:
         }
         if not self.is_compiled:
             env["TORCHDYNAMO_DISABLE"] = "1"  # starts are faster, and it is another question
-        words = ["pretrain_gpt_moe.py"]
+        words = self.program
         if self.num_ranks == 1:
             env["TORCHELASTIC_RESTART_COUNT"] = str(number)
         else:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             words = [*self._launcher(), "-m", "tools.gpu_day.one_gpu", *words]
-        words = [sys.executable, *words, *self.flags]
+        words = [sys.executable, *words]
         with self._log(number).open("w") as log:
             print("$", *words, file=log, flush=True)
             return subprocess.run(words, cwd=ROOT, env=env, stdout=log, stderr=log).returncode
@@ -243,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--fault", default="")
     parser.add_argument("--backend", default="")
-    parser.add_argument("--model", choices=("usual", "big"), default="usual")
+    parser.add_argument("--model", choices=("usual", "big", "recipe"), default="usual")
     parser.add_argument("--with-compile", action="store_true")
     parser.add_argument("--only-check", action="store_true", help="where kernels cannot run")
     given = list(sys.argv[1:] if words is None else words)
@@ -253,6 +282,9 @@ def main(words: Sequence[str] | None = None) -> None:
         options.backend = "gloo"
     if options.only_check:
         check(options.name, options.ranks, given[place + 1 :])
+        return
+    if options.model == "recipe" and not is_found(BRIDGE):
+        note(options.name, f"left out: {sys.executable} finds no {BRIDGE}", is_good=False)
         return
     job = Job(options, given[place + 1 :])
     begin_s = time.monotonic()

@@ -132,6 +132,15 @@ def _te(name: str, question: str, flags: str, *, fault: str = "", of: str = "") 
     return replace(step, rehearsed=_module("job", f"{name} --only-check -- {flags}"))
 
 
+def _recipe(name: str, question: str, flags: str, *, fault: str = "") -> Step:
+    """Return a step that trains with Megatron-Bridge: a rehearsal reads its flags."""
+    step = _job(*(name, question, flags), fault=fault, options="--model recipe", seconds=(120, 300))
+    check = _module("job", f"{name} --only-check -- {flags}")
+    if fault:
+        return replace(step, of="bridge", after="bridge", rehearsed=check)
+    return replace(step, turn=Turn.FIRST, rehearsed=check)
+
+
 def _big(name: str, question: str, flags: str, usual_s: float) -> Step:
     options, seconds = "--model big", (usual_s, 150)
     return _job(name, question, flags, options=options, seconds=seconds, turn=Turn.ALONE)
@@ -360,5 +369,16 @@ LARGE = Day(
         _stall("moe_ft-storage", 40, "what does storage cost on top?", 40),
     ),
 )
+BRIDGE = Day(
+    name="bridge",
+    shows="a recipe of Megatron-Bridge, made small, trains and recovers bitwise: in its container",
+    budget_s=330,
+    together=2,
+    steps=(
+        _recipe("bridge", "does a recipe of Megatron-Bridge train, and Bridge import?", ""),
+        _recipe("bridge-dense", f"{_KILLED} (Bridge)?", _DENSE, fault="kill:0@6:backward"),
+        _recipe("bridge-sparse", f"{_KILLED} (Bridge, window)?", _SPARSE, fault="kill:0@7:backward"),
+    ),
+)
 # fmt: on
-DAYS = {day.name: day for day in (FIRST, NCCL, TE, LARGE)}
+DAYS = {day.name: day for day in (FIRST, NCCL, TE, LARGE, BRIDGE)}

@@ -143,7 +143,7 @@ def test_step_that_runs_again_begins_without_its_old_job_and_result(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["monday"], "DAY=monday must be one of first, nccl, te, large"),
+        (["monday"], "DAY=monday must be one of first, nccl, te, large, bridge"),
         ([], "DAY=None must be one of"),
         (["nccl", "n-ep2", "dense"], "STEPS=dense must be steps of nccl"),
     ],
@@ -186,6 +186,15 @@ def test_flags_of_all_jobs_are_accepted_by_a_start_on_a_gpu(
         if "tools.gpu_day.job" in each.words:
             job.main([each.name, "--only-check", *each.words[3:]])
             assert day.read_result(each.name)["is_good"], day.read_result(each.name)
+
+
+def test_recipe_of_bridge_is_left_out_where_bridge_is_not(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "is_found", lambda name: False)
+    job.main(["bridge", "--model", "recipe", "--"])
+    result = day.read_result("bridge")
+    assert not result["is_good"] and result["line"].startswith("left out: ")
 
 
 def test_step_of_a_rank_trains_on_this_machine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
