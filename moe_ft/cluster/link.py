@@ -171,6 +171,9 @@ def flag_value(words: Sequence[str], flag: str) -> str:
 
 def exit_signal(words: Sequence[str]) -> signal.Signals | None:
     """Return the signal at which Megatron saves and ends ranks of a command line, if there is one."""
-    if "--exit-signal-handler" not in words:
-        return None
-    return signal.Signals.__members__.get(flag_value(words, "--exit-signal") or "SIGTERM")
+    if "--exit-signal-handler" in words:
+        return signal.Signals.__members__.get(flag_value(words, "--exit-signal") or "SIGTERM")
+    if flag_value(words, "train.exit_signal_handler").lower() == "true":  # of Megatron-Bridge
+        number = flag_value(words, "train.exit_signal") or str(int(signal.SIGTERM))
+        return next((each for each in signal.Signals if str(int(each)) == number), None)
+    return None

@@ -4,6 +4,7 @@ How silence counts is simulated (tests/simulation/repairs); test_fork_server.py 
 stop.
 """
 
+import signal
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from moe_ft.cluster.link import (
     Heart,
     Link,
+    exit_signal,
     period_s,
     wants_repair,
 )
@@ -50,3 +52,21 @@ def test_heart_beats_until_it_is_closed() -> None:
     assert not [each for each in threading.enumerate() if each.name == "moe_ft-heart"]
     assert link.beats == beats
     Heart(link, limit_s=1.0).close()  # was never started
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("x.py --exit-signal SIGUSR1", None),
+        ("x.py --exit-signal-handler", signal.SIGTERM),
+        ("x.py --exit-signal-handler --exit-signal SIGUSR1", signal.SIGUSR1),
+        ("--moe-ft-keep 3 -- x.py train.exit_signal=10", None),
+        ("--moe-ft-keep 3 -- x.py train.exit_signal_handler=True", signal.SIGTERM),
+        ("-- x.py train.exit_signal_handler=true train.exit_signal=10", signal.SIGUSR1),
+        ("-- x.py train.exit_signal_handler=true train.exit_signal=x", None),
+    ],
+)
+def test_signal_that_saves_and_ends_is_that_of_megatron_or_of_bridge(
+    words: str, expected: signal.Signals | None
+) -> None:
+    assert exit_signal(words.split()) is expected
