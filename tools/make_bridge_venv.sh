@@ -16,6 +16,6 @@ echo "Megatron-Bridge and what it imports: 0.5 GB"
 # Packages for GPUs that Bridge names are lent by tests/bridge/lent.py, in each process: scripts know nothing
 # of it. The link is relative, so that a checkout may be moved.
 module=lent_to_bridge
-ln --symbolic --relative --force tests/bridge/lent.py "$packages/$module.py"
-echo "import $module; $module.install()" > "$packages/$module.pth"
+ln --symbolic --relative --force tests/bridge/lent.py "$packages/${module}.py"
+echo "import $module; $module.install()" > "$packages/${module}.pth"
 touch "$folder/installed"
