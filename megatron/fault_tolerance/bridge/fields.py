@@ -52,14 +52,15 @@ FIELDS: dict[str, dict[str, str]] = {
             tp_comm_overlap_disable_{fc1 qkv} tp_only_amax_red use_mamba_mem_eff_path
             variable_seq_lengths""",
         "beginning": "embedding_init_method init_method output_layer_init_method",
-        # Functions that setup, the optimizer and the loop put there; made into others; copies.
+        # Functions that setup, the optimizer and the loop put there; made into others; copies; and one that
+        # recipes set and nothing reads.
         "neutral": """
             experimental_attention_variant_loss_scale_func finalize_model_grads_func
             grad_scale_func grad_sync_func moe_grad_scale_func mtp_grad_scale_func no_sync_func
             param_sync_func timers barrier_with_L1_time hybrid_override_pattern
             inference_rng_tracker should_pad_vocab use_te_rng_tracker deallocate_pipeline_outputs
             extra_checkpoint_metadata generation_config hetereogenous_dist_checkpoint hf_model_id
-            hf_model_revision inference_sampling_seed use_inference_optimized_layers""",
+            hf_model_revision inference_sampling_seed moe_a2a_overlap use_inference_optimized_layers""",
         "neutral untested": """
             batch_p2p_comm batch_p2p_sync cpu_offloading cpu_offloading_{activations
             double_buffering weights} cuda_graph_retain_backward_graph
