@@ -10,7 +10,7 @@ import torch
 from megatron.bridge.training.config import GPTDatasetConfig
 
 from megatron.fault_tolerance.program.text_dataset import TextSource, write_dataset
-from tests.bridge.jobs import EP2, SCRIPT, RestartedJob, train_protected
+from tests.bridge.jobs import EP2, SCRIPT, RestartedJob, train_in_context, train_protected
 from tests.jobs import refusal
 
 KILL = ("--moe-ft-inject-fault", "kill:1@4:backward")
@@ -39,7 +39,7 @@ def train_on_text(words: Sequence[str]) -> None:
         return config
 
     tiny_job.tiny_config = with_text
-    train_protected(words)
+    train_in_context(words)
 
 
 def text_at(folder: Path, module: Any = asyncio) -> str:
