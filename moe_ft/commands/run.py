@@ -116,7 +116,8 @@ def _check_in_front(flags: Sequence[str]) -> None:
     from moe_ft.commands.launch_checks import check_flags, check_in_front
 
     check_in_front(flags)
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    # Ranks that srun starts without torchrun get the variables of torchrun later.
+    world_size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     check_flags(flags, int(world_size) if world_size.isdecimal() else 1)
 
 

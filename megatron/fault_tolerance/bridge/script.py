@@ -15,6 +15,7 @@ import megatron.training
 from megatron.training import training
 from torch.distributed.elastic.multiprocessing import errors
 
+from megatron.fault_tolerance.bridge.refusals import check_overrides
 from megatron.fault_tolerance.launch.arguments import words_of_moe_ft
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
@@ -23,7 +24,7 @@ from megatron.fault_tolerance.launch.environment import (
 )
 from megatron.fault_tolerance.launch.pretraining import run_prepared
 from moe_ft.cluster.target import RUN
-from moe_ft.loop.refusing import refuse
+from moe_ft.loop.refusing import refuse, refusing
 
 _LAUNCH = "megatron.fault_tolerance.bridge.launch"
 
@@ -37,6 +38,8 @@ def run(name: str, flags: Sequence[str], *, is_module: bool = False) -> None:
     """
     take_slurms_variables()
     prepare_environment(flags)
+    with refusing():
+        check_overrides(sys.argv[1:])  # before imports that take long; again when training begins
     bridge = importlib.import_module(_LAUNCH)  # only now: it imports Bridge
     bridge.wrap(flags)
     stock = training.pretrain  # whose parameters are looked at

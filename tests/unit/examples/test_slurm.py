@@ -21,8 +21,8 @@ COMMANDS = {
     # Each start of the ranks takes the next exit code; all nodes are healthy; nothing else does anything.
     "srun": """case "$*" in
         *getsockname*) [ ! -e port ] || cat port ;;
-        *pretrain_gpt_moe.py*)
-            echo "MASTER_PORT=$MASTER_PORT"
+        *pretrain_gpt_moe.py*|*bridge_recipe.py*)
+            echo "MASTER_PORT=$MASTER_PORT; ranks: $*"
             code=$(head -n 1 codes)
             sed -i 1d codes
             exit "$code" ;;
@@ -71,12 +71,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def submit(environment: dict[str, str], tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """Return what runs the batch script with ranks that end so, and returns its exit code and output."""
 
-    def run(*codes: int | str, **variables: str) -> tuple[int, str]:
+    def run(
+        *codes: int | str, script: str = "pretrain_moe.sbatch", **variables: str
+    ) -> tuple[int, str]:
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
         log = tmp_path / "log"
         with log.open("w") as output:
             job = subprocess.Popen(
-                ["bash", SLURM / "pretrain_moe.sbatch"],
+                ["bash", SLURM / script],
                 env={**environment, **variables},
                 stdout=output,
                 stderr=output,
@@ -107,10 +109,22 @@ def test_refused_flags_end_the_job_without_a_restart_or_a_requeue(submit: Submit
 def test_ranks_meet_at_a_port_that_their_first_node_has_drawn_or_at_one_that_nobody_knows(
     submit: Submit, tmp_path: Path
 ) -> None:
-    found = [submit(0)[1].partition("MASTER_PORT=")[2].split()[0] for _ in range(3)]
+    found = [submit(0)[1].partition("MASTER_PORT=")[2].split(";")[0] for _ in range(3)]
     assert len({*found}) > 1, "the same job has had the same port each time"
     (tmp_path / "port").write_text("31234\n")
-    assert "MASTER_PORT=31234\n" in submit(0)[1]
+    assert "MASTER_PORT=31234;" in submit(0)[1]
+
+
+def test_recipe_of_bridge_has_flags_in_front_and_its_overrides_after_it(submit: Submit) -> None:
+    code, said = submit(3, 0, script="bridge_recipe.sbatch")
+    assert code == 0
+    lines = [line for line in said.splitlines() if "ranks: " in line]
+    assert len(lines) == 2
+    for line in lines:
+        launch, _, script = line.partition(" -- ")
+        assert "python -m moe_ft launch --status" in launch and "--moe-ft-strategy dense" in launch
+        assert script.startswith("examples/bridge_recipe.py olmoe_7b")
+        assert script.endswith("train.exit_signal_handler=true train.exit_signal=10")
 
 
 @pytest.mark.parametrize("code", [3, 4])

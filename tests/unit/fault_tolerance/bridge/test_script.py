@@ -35,9 +35,9 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def run(path: Path, code: str) -> None:
+def run(path: Path, code: str, override: str = "train.train_iters=3") -> None:
     path.write_text(code)
-    sys.argv = [str(path), "train.train_iters=3"]
+    sys.argv = [str(path), override]
     main = sys.modules["__main__"]
     try:
         script.run(str(path), FLAGS)
@@ -76,6 +76,15 @@ def test_script_that_does_not_train_with_bridge_is_refused(
         run(tmp_path / "x.py", code)
     assert end.value.code == EXIT_REFUSED
     assert problem in capsys.readouterr().err
+
+
+def test_settings_of_moe_ft_among_overrides_are_refused_before_the_script_runs(
+    bridge: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "x.py", "assert False", "+moe_ft.strategy=sparse")
+    assert end.value.code == EXIT_REFUSED
+    assert "+moe_ft.strategy=sparse would be ignored" in capsys.readouterr().err
 
 
 def test_script_that_executes_itself_again_is_run_under_moe_ft_again(
