@@ -67,9 +67,11 @@ test-versions: .venv/installed
 	set -e; for folder in $(WHEELS:%=$(CURDIR)/.venv/megatron/%) $(CHECKOUTS); do echo "== $$folder"; \
 	    PYTHONPATH=$$folder $(PYTEST) -m versions tests/distributed tests/unit/fault_tolerance/seams --numprocesses 2; done
 
-# An environment of its own, since Bridge needs packages that nothing else here does.
+# An environment of its own, since Bridge needs packages that nothing else here does. ALL=1 also runs the tests that
+# are marked rest.
 test-bridge: .venv/bridge/installed
-	.venv/bridge/bin/python -W ignore -m pytest tests/bridge --numprocesses 2 --dist worksteal
+	.venv/bridge/bin/python -W ignore -m pytest tests/bridge --numprocesses 2 --dist worksteal \
+	    $(if $(ALL),-m "rest or not rest")
 
 .venv/bridge/installed: .venv/installed tests/bridge/requirements.txt tools/make_bridge_venv.sh
 	@tools/make_bridge_venv.sh
