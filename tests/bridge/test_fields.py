@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 import megatron.fault_tolerance
 import moe_ft
-from megatron.fault_tolerance.bridge import fields
+from megatron.fault_tolerance.bridge import fields, refusals
 from megatron.fault_tolerance.bridge.fields import RENAMED, Field, data_words, own_settings
 from megatron.fault_tolerance.bridge.view import _FROM_CONFIG, BridgeArgs
 from megatron.fault_tolerance.repair import rules
@@ -107,6 +107,14 @@ def test_fields_of_flags_that_scripts_alone_read_have_a_class_of_their_own() -> 
     config = whole_config()
     of_scripts = (each for each in fields.fields_of(config) if each.of_class.subject in OF_SCRIPTS)
     assert {each.key for each in of_scripts} <= {"dataset.full_validation"}  # a record has it
+
+
+def test_refused_field_has_a_rule() -> None:
+    own = {name for name, *_ in refusals._RULES} | {"inprocess_restart.enabled"}
+    found = fields.fields_of(whole_config())
+    assert {
+        each.key for each in found if each.of_class.kind is Kind.REFUSED and not each.flag
+    } <= own
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -77,14 +77,15 @@ FIELDS: dict[str, dict[str, str]] = {
     "validation": {"neutral": "full_validation multiple_validation_sets test_mode"},
     "optimizer": {
         "fingerprint": "bf16 fp16 params_dtype",
-        "fingerprint untested": "adaptive_muon_moment2_method store_param_remainders",
+        "fingerprint untested": """
+            adaptive_muon_moment2_method store_param_remainders
+            use_layer_wise_distributed_optimizer""",
         "replay untested": """
             adaptive_muon_beta2 adaptive_muon_eps decoupled_weight_decay fp8_recipe
             grad_norm_skip_threshold soap_{precondition_frequency shampoo_beta use_kl_shampoo}""",
         "neutral": """
             config_logger_dir overlap_param_gather timers
             use_precision_aware_optimizer_no_fp8_or_ds_fp8""",
-        "refused": "use_layer_wise_distributed_optimizer",
     },
     "scheduler": {
         "record untested": "max_steps",
@@ -139,7 +140,8 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "dist": {
         "neutral": "external_gpu_device_mapping",
-        "refused": "eval_context_parallel_size lazy_mpu_init use_decentralized_pg",
+        "beginning untested": "lazy_mpu_init",
+        "refused": "eval_context_parallel_size use_decentralized_pg",
     },
     "rng": {},
     "rerun_state_machine": {"neutral untested": "check_for_spiky_loss spiky_loss_factor"},

@@ -147,7 +147,7 @@ _OTHER_WORDS = {
     "--fp16": "mixed_precision=fp16_mixed",
     "--inprocess-restart": "inprocess_restart.enabled=true",
     "--num-layers-per-virtual-pipeline-stage": "model.virtual_pipeline_model_parallel_size",
-    "--swiglu": "model.gated_linear_unit=true",
+    "--swiglu": "model.activation_func=silu with model.gated_linear_unit=true",
 }
 
 
