@@ -75,7 +75,6 @@ def test_job_without_such_settings_is_accepted(config: ConfigContainer) -> None:
         (_set("dist.use_decentralized_pg", True), "dist.use_decentralized_pg"),
         (_set("dist.eval_context_parallel_size", 2), "dist.eval_context_parallel_size=2"),
         (_set("train.num_epochs", 1.5), "train.num_epochs=1.5"),
-        (_set("dataset.dataloader_type", "batch"), "dataset.dataloader_type=batch"),
         (_set("dataset.dataloader_type", "external"), "dataset.dataloader_type=external"),
         (
             _set("checkpoint.non_persistent_ckpt_type", "local"),
@@ -131,6 +130,15 @@ def test_rule_on_a_flag_of_megatron_names_the_field(
     assert [each for each in messages if each.startswith(given)], messages
 
 
+def test_whole_batches_are_refused_where_iterations_run_again(config: ConfigContainer) -> None:
+    _set("dataset.dataloader_type", "batch")(config)
+    assert not [*refused(_view(config), SCRIPT_REFUSALS)]
+
+    (message,) = refused(_view(config, "--moe-ft-strategy", "sparse"), SCRIPT_REFUSALS)
+
+    assert in_words_of_bridge(message, config).startswith("dataset.dataloader_type=batch is not")
+
+
 def _member() -> Member:
     return Member(Assignment(rank=0, local_rank=0, world_size=2, node=""))
 
@@ -145,6 +153,7 @@ def _member() -> Member:
         ),
         (_set("tensor_inspect", TensorInspectConfig(enabled=True)), "tensor_inspect.enabled"),
         (_set("checkpoint.async_save", True), "checkpoint.async_save=true"),
+        (_set("dataset.dataloader_type", "batch"), "dataset.dataloader_type batch"),
     ],
 )
 def test_setting_that_no_repair_allows_is_refused_with_repairs(

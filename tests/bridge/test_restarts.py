@@ -16,9 +16,10 @@ JOBS = {
     "bf16": (SPARSE, EP2, ("mixed_precision=bf16_mixed",)),
     "overlap": (SPARSE, EP2, OVERLAP),
     "overlap_dense": (DENSE, EP2, OVERLAP),
+    "batches": (DENSE, EP2, ("dataset.dataloader_type=batch",)),
     "skipped": (SPARSE, EP2, ("train.iterations_to_skip=[4]",)),
 }
-REST = ("overlap_dense", "virtual_stages")
+REST = ("batches", "overlap_dense", "virtual_stages")
 
 
 @pytest.mark.parametrize(

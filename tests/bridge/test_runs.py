@@ -67,9 +67,10 @@ def test_job_that_is_told_to_end_continues_in_the_iteration_in_which_it_was(
         (("--moe-ft-strategi", "dense"), (), "--moe-ft-strategi"),
         (("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "5"), (), "--moe-ft-k-snapshot"),
         ((), ("+moe_ft.strategy=sparse",), "+moe_ft.strategy=sparse would be ignored"),
-        ((), ("dataset.dataloader_type=external",), "dataset.dataloader_type"),
+        ((), ("dataset.dataloader_type=external",), "dataset.dataloader_type=external is not"),
+        ((), ("optimizer.optimizer_cuda_graph=true",), "optimizer.optimizer_cuda_graph=true is"),
     ],
-    ids=["unknown flag", "more experts than there are", "override", "data"],
+    ids=["unknown flag", "more experts than there are", "override", "data", "flag as a field"],
 )
 def test_settings_that_cannot_work_are_refused_with_one_line(
     restarted: RestartedJob, flags: Sequence[str], overrides: Sequence[str], problem: str

@@ -62,14 +62,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "train.num_epochs",
         lambda number: number is not None,
-        "it needs dataset.dataloader_type=batch, which is not supported either",
+        "how many iterations that is, nobody knows before the data are read",
         "Give train.train_iters",
-    ),
-    (
-        "dataset.dataloader_type",
-        lambda name: name == "batch",
-        "the loop divides whole batches itself, and a recovery that runs iterations again does not",
-        "Use single or cyclic",
     ),
     (
         "dataset.dataloader_type",

@@ -19,6 +19,7 @@ from moe_ft.errors import ConfigError
 # A flag, perhaps with the one value that is meant, and why it is refused.
 _RULES: Mapping[str, str] = {
     "--dataloader-type external": "how to set its position is not known",
+    "--dataloader-type batch": "iterations that run again do not divide its batches",
     "--async-save": "all ranks wait together for a save that a new process does not know of",
     "--ckpt-assume-constant-structure": (
         "a new process plans checkpoints that the others have planned already"
