@@ -23,6 +23,7 @@ from megatron.fault_tolerance.launch.environment import (
     take_slurms_variables,
 )
 from megatron.fault_tolerance.launch.pretraining import run_prepared
+from moe_ft.cluster.member import own_assignment
 from moe_ft.cluster.target import RUN
 from moe_ft.loop.refusing import refuse, refusing
 
@@ -48,7 +49,21 @@ def run(name: str, flags: Sequence[str], *, is_module: bool = False) -> None:
     target = ("-m", name) if is_module else (os.path.realpath(name),)
     os.execve = partial(_execute, os.execve, [*RUN, *flags, "--", *target])
     check = partial(_check_has_trained, flags, bridge.has_trained)
-    run_prepared(name, is_module=is_module, check=check)
+    try:
+        run_prepared(name, is_module=is_module, check=check)
+    except _Again as again:
+        os.environ |= again.environment
+        sys.argv = [target[-1], *again.arguments]
+        run_prepared(target[-1], is_module=is_module, check=check)
+
+
+class _Again(BaseException):
+    """End of a script that is to run again in the same process, with more variables."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        super().__init__("the script executes itself")
+        self.arguments = arguments
+        self.environment = environment
 
 
 def _check_has_trained(
@@ -84,9 +99,12 @@ def _execute(
 ) -> NoReturn:
     """Execute a program as `os.execve` does; if it is the script itself, again under moe_ft.
 
-    Bridge's run_recipe.py does so for recipes of its benchmarks, to have variables set before it imports.
+    Bridge's run_recipe.py does so for recipes of its benchmarks, to have variables set before it imports. A
+    forked rank has imported already, and a program in its place would not know its agent: it stays.
     """
     words = list(words)
     if words[:1] == [sys.executable] and os.path.realpath("".join(words[1:2])) == run_words[-1]:
+        if own_assignment() is not None:
+            raise _Again(words[2:], environment)
         words[1:2] = run_words
     execve(path, words, environment)

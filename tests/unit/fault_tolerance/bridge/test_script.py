@@ -87,6 +87,18 @@ def test_settings_of_moe_ft_among_overrides_are_refused_before_the_script_runs(
     assert "+moe_ft.strategy=sparse would be ignored" in capsys.readouterr().err
 
 
+def test_forked_rank_runs_a_script_that_executes_itself_again_in_the_same_process(
+    bridge: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "own_assignment", object)
+    monkeypatch.setenv("MARK", "")
+    variables = "{**os.environ, 'MARK': str(os.getpid())}"
+    again = f"os.execvpe(sys.executable, [sys.executable, os.path.realpath(sys.argv[0]), 'a=1'], {variables})"
+    begin = f"import os, sys\nif not os.environ['MARK']: {again}\n"
+    run(tmp_path / "x.py", f"{begin}assert sys.argv[1:] == ['a=1']\nos.pretrain()")
+    assert bridge == [FLAGS] and os.environ["MARK"] == str(os.getpid())
+
+
 def test_script_that_executes_itself_again_is_run_under_moe_ft_again(
     bridge: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
