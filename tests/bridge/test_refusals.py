@@ -203,6 +203,10 @@ def test_override_that_bridge_would_ignore_is_refused(word: str, flag: str) -> N
         ("add --disable-gloo-process-groups", "add dist.use_gloo_process_groups=false"),
         ("--num-experts=3 must be", "model.num_moe_experts=3 must be"),
         (
+            "save: --exit-signal-handler --exit-signal SIGUSR1",
+            "save: train.exit_signal_handler=true train.exit_signal=10",
+        ),
+        (
             "--moe-ft-interval 4 and --ranks-per-node 8",
             "--moe-ft-interval 4 and --ranks-per-node 8",
         ),

@@ -165,4 +165,6 @@ def in_words_of_bridge(text: str, config: Any) -> str:
         is_value = after[1:] in map(str, action.choices or ()) or after[1:].isdecimal()
         return f"{path}={after[1:]}" if is_value else path + after
 
+    # An override has the number of a signal: Bridge does not know its name.
+    text = text.replace("--exit-signal SIGUSR1", "train.exit_signal=10")
     return _FLAG.sub(as_field, text)
