@@ -1,6 +1,7 @@
 """Jobs of tests that train with Megatron-Bridge: those of tests/jobs.py with another script."""
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,10 +162,17 @@ class ReplacedJob(_BridgeJob, RepairedJob):
         log = self.folder / "log"
         return run_kept(words, num_ranks, log=log, script="-m", **options).check()
 
-    def spare_nodes(self) -> KeptNodes:
-        """Return two nodes of a rank each, with 40 iterations, and room for spares."""
-        self.num_ranks = 2
-        words = self.flags((), DENSE, EP2, ("train.train_iters=40",))
+    def nodes(self, num_nodes: int, *flags: str) -> KeptNodes:
+        """Return nodes of a rank each, with 40 iterations; more than these are spares."""
+        self.num_ranks = num_nodes
+        words = self.flags((), (*DENSE, *flags), EP2, ("train.train_iters=40",))
         return KeptNodes(
-            self.folder, ["-m", "moe_ft", "run", *words], num_nodes=2, ranks_per_node=1
+            self.folder, ["-m", "moe_ft", "run", *words], num_nodes=num_nodes, ranks_per_node=1
         )
+
+    def lose(self, nodes: KeptNodes, name: str) -> None:
+        """Lose a node with its memory, once the job trains."""
+        self.wait_for_iteration(4)
+        nodes.kill(name)
+        for path in self.memory_dir.glob(f"*/{name}"):
+            shutil.rmtree(path)

@@ -1,6 +1,5 @@
 """Ranks of jobs under Megatron-Bridge die and are replaced in place; the bits are those without moe_ft."""
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,12 +82,9 @@ def test_two_ranks_die_one_after_the_other_and_are_both_replaced(replaced: Repla
 def test_spare_node_takes_over_a_lost_one_with_the_state_from_its_peer(
     replaced: ReplacedJob,
 ) -> None:
-    with replaced.spare_nodes() as nodes:
+    with replaced.nodes(2) as nodes:
         nodes.start("node0", "node1", "node2")
-        replaced.wait_for_iteration(4)
-        nodes.kill("node1")
-        for path in replaced.memory_dir.glob("*/node1"):
-            shutil.rmtree(path)
+        replaced.lose(nodes, "node1")
         assert nodes.wait() == {"node0": 0, "node2": 0}, nodes.log("node0")[-3000:]
     for rank, tier in enumerate(("memory", "peer")):
         (repair,) = replaced.events("repair", rank)
@@ -96,6 +92,27 @@ def test_spare_node_takes_over_a_lost_one_with_the_state_from_its_peer(
         (recovery,) = replaced.events("recovery", rank)
         assert set(recovery["sources"]) == {tier}
     assert replaced.digests() == replaced.reference()
+
+
+@pytest.mark.rest
+def test_node_that_trains_runs_the_rank_of_a_lost_one_too(replaced: ReplacedJob) -> None:
+    names = [f"node{number}" for number in range(4)]
+    with replaced.nodes(4, "--moe-ft-without-spare", "crowd") as nodes:
+        nodes.start(*names)
+        replaced.lose(nodes, "node1")
+        assert nodes.wait() == dict.fromkeys(("node0", "node2", "node3"), 0)
+    (repair,) = replaced.events("repair")
+    assert repair["taken_over"].keys() == {"node1"}
+    assert replaced.digests() == replaced.reference()
+
+
+@pytest.mark.rest
+def test_stage_of_a_dead_rank_runs_iterations_again_alone(replaced: ReplacedJob) -> None:
+    local = (*SPARSE, "--moe-ft-upstream-log", "--moe-ft-breakpoints")
+    run(replaced, Death(fault=BACKWARD, recovered=BY_DENSE, strategy=local, layout=PP2))
+    for rank in range(2):
+        (repair,) = replaced.events("repair", rank)
+        assert (repair["scope"], repair["stages"]) == ("local", [1])
 
 
 def test_launch_alone_forks_ranks_from_a_process_that_has_imported_bridge_and_replaces_them(
