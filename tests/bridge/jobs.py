@@ -162,7 +162,7 @@ class ReplacedJob(_BridgeJob, RepairedJob):
         log = self.folder / "log"
         return run_kept(words, num_ranks, log=log, script="-m", **options).check()
 
-    def nodes(self, num_nodes: int, *flags: str) -> KeptNodes:
+    def on_nodes(self, num_nodes: int, *flags: str) -> KeptNodes:
         """Return nodes of a rank each, with 40 iterations; more than these are spares."""
         self.num_ranks = num_nodes
         words = self.flags((), (*DENSE, *flags), EP2, ("train.train_iters=40",))

@@ -82,7 +82,7 @@ def test_two_ranks_die_one_after_the_other_and_are_both_replaced(replaced: Repla
 def test_spare_node_takes_over_a_lost_one_with_the_state_from_its_peer(
     replaced: ReplacedJob,
 ) -> None:
-    with replaced.nodes(2) as nodes:
+    with replaced.on_nodes(2) as nodes:
         nodes.start("node0", "node1", "node2")
         replaced.lose(nodes, "node1")
         assert nodes.wait() == {"node0": 0, "node2": 0}, nodes.log("node0")[-3000:]
@@ -97,7 +97,7 @@ def test_spare_node_takes_over_a_lost_one_with_the_state_from_its_peer(
 @pytest.mark.rest
 def test_node_that_trains_runs_the_rank_of_a_lost_one_too(replaced: ReplacedJob) -> None:
     names = [f"node{number}" for number in range(4)]
-    with replaced.nodes(4, "--moe-ft-without-spare", "crowd") as nodes:
+    with replaced.on_nodes(4, "--moe-ft-without-spare", "crowd") as nodes:
         nodes.start(*names)
         replaced.lose(nodes, "node1")
         assert nodes.wait() == dict.fromkeys(("node0", "node2", "node3"), 0)

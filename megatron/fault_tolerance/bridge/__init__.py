@@ -2,10 +2,10 @@
 
     from megatron.fault_tolerance.bridge import protected
 
-    with protected(["--moe-ft-strategy", "dense"]):
+    with protected(["--moe-ft-strategy", "STRATEGY"]):
         pretrain(config, forward_step)
 
-A script need not be changed: `python -m moe_ft run --moe-ft-strategy dense -- SCRIPT` does the same.
+A script need not be changed: `python -m moe_ft run --moe-ft-strategy STRATEGY -- SCRIPT` does the same.
 """
 
 import importlib

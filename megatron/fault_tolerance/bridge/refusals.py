@@ -10,8 +10,10 @@ from typing import Any
 
 from megatron.fault_tolerance.bridge.fields import RENAMED
 from megatron.fault_tolerance.seams.megatron_loop import megatron_parser
+from megatron.fault_tolerance.seams.refusals import refused, replays
 from moe_ft.config.fields import flag_of
 from moe_ft.config.lost_nodes import FLAG
+from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
 
 _LEAVE_OUT = "Leave it out"
@@ -87,6 +89,16 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 )
 
 
+_BATCHES = Rule(
+    "dataloader_type",
+    "dataset.dataloader_type",
+    lambda args: args.dataloader_type == "batch",
+    "the loop divides whole batches outside of what a recovery runs again",
+    "Use single or cyclic, or --moe-ft-strategy {others}",
+    strategies=replays,
+)
+
+
 def value_at(config: Any, path: str) -> Any:
     """Return a field by its path, such as "ft.enable_ft_package"; None where a part of it is not there."""
     for name in path.split("."):
@@ -108,6 +120,7 @@ def problems(config: Any, args: argparse.Namespace) -> Iterator[str]:
             shown = value if isinstance(value, str | int | float) else type(value).__name__
             given = name if value is True else f"{name}={shown}"
             yield f"{given} is not supported under Megatron-Bridge: {reason}. {remedy}."
+    yield from refused(args, [_BATCHES])
 
 
 def check_bridge(config: Any, args: argparse.Namespace) -> None:

@@ -247,14 +247,6 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "Use --moe-ft-strategy {others}",
         replays,
     ),
-    Rule(
-        "dataloader_type",
-        "--dataloader-type",
-        lambda args: args.dataloader_type == "batch",
-        "Megatron-Bridge divides whole batches outside of what a recovery runs again",
-        "Use single or cyclic, or --moe-ft-strategy {others}",
-        strategies=replays,
-    ),
     # Features that leave the seams no run to follow.
     refused_flag(
         "inprocess_restart",

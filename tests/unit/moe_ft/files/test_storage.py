@@ -382,11 +382,17 @@ def test_ranges_of_local_files_are_read_as_they_are_past_the_page_cache(
     with TemporaryDirectory() as folder:
         content, storage = random.randbytes(num_bytes), Storage(folder)
         storage.write_atomically("file", content)
-        storage.forget_cached("file")
-        found = storage.read_each(("file", start, count) for start, count in spans)
         expected = [content[start : start + count] for start, count in spans]
-        assert [bytes(each) for each in found] == expected
-        assert not _is_cached(Path(folder) / "file") or _keeps_files_in_memory(Path(folder))
+
+        def is_read_past_the_cache() -> bool:
+            storage.forget_cached("file")
+            found = storage.read_each(("file", start, count) for start, count in spans)
+            assert [bytes(each) for each in found] == expected
+            return not _is_cached(Path(folder) / "file")
+
+        # Now and then the kernel does not forget pages of a file that was just written.
+        is_past = any(is_read_past_the_cache() for _ in range(20))
+        assert is_past or _keeps_files_in_memory(Path(folder))
 
 
 def test_two_machines_that_write_one_file_at_the_same_time_both_write_it_whole(

@@ -194,6 +194,7 @@ def product_files() -> list[Path]:
     apart = (
         "moe_ft/strategies",
         "moe_ft/config/flag_table.py",  # flags of Megatron
+        "megatron/fault_tolerance/bridge/fields.py",  # fields of Megatron-Bridge
         "moe_ft/convert/huggingface",  # layers without experts are dense there
         "moe_ft/commands/model_config.py",  # and here
     )
