@@ -31,7 +31,8 @@ class Clock(Callback):  # type: ignore[misc]
     """Writes when iterations end, and kills the last rank after some of them."""
 
     def __init__(self, folder: Path, kills: list[int]) -> None:
-        self._folder, self._kills = folder, kills
+        self._folder = folder
+        self._kills = kills
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Note the time; the loop has not counted the iteration yet."""

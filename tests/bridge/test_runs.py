@@ -6,10 +6,11 @@ Those that die are in test_restarts.py and test_repairs.py.
 from collections.abc import Sequence
 
 import pytest
+from megatron.training import training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_ft.loop.refusing import EXIT_REFUSED
-from tests.bridge.jobs import EP2, RestartedJob
+from tests.bridge.jobs import EP2, RestartedJob, train_protected
 from tests.harness import run_with_restarts
 from tests.jobs import NUM_REPAIRED, fault_flags
 
@@ -58,6 +59,19 @@ def test_job_that_is_told_to_end_continues_in_the_iteration_in_which_it_was(
     for rank in range(2):
         (recovery,) = restarted.events("recovery", rank)
         assert (recovery["target_iteration"], recovery["replayed_iterations"]) in ((5, 0), (6, 0))
+    assert restarted.digests() == restarted.reference()
+
+
+def train_beside_another_loop(words: Sequence[str]) -> None:
+    """Run the script where the loop of Megatron-LM is not the one that moe_ft knows."""
+    training.train_step = lambda batch: None
+    train_protected(words)
+
+
+def test_loop_of_megatron_lm_need_not_fit(restarted: RestartedJob) -> None:
+    restarted.set_model(2, EP2)
+    restarted.train = train_beside_another_loop
+    restarted.run().check()
     assert restarted.digests() == restarted.reference()
 
 

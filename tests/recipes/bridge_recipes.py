@@ -87,12 +87,12 @@ class BridgeRecipe:
 
     Attributes:
         family: of models, as its package is called.
-        library: "recipes" or "perf_recipes".
+        collection: "recipes" or "perf_recipes".
     """
 
     name: str
     family: str
-    library: str
+    collection: str
     make: Callable[[], Any]
 
     @property
@@ -119,7 +119,7 @@ class Built:
 def read_recipes() -> list[BridgeRecipe]:
     """Return all recipes for pretraining of the families, by name."""
     found = {
-        (recipe.library, recipe.name): recipe
+        (recipe.collection, recipe.name): recipe
         for package in (recipes, perf_recipes)
         for family in _FAMILIES
         for recipe in _recipes_of(package, family)
@@ -128,7 +128,7 @@ def read_recipes() -> list[BridgeRecipe]:
 
 
 def _recipes_of(package: ModuleType, family: str) -> Iterator[BridgeRecipe]:
-    library = package.__name__.rpartition(".")[2]
+    collection = package.__name__.rpartition(".")[2]
     for folder in (
         f"{each}/{family}" for each in package.__path__ if os.path.isdir(f"{each}/{family}")
     ):
@@ -137,7 +137,7 @@ def _recipes_of(package: ModuleType, family: str) -> Iterator[BridgeRecipe]:
             for name, make in contents.items():
                 is_own = getattr(make, "__module__", "") == module.name and name[0] != "_"
                 if is_own and "_pretrain_" in name and name.endswith("_config"):
-                    yield BridgeRecipe(name, family, library, make)
+                    yield BridgeRecipe(name, family, collection, make)
 
 
 def build(recipe: BridgeRecipe) -> Built:

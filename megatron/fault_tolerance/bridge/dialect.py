@@ -64,7 +64,9 @@ class Dialect:
         Args:
             state: Bridge's GlobalState.
         """
-        self._state, self._args, self._loop = state, args, loop
+        self._state = state
+        self._args = args
+        self._loop = loop
         self._bridge: dict[str, Function] = {}  # its own functions, by name
         self._given: dict[str, dict[str, Any]] = {}  # arguments of the last call, by function
         self._of_loaders: dict[int, tuple[Any, Any]] = {}  # by data set: how its loader was built
@@ -106,7 +108,7 @@ class Dialect:
         self._given[name] = given = dict(bound.arguments)
         return given
 
-    def _enter_setup(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+    def _enter_setup(self, _: Function, *args: Any, **kwargs: Any) -> Any:
         """Have the model built and a state recovered before the iterators of data are made."""
         given = self._note("setup", args, kwargs)
         if self._args.fake_process_group:  # a replacement builds everything alone

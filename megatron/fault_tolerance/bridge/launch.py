@@ -60,15 +60,18 @@ def protected(words: Sequence[str]) -> Iterator[None]:
     Args:
         words: --moe-ft-* flags, as on a command line.
     """
+    take_slurms_variables()
+    prepare_environment(words)
     with Patches() as patches:
         wrap(words, patches)
         yield
 
 
 def wrap(words: Sequence[str], patches: Patches | None = None) -> None:
-    """Have Bridge's `pretrain` train under moe_ft, until the patches end, or in the whole process."""
-    take_slurms_variables()
-    prepare_environment()
+    """Have Bridge's `pretrain` train under moe_ft, until the patches end, or in the whole process.
+
+    Call it after `prepare_environment`.
+    """
     # Bridge has taken the function by its name, perhaps before.
     initialize.compile_helpers = dataset_utils.compile_helpers
     (patches or Patches()).wrap(_module, "_pretrain", partial(_train, tuple(words)))
@@ -78,17 +81,6 @@ def _train(words: Sequence[str], original: Callable[..., Any], *args: Any, **kwa
     _trained.append(True)
     state = kwargs["state"] if "state" in kwargs else args[0]
     view = BridgeArgs(state.cfg, state, words)
-    in_its_words = partial(in_words_of_bridge, config=state.cfg)
-    with saying.in_words_of(in_its_words), refusing():
-        check_overrides(sys.argv)
-        check_bridge(state.cfg, view)
-        is_allowed = MEGATRON.is_allowed(view.moe_ft_allow_untested)
-        lines = check_bridge_seams(allow_misfit=is_allowed)
-        warn(view, [*lines, *lines_on_megatron(view)])
-        prepare_restarts()
-        config = checked_config(view)
-        check_model(view, config)
-        warn(view, [*void_settings(view, config, words), *untested_lines(view, state.cfg)])
     loop = BridgeLoop(state)
     held: list[Callable[[], Any]] = []
 
@@ -96,9 +88,22 @@ def _train(words: Sequence[str], original: Callable[..., Any], *args: Any, **kwa
         more = {} if store is None else {"store": store}
         return original(*args, **{**kwargs, **more})
 
-    installed = Dialect(state, view, loop).installed()
-    with saying.in_words_of(in_its_words), installed, _without_ending_groups(held):
-        result = pretraining.train(config, view, call, loop)
+    with saying.in_words_of(partial(in_words_of_bridge, config=state.cfg)):
+        with refusing():
+            check_overrides(sys.argv)
+            check_bridge(state.cfg, view)
+            is_allowed = MEGATRON.is_allowed(view.moe_ft_allow_untested)
+            lines = check_bridge_seams(allow_misfit=is_allowed)
+        # From here on the functions of Megatron-LM's own loop need not fit.
+        with Dialect(state, view, loop).installed():
+            with refusing():
+                warn(view, [*lines, *lines_on_megatron(view)])
+                prepare_restarts()
+                config = checked_config(view)
+                check_model(view, config)
+                warn(view, [*void_settings(view, config, words), *untested_lines(view, state.cfg)])
+            with _without_ending_groups(held):
+                result = pretraining.train(config, view, call, loop)
     for end in held:
         end()
     return result

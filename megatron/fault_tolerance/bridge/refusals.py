@@ -5,10 +5,11 @@ Rules on Megatron's flags apply through view.py: `in_words_of_bridge` names the 
 
 import argparse
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.fault_tolerance.bridge.fields import RENAMED
+from megatron.fault_tolerance.bridge.fields import RENAMED, fields_of
 from megatron.fault_tolerance.seams.megatron_loop import megatron_parser
 from megatron.fault_tolerance.seams.refusals import refused, replays
 from moe_ft.config.fields import flag_of
@@ -143,12 +144,7 @@ def check_overrides(words: Sequence[str]) -> None:
 
 
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])([= ][\w.]*\w)?")
-# The first two overwrite others when training begins. Some names are in several sections.
-_SECTIONS = (
-    *("mixed_precision", "comm_overlap", "validation", "train", "checkpoint", "scheduler"),
-    *("optimizer", "ddp", "dist", "rng", "rerun_state_machine", "model", "dataset", "logger"),
-    "tokenizer",
-)
+_OVERWRITING = ("mixed_precision", "comm_overlap")  # other sections, when training begins
 _OTHER_WORDS = {
     "--bf16": "mixed_precision=bf16_mixed",
     "--fp16": "mixed_precision=fp16_mixed",
@@ -165,9 +161,7 @@ def in_words_of_bridge(text: str, config: Any) -> str:
         flag, after = found[1], found[2] or ""
         action = megatron_parser()._option_string_actions.get(flag)
         name = flag[2:].replace("-", "_") if action is None else action.dest
-        sections = ((each, getattr(config, each, None)) for each in _SECTIONS)
-        same = next((f"{each}.{name}" for each, section in sections if hasattr(section, name)), "")
-        path = RENAMED.get(name, same)
+        path = RENAMED.get(name) or _path_of(name, config)
         if flag in _OTHER_WORDS or not path:
             return _OTHER_WORDS.get(flag, flag) + after
         if action is None or action.nargs == 0:  # a switch; some only rules have the form of a flag
@@ -175,9 +169,18 @@ def in_words_of_bridge(text: str, config: Any) -> str:
             is_on = not flag.startswith("--no-") if given is None else given
             is_on = is_on != path.startswith("not ")
             return f"{path.removeprefix('not ')}={str(is_on).lower()}{after}"
+        if number := signal.Signals.__members__.get(after[1:]):
+            return f"{path}={int(number)}"  # Bridge does not know the names of signals
         is_value = after[1:] in map(str, action.choices or ()) or after[1:].isdecimal()
         return f"{path}={after[1:]}" if is_value else path + after
 
-    # An override has the number of a signal: Bridge does not know its name.
-    text = text.replace("--exit-signal SIGUSR1", "train.exit_signal=10")
     return _FLAG.sub(as_field, text)
+
+
+def _path_of(name: str, config: Any) -> str:
+    """Return the section from which a name is read, and the name; empty if no section has it."""
+    for section in _OVERWRITING:
+        if hasattr(getattr(config, section, None), name):
+            return f"{section}.{name}"
+    found = [each for each in fields_of(config) if each.name == name]
+    return next((each.key for each in sorted(found, key=lambda each: not each.flag)), "")

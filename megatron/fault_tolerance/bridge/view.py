@@ -64,7 +64,7 @@ def _layout(config: Any) -> str | None:
     return "|".join("".join(_LETTERS.get(name, name[0]) for name in row) for row in names)
 
 
-# What Megatron makes of several flags, or says in other ways.
+# Arguments that Megatron makes of several flags, or writes in other ways.
 _FROM_CONFIG: Mapping[str, Callable[[Any], Any]] = {
     "data_parallel_size": lambda config: config.data_parallel_size,
     "decoder_seq_length": lambda config: config.model.seq_length,
@@ -89,7 +89,7 @@ _FROM_CONFIG: Mapping[str, Callable[[Any], Any]] = {
         config.dist.use_megatron_fsdp or config.ddp.use_megatron_fsdp
     ),
 }
-# What Bridge has no word for, and does not do, at least in some version.
+# Arguments that Bridge lacks, at least in some version, with the values that it acts by.
 _WITHOUT: Mapping[str, Any] = {
     "curr_iteration": 0,
     "fake_process_group": False,

@@ -144,7 +144,8 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
 def _is_used(args: argparse.Namespace, what: str) -> bool:
     flag, _, value = what.partition(" ")
     name = "nccl_ub" if flag == "--use-nccl-ub" else flag.removeprefix("--").replace("-", "_")
-    given = getattr(args, name, None)
+    # A field of Megatron-Bridge is nowhere else.
+    given = getattr(args, name, None) if "." in name else getattr(args, name)
     return given == value if value else bool(given) and given != "none"
 
 
