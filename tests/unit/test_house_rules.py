@@ -50,7 +50,6 @@ TESTED_ELSEWHERE = {
 LONELY = {
     "pretrain_gpt_moe.py": "a program",
     "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
-    "megatron/fault_tolerance/bridge/launch.py": "imports Megatron-Bridge: its user may not have it",
     "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
     "megatron/fault_tolerance/bridge/script.py": "must be imported before Bridge: launch.py is after it",
