@@ -20,6 +20,8 @@ MoeFtError
 +-- JobStoreError           the job's store does not answer: its node is lost or cut off (also a RuntimeError)
 +-- ExchangeError           a message of a rank is not of the agreed type (also a RuntimeError)
 +-- RejectedResultError     Megatron has rejected a loss or gradients: NaN, infinity or a spike
++-- CorruptionError         a check has found that a rank computes or holds other bits than it must (also a
+|                           RuntimeError)
 +-- LinksEndedError         the links of this rank's process groups have ended, and the result with them
 |                           (also a RuntimeError)
 +-- CallOrderError          a call of Checkpointer that is not allowed where the loop is (also a RuntimeError)
@@ -94,6 +96,13 @@ class ReplacedError(RepairError):
 
 class RejectedResultError(MoeFtError):
     """Megatron's checks have rejected a loss or gradients, and training ends."""
+
+
+class CorruptionError(MoeFtError, RuntimeError):
+    """A rank computes or holds other bits than it must: its results must not be used.
+
+    A RuntimeError, so that a rank that raises it looks whether another one is replaced for it.
+    """
 
 
 class LinksEndedError(MoeFtError, RuntimeError):

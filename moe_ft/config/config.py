@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, override
 
+from moe_ft.config.checks import ChecksConfig
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import (
     NO_NAME,
@@ -356,6 +357,7 @@ class MoeFtConfig:
     storage: StorageConfig = StorageConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     elastic: ElasticConfig = ElasticConfig()
+    checks: ChecksConfig = ChecksConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     fault: FaultConfig = FaultConfig()
 

@@ -16,6 +16,7 @@ EXIT_NOT_SAVED = 3  # the last state should be on storage and is not: start the 
 EXIT_BUSY = (
     4  # storage, or memory of this node, cannot be had now: start it again, later or elsewhere
 )
+EXIT_CORRUPTION = 5  # a check has found corruption, and nobody could replace the rank
 REFUSAL_GRACE_S = 10.0
 
 
