@@ -1,6 +1,6 @@
 """Faults that a run can inflict on itself, parsed from KIND:RANK@ITERATION[:PHASE]; phases and sections.
 
-Standard library only. moe_ft/loop/faults.py inflicts them.
+Standard library only. moe_ft/loop/faults.py inflicts them; flips of bits are moe_ft/state/flips.py.
 """
 
 import re
@@ -19,6 +19,16 @@ class FaultKind(StrEnum):
     STOP = "stop"  # SIGSTOP: no thread of the process runs
     LOSE_NODE = "lose-node"  # all ranks of its node remove the node's memory and are killed
     TERMINATE = "terminate"  # SIGTERM to all ranks on its machine: the job is ended
+    FLIP = "flip"  # one bit changes in its memory, and nobody notices
+
+
+class FlipTarget(StrEnum):
+    """Tensors in which a fault of kind flip changes a bit. It stands in the place of a phase."""
+
+    WEIGHTS = "weights"  # right before the module that has them runs for the first time
+    GRADIENTS = "gradients"  # of a parameter, as its first backward pass returns them
+    ACTIVATION = "activation"  # output of a layer in the first forward pass
+    MOMENT = "moment"  # of the optimizer, before the first forward pass
 
 
 class Phase(StrEnum):
@@ -55,17 +65,25 @@ FAULT_PHASES = tuple(each for each in Phase if each not in (Phase.SETUP, Phase.B
 # Phases that every run enters, whatever its strategy.
 ITERATION_PHASES = FAULT_PHASES[:5]
 BACKGROUND_PHASES = FAULT_PHASES[5:]
-_FAULT = re.compile(r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?")
+_FAULT = re.compile(
+    r"(?P<kind>[^:@]+):(?P<rank>\d+)@(?P<iteration>\d+)(:(?P<phase>[^:@]+))?(:(?P<bit>\d+))?"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultSpec:
-    """One fault: its kind, and the rank, iteration and phase that it strikes."""
+    """One fault: its kind, and the rank, iteration and phase that it strikes.
+
+    Attributes:
+        target, bit: of a flip; without a bit, it is the highest of the mantissa.
+    """
 
     kind: FaultKind
     rank: int
     iteration: int
     phase: Phase
+    target: FlipTarget | None = None
+    bit: int | None = None
 
     def is_due(self, iteration: int, phase: Phase) -> bool:
         """Return whether the fault strikes in this phase of this iteration."""
@@ -75,7 +93,8 @@ class FaultSpec:
         return is_later or iteration == self.iteration
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.rank}@{self.iteration}:{self.phase}"
+        bit = "" if self.bit is None else f":{self.bit}"
+        return f"{self.kind}:{self.rank}@{self.iteration}:{self.target or self.phase}{bit}"
 
 
 def parse_fault(text: str) -> FaultSpec:
@@ -83,10 +102,11 @@ def parse_fault(text: str) -> FaultSpec:
 
     Args:
         text: ``kill:3@20:backward`` kills rank 3 in the backward pass while iteration 20 runs,
-            that is, while the state goes from iteration 20 to 21.
+            that is, while the state goes from iteration 20 to 21. ``flip:3@20:weights`` flips one bit of
+            its weights in that iteration, and ``flip:3@20:weights:0`` the lowest bit of one of them.
 
     Raises:
-        ConfigError: if the form, the kind or the phase is unknown.
+        ConfigError: if the form, the kind, the phase or the target is unknown.
     """
     match = _FAULT.fullmatch(text)
     if match is None:
@@ -100,6 +120,12 @@ def parse_fault(text: str) -> FaultSpec:
             f"--moe-ft-inject-fault {text}: kind '{kind}' must be one of {', '.join(FaultKind)}. "
             "Name one of them."
         )
+    if kind == FaultKind.FLIP:
+        return _parse_flip(text, match)
+    if match["bit"] is not None:
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text}: bit {match['bit']} must be one of a flip. Leave it out."
+        )
     if phase not in FAULT_PHASES:
         raise ConfigError(
             f"--moe-ft-inject-fault {text}: phase '{phase}' must be one of "
@@ -110,4 +136,26 @@ def parse_fault(text: str) -> FaultSpec:
         rank=int(match["rank"]),
         iteration=int(match["iteration"]),
         phase=Phase(phase),
+    )
+
+
+def _parse_flip(text: str, match: re.Match[str]) -> FaultSpec:
+    target, iteration = match["phase"], int(match["iteration"])
+    if target not in list(FlipTarget):
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text}: the target '{target or ''}' of a flip must be one of "
+            f"{', '.join(FlipTarget)}. Write it like flip:3@20:weights."
+        )
+    if target == FlipTarget.MOMENT and iteration == 0:
+        raise ConfigError(
+            f"--moe-ft-inject-fault {text}: iteration 0 must be at least 1 for a moment: there are none "
+            "before the first step. Name a later iteration."
+        )
+    return FaultSpec(
+        kind=FaultKind.FLIP,
+        rank=int(match["rank"]),
+        iteration=iteration,
+        phase=Phase.FORWARD,
+        target=FlipTarget(target),
+        bit=None if match["bit"] is None else int(match["bit"]),
     )

@@ -77,7 +77,8 @@ class FaultConfig(Part):
         (),
         "inflict a fault: KIND:RANK@ITERATION[:PHASE], repeatable, each fires once per event log; "
         "KIND kill, exception, hang, stop, lose-node or terminate; PHASE forward (default), backward, "
-        "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay",
+        "before-step, in-step, after-step, snapshot, replicate, persist, recovery or replay; "
+        "or flip:RANK@ITERATION:TARGET, which flips one bit of weights, gradients, an activation or a moment",
         metavar="KIND:RANK@ITERATION[:PHASE]",
         needs=("event_log",),
     )

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, override
 
+import torch
 import torch.distributed as dist
 
 from moe_ft.errors import InjectedFaultError
 from moe_ft.events import EventLog
-from moe_ft.faults import FaultKind, FaultSpec, Phase
+from moe_ft.faults import FaultKind, FaultSpec, FlipTarget, Phase
 from moe_ft.loop.leaving import meet_processes
 from moe_ft.loop.listeners import Built, LoopListener
 from moe_ft.saying import say
+from moe_ft.state import flips
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +42,12 @@ class Faults(LoopListener):
         self._find_node: Callable[[], Node] | None = None
         self._needs_pids = any(fault.kind is FaultKind.TERMINATE for fault in faults)
         self._pids: Mapping[int, int] = {}
+        self._built: Built | None = None
+        self._call_off: dict[FaultSpec, Callable[[], None]] = {}  # flips that wait for a tensor
 
     def after_setup(self, built: Built) -> None:
         """Learn which processes a fault of kind terminate ends. Called by all ranks."""
+        self._built = built
         if self._needs_pids and dist.is_initialized():
             self._pids = meet_processes().pids
 
@@ -61,7 +66,11 @@ class Faults(LoopListener):
             InjectedFaultError: for faults of kind exception.
         """
         for fault in self._faults:
-            if fault.is_due(iteration, phase) and self._claim(fault):
+            if not fault.is_due(iteration, phase):
+                continue
+            if fault.target is not None:
+                self._flip(fault, fault.target)
+            elif self._claim(fault):
                 self._event_log.write(
                     "fault_injected", iteration, kind=fault.kind.value, phase=phase.value
                 )
@@ -70,12 +79,41 @@ class Faults(LoopListener):
     def _claim(self, fault: FaultSpec) -> bool:
         """Leave the fault's marker; return False if an earlier incarnation left it."""
         # Several equal faults on a command line are one fault.
-        name = f"fault_{fault.kind}_{fault.rank}_{fault.iteration}_{fault.phase}"
+        name = f"fault_{fault}".replace(":", "_").replace("@", "_")
         try:
             os.close(os.open(self._event_log.directory / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
+
+    def _flip(self, fault: FaultSpec, target: FlipTarget) -> None:
+        """Flip a bit of a tensor as soon as that is there; if it was awaited before, only now."""
+        self._call_off.pop(fault, _do_nothing)()
+        number = fault.rank + fault.iteration
+
+        def flip(name: str, tensor: torch.Tensor) -> None:
+            if not self._claim(fault):
+                return
+            index, bit = flips.flip_bit(tensor, number, fault.bit)
+            self._event_log.write(
+                "fault_injected",
+                fault.iteration,
+                kind=fault.kind.value,
+                phase=fault.phase.value,
+                target=target.value,
+                parameter=name,
+                index=index,
+                bit=bit,
+            )
+            say(f"rank {fault.rank} inflicts {fault} on itself")
+
+        assert self._built is not None
+        self._call_off[fault] = flips.arm(target, self._built, number, flip)
+
+    def suspend(self, iteration: int) -> None:
+        """Call off flips that wait for a tensor."""
+        while self._call_off:
+            self._call_off.popitem()[1]()
 
     def _inflict(self, fault: FaultSpec) -> None:
         say(f"rank {fault.rank} inflicts {fault} on itself")
@@ -93,6 +131,10 @@ class Faults(LoopListener):
                 os.kill(pid, signal.SIGTERM)
             return
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _lose(node: Node) -> None:

@@ -18,6 +18,8 @@ WITHOUT_NEEDS = {
     *(
         "strategy",
         "allow_untested",
+        "check_iterations",
+        "check_weights",
         "event_log",
         "hang_limit",
         "log_format",
@@ -154,7 +156,7 @@ ZERO = [
 
 def test_settings_that_may_be_zero_are_found() -> None:
     assert {"persist_interval", "persist_dense_interval", "replication_factor"} < {*ZERO}
-    assert len(ZERO) == 9
+    assert len(ZERO) == 12
 
 
 @pytest.mark.parametrize("name", ZERO)

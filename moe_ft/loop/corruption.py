@@ -1,0 +1,83 @@
+"""Findings of checks against silent corruption: an event, a line in words, and the end of training.
+
+moe_ft/loop/weight_check.py compares weights; iterations that another rank repeats are
+megatron/fault_tolerance. Here is what all of them do with what they find.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NoReturn
+
+from moe_ft.errors import CorruptionError
+from moe_ft.events import EventLog
+from moe_ft.loop.listeners import LoopState
+from moe_ft.saying import warn
+
+
+class Check(StrEnum):
+    """Checks that find corruption."""
+
+    AT_REST = "weights at rest"
+    EQUAL = "equal weights"
+    ITERATION = "iteration"
+
+
+_WORDS = {
+    Check.AT_REST: "memory of its weights or moments changed between two optimizer steps",
+    Check.EQUAL: "its weights are not those of ranks that must have the same",
+    Check.ITERATION: "another rank computes other results for its iteration",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Corruption that a check has found, the same on all ranks that know of it.
+
+    Attributes:
+        ranks: that may be corrupt, ascending.
+        is_decided: whether all of `ranks` are, and not one of them that nobody knows.
+        where: parameter or group, in words.
+        since: the last iteration whose check passed; None if none has in this start.
+    """
+
+    check: Check
+    ranks: Sequence[int]
+    is_decided: bool
+    where: str
+    since: int | None
+
+    def __str__(self) -> str:
+        *others, last = map(str, self.ranks)
+        link = "and" if self.is_decided else "or"
+        names = f"{', '.join(others)} {link} {last}" if others else last
+        verb = "are" if others and self.is_decided else "is"
+        since = f"; the last check that passed was of iteration {self.since}"
+        return (
+            f"rank {names} {verb} corrupt: {_WORDS[self.check]} ({self.where})"
+            f"{'' if self.since is None else since}"
+        )
+
+
+def accuse(log: EventLog, loop: LoopState, finding: Finding, *, speaker: int = 0) -> NoReturn:
+    """Report a finding, and end the iteration. Called before the optimizer's step by all ranks of the job.
+
+    Args:
+        speaker: rank that prints the line.
+
+    Raises:
+        CorruptionError: always.
+    """
+    log.write(
+        "corruption",
+        loop.iteration,
+        check=finding.check.value,
+        ranks=list(finding.ranks),
+        decided=finding.is_decided,
+        where=finding.where,
+        since=finding.since,
+    )
+    line = f"iteration {loop.iteration}: {finding}"
+    if log.rank == speaker:
+        warn(line)
+    raise CorruptionError(line)
