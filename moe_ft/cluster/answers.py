@@ -11,6 +11,7 @@ from typing import NamedTuple
 from moe_ft.cluster.membership import Job, Node
 from moe_ft.config.fields import size_text
 from moe_ft.config.lost_nodes import FLAG
+from moe_ft.verdicts import Failure, FailureKind
 
 MOST_UNFINISHED = 3  # rounds, or smaller starts, in a row before an iteration is finished
 _IN_VAIN = {
@@ -134,6 +135,33 @@ def _played_of(job: Job, lost: Collection[int]) -> frozenset[int]:
     return frozenset(found if job.reports.stages else ())
 
 
+def node_of(job: Job, failure: Failure) -> str:
+    """Return the name of the node of a rank that has failed; empty if it is not known."""
+    id = job.seats.get(failure.rank // job.policy.shape.ranks_per_node, "")
+    return failure.node or (job.nodes[id].name if id else "")
+
+
+def why_unfit(job: Job, failure: Failure) -> str:
+    """Return why the node of a failure gets no ranks any more; empty if it does.
+
+    Ranks of one node may report one failure of a device each: they count once.
+    """
+    name = node_of(job, failure)
+    if failure.kind is FailureKind.CORRUPTION:
+        return f"rank {failure.rank} computes wrongly ({failure.what})" if name else ""
+    is_new = not any(
+        each.kind is FailureKind.DEVICE and node_of(job, each) == name for each in job.failures
+    )
+    if failure.kind is FailureKind.DEVICE and is_new and name in job.faulty:
+        return f"its device has failed again, on rank {failure.rank} ({failure.what})"
+    return ""
+
+
+def no_ranks(node: Node) -> str:
+    """Return words on a node that has come again, and is not fit for ranks."""
+    return f"node {node.name} gets no ranks: it computes wrongly, or its device fails again"
+
+
 def next_vain(job: Job) -> int:
     """Return how many starts in a row follow a failure if this one fails now."""
     return 1 if job.reports.trained else job.vain + 1
@@ -149,7 +177,7 @@ def _may_begin(job: Job, most: int) -> bool:
 
 def can_shrink(job: Job) -> bool:
     """Return whether all ranks may begin again on the nodes that are there, however many."""
-    is_enough = 0 < job.policy.shape.fewest <= len(job.nodes)
+    is_enough = 0 < job.policy.shape.fewest <= len(job.fit)
     return is_enough and _may_begin(job, MOST_UNFINISHED)
 
 
@@ -169,6 +197,41 @@ def room_of(job: Job, node: Node) -> str:
 
 def _too_small(job: Job) -> str:
     """Return words on nodes without ranks that are no spares for lack of room."""
-    small = job.nodes.keys() - job.seats.values() - {each.id for each in job.spares}
+    small = job.fit.keys() - job.seats.values() - {each.id for each in job.spares}
     nodes = (each for id, each in job.nodes.items() if id in small)
     return "".join(f"; node {each.name}{room_of(job, each)} is too small" for each in nodes)
+
+
+def own_slot(job: Job, node: Node) -> int | None:
+    """Return the slot of a node that has come; None if it has none, or that is kept for another one."""
+    kept = dict(enumerate(job.before))
+    kept.pop(job.policy.store, None)  # that node alone may have these ranks
+    for slot, name in job.names.items():
+        kept.pop(slot, None)
+        if job.before[slot : slot + 1] != (name,):  # it has others than in the last start
+            kept.pop(next((each for each in kept if kept[each] == name), -1), None)
+    slot = node.number
+    if node.number != job.policy.store and kept.get(node.number) != node.name:
+        if node.name in kept.values():
+            slot = next(each for each, name in kept.items() if name == node.name)
+        elif node.number in kept:
+            return None
+    return slot if slot < job.size and slot not in job.names else None
+
+
+def in_order(job: Job) -> list[str]:
+    """Return nodes for a start: that of the store first, others in the order of their slots, spares last."""
+    slots = {id: slot for slot, id in reversed([*job.seats.items()])}
+
+    def place(node: Node) -> tuple[bool, int]:
+        return node.number != job.policy.store, slots.get(node.id, job.size)
+
+    return [each.id for each in sorted(job.fit.values(), key=place)]
+
+
+def came_in_vain(job: Job, slot: int) -> bool:
+    """Return whether ranks that came back from peers have failed, or others wait for them in vain."""
+    if slot not in job.seats:
+        return False
+    is_missed = job.reports.met and not {*job.ranks_of([slot])} <= job.reports.ready
+    return bool(job.nodes[job.seats[slot]].code) or (slot in job.late and is_missed)

@@ -20,6 +20,7 @@ from moe_ft.cluster.membership import (
     Declared,
     End,
     Event,
+    Failed,
     HearAll,
     Job,
     Over,
@@ -39,6 +40,7 @@ from moe_ft.cluster.membership import (
     WithoutSpare,
 )
 from moe_ft.cluster.options import KeepOptions
+from moe_ft.cluster.reported import Reported
 from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.cluster.signed_store import SignedStore
@@ -75,6 +77,7 @@ class Coordinator:
         self._open_start = open_start
         self._store = open_start(0)
         self._rounds = Rounds(self._store, 0, len(self.job.ranks_of(range(size))))
+        self._reported = Reported(self._store)
         self._roster = Roster(self._store, lost_after_s, kernel_silence_s)
         self._written = ""  # to the file
         self._due_s: dict[str, float] = {}  # by the name of a `Wake`
@@ -104,6 +107,9 @@ class Coordinator:
         changed, silences = self._roster.hear(
             self.job.start, lambda: self._rounds.is_next_suspected(self.job.reports.newest)
         )
+        # After the exit codes, and told before them: a rank reports before it ends.
+        if failures := self._reported.new():
+            yield Failed(failures)
         now_s = time.monotonic()
         due = [what for what, due_s in self._due_s.items() if now_s > due_s]
         nodes = (*changed, *self.job.nodes.values())
@@ -215,7 +221,9 @@ class Coordinator:
 
     def _begin(self, command: Begin) -> None:
         start, size, why = command
-        self._rounds = Rounds(self._open_start(start), 0, len(self.job.ranks_of(range(size))))
+        store = self._open_start(start)
+        self._rounds = Rounds(store, 0, len(self.job.ranks_of(range(size))))
+        self._reported = Reported(store)
         self._roster.begin_start()
         self._died_s.clear()
         names = (self.job.nodes[id].name for _, id in sorted(self.job.seats.items()))

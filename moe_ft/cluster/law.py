@@ -27,6 +27,7 @@ from moe_ft.cluster.membership import (
     Declared,
     End,
     Event,
+    Failed,
     HearAll,
     Job,
     Lost,
@@ -47,6 +48,7 @@ from moe_ft.cluster.membership import (
     Wake,
 )
 from moe_ft.config.lost_nodes import FLAG
+from moe_ft.verdicts import Failure, FailureKind, comes_again, first_of
 
 GATHER_S = 3.0  # for further nodes to come, or to be told to end
 MISSING_S = 30.0  # for a node to come, after the last one that came
@@ -54,6 +56,7 @@ BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (clu
 AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
 AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if these were not built by then
 _REFUSED = (2, 4)  # exit codes of ranks that would end so again (loop/refusing.py)
+_CORRUPT = 5  # of a job without a node that could replace one that computes wrongly
 
 Done = tuple[Job, list[Command]]
 
@@ -74,17 +77,16 @@ def _take_in(job: Job, event: Event) -> Done:
     """Note what an event says, and decide what it alone decides."""
     match event:
         case Reports():
-            returned = {s: n for s, n in job.returned.items() if not 0 < n <= event.finished}
-            return replace(job, reports=event, returned=returned), []
+            return _note_reports(job, event), []
         case Registered(nodes):
             return _meet(job, nodes)
         case Changed(nodes):
             known = {each.id: each for each in nodes if each.id in job.nodes}
             return replace(job, nodes={**job.nodes, **known}), []
-        case Lost(ids, why):
-            return _lose(job, ids, why)
-        case Quiet():
-            return _lose(job, *ring.missed(job.nodes, event, job.policy.store))
+        case Lost() | Quiet():
+            return _lose(job, *(event if isinstance(event, Lost) else _missed(job, event)))
+        case Failed(failures):
+            return _judge(job, failures)
         case Told(ids):
             return _gather_told(job, ids)
         case StoreTold():
@@ -99,6 +101,17 @@ def _take_in(job: Job, event: Event) -> Done:
             ), []
         case Passed(what):
             return _note_time(job, what)
+
+
+def _missed(job: Job, event: Quiet) -> tuple[list[str], str]:
+    return ring.missed(job.nodes, event, job.policy.store)
+
+
+def _note_reports(job: Job, reports: Reports) -> Job:
+    returned = {s: n for s, n in job.returned.items() if not 0 < n <= reports.finished}
+    # What a repair has brought back ends no start.
+    failures = () if reports.finished > job.reports.finished else job.failures
+    return replace(job, reports=reports, returned=returned, failures=failures)
 
 
 def _note_time(job: Job, what: str) -> Done:
@@ -121,30 +134,15 @@ def _meet(job: Job, nodes: Iterable[Node]) -> Done:
     commands: list[Command] = [Wake("gathered", GATHER_S), Wake("missing", MISSING_S)]
     job = replace(job, nodes={**job.nodes, **{each.id: each for each in nodes}}, quiet=0.0)
     for node in nodes:
-        slot = None if job.start else _own_slot(job, node)
-        if slot is None:
+        slot = None if job.start else answers.own_slot(job, node)
+        if node.name in job.unfit:
+            commands.append(Say(answers.no_ranks(node), is_warning=True))
+        elif slot is None:
             commands.append(Say(f"node {node.name} is a spare{answers.room_of(job, node)}"))
         else:
             job, seat = _seat(job, node.id, slot)
             commands.append(seat)
     return job, commands
-
-
-def _own_slot(job: Job, node: Node) -> int | None:
-    """Return the slot of a node that has come; None if it has none, or that is kept for another one."""
-    kept = dict(enumerate(job.before))
-    kept.pop(job.policy.store, None)  # that node alone may have these ranks
-    for slot, name in job.names.items():
-        kept.pop(slot, None)
-        if job.before[slot : slot + 1] != (name,):  # it has others than in the last start
-            kept.pop(next((each for each in kept if kept[each] == name), -1), None)
-    slot = node.number
-    if node.number != job.policy.store and kept.get(node.number) != node.name:
-        if node.name in kept.values():
-            slot = next(each for each, name in kept.items() if name == node.name)
-        elif node.number in kept:
-            return None
-    return slot if slot < job.size and slot not in job.names else None
 
 
 def _seat(job: Job, id: str, slot: int, opened: Opened | None = None) -> tuple[Job, Seat]:
@@ -166,7 +164,7 @@ def _replace_missing(job: Job) -> Done:
     if job.quiet < MISSING_S:
         names = {each.name for each in job.nodes.values()}
         # Enough nodes, and none of the last start, are a new job on other hosts: nobody else will come.
-        if len(job.nodes) < job.size or names & {*job.before}:
+        if len(job.fit) < job.size or names & {*job.before}:
             return job, []
         slots &= spares.keys()
     elif len(slots) > job.num_free:
@@ -184,8 +182,8 @@ def _replace_missing(job: Job) -> Done:
 # Nodes that go
 
 
-def _lose(job: Job, ids: Collection[str], why: str) -> Done:
-    """Call nodes lost, and answer the loss of their slots."""
+def _lose(job: Job, ids: Collection[str], why: str, code: int = 1) -> Done:
+    """Call nodes lost, and answer the loss of their slots; the code is that of a job which this ends."""
     lost = [job.nodes[each] for each in ids if each in job.nodes]
     if not lost:
         return job, []
@@ -200,7 +198,7 @@ def _lose(job: Job, ids: Collection[str], why: str) -> Done:
         return replace(job, left={**job.left, **left}), commands
     answer = answers.answer(job, lost, needed)
     if answer.how == "over":
-        return _over(job, 1, f"{_are(lost)} lost, and {answer.why}", commands)
+        return _over(job, code, f"{_are(lost)} lost, and {answer.why}", commands)
     if answer.how == "start":
         return _begin(job, answer.why, commands)
     opened = {
@@ -219,6 +217,21 @@ def _lose(job: Job, ids: Collection[str], why: str) -> Done:
         commands.append(Say(line, is_warning=True))
     absent = tuple(sorted(job.played)) if answer.played else None
     return job, [*commands, Declare(tuple(sorted(needed)), absent)]
+
+
+def _judge(job: Job, failures: Iterable[Failure]) -> Done:
+    """Note failures, and call nodes lost that compute wrongly, or whose device has failed twice."""
+    unfit, code = dict[str, str](), 1
+    for each in failures:
+        name = answers.node_of(job, each)
+        if why := answers.why_unfit(job, each):
+            unfit[name] = why
+        code = _CORRUPT if each.kind is FailureKind.CORRUPTION else code
+        faulty = {name} if each.kind is FailureKind.DEVICE else set()
+        job = replace(job, failures=(*job.failures, each), faulty=job.faulty | faulty)
+    job = replace(job, unfit=job.unfit | unfit.keys())
+    ids = dict.fromkeys(id for id in job.seats.values() if job.nodes[id].name in unfit)
+    return _lose(job, ids.keys(), "; ".join(unfit.values()), code)
 
 
 def _gather_told(job: Job, ids: Iterable[str]) -> Done:
@@ -359,9 +372,9 @@ def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool
     given = dict(zip(empty, (each.id for each in job.spares), strict=False))
     seats = {**job.seats, **given}
     names = {**job.names, **{slot: nodes[id].name for slot, id in given.items()}}
-    most = min(len(nodes), job.policy.shape.num_nodes)
+    most = min(len(job.fit), job.policy.shape.num_nodes)
     if len(seats) < max(job.size, most):
-        seats = dict(enumerate(_in_order(job)[:most]))
+        seats = dict(enumerate(answers.in_order(job)[:most]))
         names = {slot: nodes[id].name for slot, id in seats.items()}
     job = Job(
         policy=job.policy,
@@ -375,25 +388,18 @@ def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool
         told=job.told,
         is_deciding=job.is_deciding,
         parted=job.parted,
+        last_failure=first_of(job.failures),
+        faulty=job.faulty,
+        unfit=job.unfit,
     )
     begin = Begin(job.start, job.size, why)
     return job, [*done, begin, *(Seat(id, slot) for slot, id in seats.items())]
 
 
-def _in_order(job: Job) -> list[str]:
-    """Return nodes for a start: that of the store first, others in the order of their slots, spares last."""
-    slots = {id: slot for slot, id in reversed([*job.seats.items()])}
-
-    def place(node: Node) -> tuple[bool, int]:
-        return node.number != job.policy.store, slots.get(node.id, job.size)
-
-    return [each.id for each in sorted(job.nodes.values(), key=place)]
-
-
 def _end(job: Job) -> Done:
     """End the job when all its ranks have ended, or some have failed; begin again where that may help."""
     codes = {slot: job.nodes[id].code for slot, id in job.seats.items()}
-    if vain := [slot for slot in job.returned if _came_in_vain(job, slot)]:
+    if vain := [slot for slot in job.returned if answers.came_in_vain(job, slot)]:
         ids = {job.seats[slot] for slot in vain}
         why = f"its ranks have failed, or were not built within {BUILT_S:g} s"
         job, commands = _lose(job, sorted(ids), why)
@@ -403,9 +409,13 @@ def _end(job: Job) -> Done:
         # A node may be lost, and that is why.
         if (job.policy.shape.fewest or job.policy.max_restarts) and not job.are_heard:
             return replace(job, is_asking=True), [] if job.is_asking else [HearAll()]
+        first = first_of(job.failures)
+        words = f": {first.words}" if first else ""
+        if code not in _REFUSED and comes_again(first, job.last_failure):
+            return _over(job, 1, f"another start would end like the last two{words}")
         if code not in _REFUSED and answers.can_restart(job):
-            return _begin(job, f"a rank has failed with exit code {code}")
-        return _over(job, code, "a rank has failed")
+            return _begin(job, f"a rank has failed with exit code {code}{words}")
+        return _over(job, code, f"a rank has failed{words}")
     rest = {*range(job.size)} - job.left.keys() - job.played
     if any(codes.get(slot) is None for slot in rest):
         return job, []
@@ -413,14 +423,6 @@ def _end(job: Job) -> Done:
     return _over(
         job, int(is_worse), "a node was lost while its ranks were to save" if is_worse else ""
     )
-
-
-def _came_in_vain(job: Job, slot: int) -> bool:
-    """Return whether ranks that came back from peers have failed, or others wait for them in vain."""
-    if slot not in job.seats:
-        return False
-    is_missed = job.reports.met and not {*job.ranks_of([slot])} <= job.reports.ready
-    return bool(job.nodes[job.seats[slot]].code) or (slot in job.late and is_missed)
 
 
 def _end_all(job: Job, why: str) -> Done:

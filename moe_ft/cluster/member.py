@@ -18,11 +18,13 @@ import msgspec
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.link import Link
 from moe_ft.cluster.membership import Stages
+from moe_ft.cluster.reported import report_failure
 from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.launches import Launch, launch_of
 from moe_ft.saying import warn
+from moe_ft.verdicts import Failure
 
 # For the slowest rank to leave its fence and iteration, and for the replacement to be built.
 _MEETING_S = 180.0
@@ -227,6 +229,10 @@ class Member:
             node=own.node if own.lost_node else "",
             lost_node=own.lost_node,
         )
+
+    def report_failure(self, failure: Failure) -> None:
+        """Report a failure of this rank, or of another one, to the law; call it before the process ends."""
+        report_failure(self.assignment, failure)
 
     def note(self, done: Done) -> None:
         """Tell at the next meeting what of the iteration is finished on this rank."""

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from moe_ft.verdicts import Failure
+
 # [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
 Stages = Sequence[Sequence[Sequence[int]]]
 WithoutSpare = Literal["end", "wait", "crowd", "reroute", "shrink"]
@@ -144,6 +146,12 @@ class Quiet(NamedTuple):
     heard: frozenset[str]
 
 
+class Failed(NamedTuple):
+    """Ranks of this start have reported failures. It comes before the exit codes of their nodes."""
+
+    failures: tuple[Failure, ...]
+
+
 class Told(NamedTuple):
     """Nodes are told to end."""
 
@@ -166,7 +174,9 @@ class Passed(NamedTuple):
     what: str
 
 
-Event = Reports | Registered | Changed | Lost | Quiet | Told | StoreTold | Declared | Passed
+Event = (
+    Reports | Registered | Changed | Lost | Quiet | Failed | Told | StoreTold | Declared | Passed
+)
 
 
 # Commands
@@ -282,6 +292,10 @@ class Job:
         told: ids of nodes that are told to end.
         parted: names of nodes that did not reach another one.
         stays: ids of nodes of which it was said that they stay.
+        failures: that ranks have reported in this start, since the last round that was finished.
+        last_failure: that has ended the start before.
+        faulty: names of nodes whose device has failed once, in any start.
+        unfit: names of nodes that get no ranks any more.
     """
 
     policy: Policy
@@ -302,6 +316,10 @@ class Job:
     told: frozenset[str] = frozenset()
     parted: frozenset[str] = frozenset()
     stays: frozenset[str] = frozenset()
+    failures: tuple[Failure, ...] = ()
+    last_failure: Failure | None = None
+    faulty: frozenset[str] = frozenset()
+    unfit: frozenset[str] = frozenset()
     lost_bytes: float = 0.0  # `used_bytes` before nodes were struck
     waits_in: int = -1  # the round whose ranks wait for a spare
     is_deciding: bool = False  # more nodes may be told to end
@@ -327,6 +345,11 @@ class Job:
         return frozenset(slot for slot, node in self.seats.items() if node in ids)
 
     @property
+    def fit(self) -> dict[str, Node]:
+        """Nodes that may have ranks, by id."""
+        return {id: each for id, each in self.nodes.items() if each.name not in self.unfit}
+
+    @property
     def used_bytes(self) -> float:
         """The bytes that the ranks of a slot use, at most; 0 before they use any."""
         loads = Counter(self.seats.values())
@@ -342,7 +365,7 @@ class Job:
         """Nodes without ranks that have room for those of a slot."""
         taken, needed = {*self.seats.values()}, self.needed_bytes
         return [
-            each for id, each in self.nodes.items() if id not in taken and each.room_bytes >= needed
+            each for id, each in self.fit.items() if id not in taken and each.room_bytes >= needed
         ]
 
     @property

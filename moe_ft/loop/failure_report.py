@@ -20,15 +20,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ft.cluster.member import retire_own
+from moe_ft.cluster.member import own_assignment, retire_own
+from moe_ft.cluster.reported import report_failure
 from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError
 from moe_ft.events import EventLog, read_progress
+from moe_ft.faults import Phase
 from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
 from moe_ft.processes import exit_within
-from moe_ft.recovery.failures import is_timeout
+from moe_ft.recovery.failures import failure_of, is_timeout
 from moe_ft.saying import say, warn
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
@@ -100,8 +102,22 @@ class FailureReport(LoopListener):
             return
         retire_own()  # the launcher restarts a job that fails by itself
         exit_within(_EXIT_DEADLINE_S + self._grace_s)  # broken groups may keep it from exiting
+        self._tell_law(error)
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
+
+    def _tell_law(self, error: Exception) -> None:
+        """Report an exception to the law of an agent's job; of corruption the check that finds it tells.
+
+        All ranks raise that, also those that compute as they must.
+        """
+        loop, assignment = self._loop, own_assignment()
+        if assignment is None or isinstance(error, CorruptionError):
+            return
+        is_recovering = loop.phase is Phase.SETUP or loop.is_replaying
+        section = "recovery" if is_recovering else loop.section.value
+        failure = failure_of(error, rank=assignment.rank, iteration=loop.iteration, section=section)
+        report_failure(assignment, failure)
 
     def reject(self, rejected: RejectedResult) -> None:
         """Name what Megatron's checks have rejected, and report the end of training if that follows."""

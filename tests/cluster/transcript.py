@@ -24,6 +24,7 @@ from moe_ft.cluster.membership import (
     Declared,
     End,
     Event,
+    Failed,
     HearAll,
     Job,
     Lost,
@@ -43,6 +44,7 @@ from moe_ft.cluster.membership import (
     Wait,
     Wake,
 )
+from moe_ft.verdicts import Failure, FailureKind
 
 FOLDER = Path(__file__).parent
 _LETTERS = "abcdefghij"
@@ -125,6 +127,26 @@ def _report(driver: Driver, words: list[str]) -> list[Command]:
     return driver.report(**values)
 
 
+def _fail(driver: Driver, words: list[str]) -> list[Command]:
+    """Have ranks report failures, with "and" between: RANK KIND [what=X] [at=3] [in=SECTION] [on=NODE]."""
+    failures = list[Failure]()
+    for text in " ".join(words).split(" and "):
+        rank, kind, *facts = text.split()
+        given = dict(fact.split("=") for fact in facts)
+        failures.append(
+            Failure(
+                rank=int(rank),
+                kind=FailureKind[kind.upper()],
+                what=given.get("what", "X"),
+                iteration=int(given.get("at", "3")),
+                section=given.get("in", ""),
+                node=given.get("on", ""),
+                time_s=float(given.get("time", len(driver.job.failures))),
+            )
+        )
+    return driver.feed(Failed(tuple(failures)))
+
+
 _EVENTS: dict[str, Callable[[Driver, list[str]], list[Command]]] = {
     "register": Driver.register,
     "change": Driver.change,
@@ -133,6 +155,7 @@ _EVENTS: dict[str, Callable[[Driver, list[str]], list[Command]]] = {
     "report": _report,
     "lost": lambda driver, words: driver.feed(Lost(tuple(words), "silent")),
     "quiet": _quiet,
+    "failed": _fail,
     "told": lambda driver, words: (
         driver.feed(StoreTold()) if words == ["store"] else driver.feed(Told(tuple(words)))
     ),

@@ -40,6 +40,7 @@ BASE = (
     "saying",
     "spelling",
     "tables",
+    "verdicts",
 )
 
 # Layer of each package or module; a file may import its own layer and those with a lower number.

@@ -12,9 +12,11 @@ import pytest
 from moe_ft.cluster import law, roster
 from moe_ft.cluster.coordinator import policy_of
 from moe_ft.cluster.options import KeepOptions
+from moe_ft.cluster.reported import Reported
 from moe_ft.cluster.roster import ARRIVED, Order, of_node
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.cluster.target import Target
+from moe_ft.verdicts import Failure, FailureKind
 from tests.unit.moe_ft.cluster.node_job import Job, ranks
 
 Advance = Callable[[float], None]
@@ -311,3 +313,17 @@ def test_policy_is_read_from_the_command_line(
     assert policy.shape == (3, 4, int(fewest or 0))
     assert (policy.repair, policy.store, policy.max_restarts) == (True, 3, 5)
     assert (policy.without_spare, policy.domains) == (without, {"host0": "rack0"})
+
+
+def test_reports_of_failures_come_before_exit_codes_in_each_start() -> None:
+    job, _ = job_that_trains(max_restarts=9)
+    failure = Failure(rank=1, kind=FailureKind.CODE, what="ValueError: X", iteration=3)
+    for start in range(2):
+        Reported(job.starts[start]).add(failure)
+        job.seats["host1"].beat(1, start)
+        job.coordinator.step()
+        for seat in job.seats.values():
+            for _ in range(2):  # all nodes live
+                seat.beat(1 if seat is job.seats["host1"] else None, start)
+                job.coordinator.step()
+    assert job.coordinator.job.start == 1 and job.coordinator.over == 1
