@@ -6,6 +6,7 @@ The events are its start, its iterations and its end; a record that is overwritt
 import os
 import socket
 import time
+from typing import NoReturn
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog, last_incarnation, read_progress
 from moe_ft.faults import Phase
+from moe_ft.loop.corruption import Finding, accuse
 from moe_ft.loop.listeners import (
     Built,
     EndedIteration,
@@ -151,6 +153,10 @@ class Progress(LoopListener):
             seconds=sum(repair.phases_s.values()),
             phases_s=dict(repair.phases_s),
         )
+
+    def accuse(self, finding: Finding) -> NoReturn:
+        """Report corruption; raises CorruptionError. Called by all ranks."""
+        accuse(self._log, self._loop, finding)
 
     def end_training(self) -> None:
         """Note that the loop has done all that was due with the last iteration."""

@@ -41,6 +41,7 @@ from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watc
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.collectives import answering
 from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.iteration_check import IterationCheck
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster import job_store
 from moe_ft.cluster.link import Heart
@@ -50,6 +51,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import RepairError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.listeners import Built, Listeners
+from moe_ft.loop.progress import Progress
 from moe_ft.planning.levels import plan_levels
 from moe_ft.saying import warn
 
@@ -319,6 +321,17 @@ def installed(
         ConfigError: if repairs are asked for, and this job or process cannot be repaired.
         RepairError: if the job's store cannot be reached.
     """
+    with Layers() as layers:
+        if every := config.checks.check_iterations:
+            IterationCheck(every, listeners.find(Progress).accuse).install(layers)
+        with _installed(config, args, listeners) as arguments:
+            yield arguments
+
+
+@contextmanager
+def _installed(
+    config: MoeFtConfig, args: argparse.Namespace, listeners: Listeners
+) -> Iterator[Mapping[str, Any]]:
     member, on_gpus = own_member(), not cpu_device.is_active()
     why = why_not_in_place(config, args, member, on_gpus=on_gpus)
     if member is None or why:

@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 class Layer(StrEnum):
     """Parts of the product that put layers around functions."""
 
+    CHECK = "check"  # iteration_check.py: forward and backward once more
     BETWEEN = "between"  # repair/between.py: logs or evaluates again after a death
     DATA = "data"  # data_sets.py: keeps the data sets
     DEPUTIES = "deputies"  # degraded/deputies.py: builds optimizers of dead ranks
@@ -58,7 +59,7 @@ _PAGE = (
     (_LOOP, "build_train_valid_test_data_loaders", "data"),
     (_LOOP, "build_pretraining_data_loader", "listeners"),
     (_LOOP, "train", "between repair listeners"),
-    (_LOOP, "train_step", "repair listeners replacement together roles"),
+    (_LOOP, "train_step", "repair listeners check replacement together roles"),
     (_LOOP, "dummy_train_step", "listeners"),
     (_LOOP, "training_log", "listeners between"),
     (_LOOP, "evaluate", "between listeners"),
@@ -88,7 +89,7 @@ _PAGE = (
     (_DDP, "DistributedDataParallel.zero_grad_buffer", "slots"),
     (_DDP, "DistributedDataParallel.start_grad_sync", "slots"),
     (_DDP, "DistributedDataParallel.finish_grad_sync", "slots"),
-    (_CONFIG, FINALIZE, "idle listeners replay"),
+    (_CONFIG, FINALIZE, "check idle listeners replay"),
     # Of all objects of a class, and others.
     ("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", "listeners"),
     (

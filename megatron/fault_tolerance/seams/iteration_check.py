@@ -1,0 +1,194 @@
+"""Check of an iteration (--moe-ft-check-iterations): ranks repeat each other's forward and backward pass.
+
+Every N iterations each replica of the model first computes the micro-batches of the next one, with its
+random numbers, and then its own. Both must give the same bits in outputs of modules, gradients before they
+are reduced, losses, buffers and random numbers. A faulty device does not repeat the fault of another one.
+A single replica repeats its own, which finds what happens once.
+
+If any rank differs, further runs decide who is wrong (moe_ft/planning/opinions.py). The optimizer does not
+step then, and training leaves the iteration.
+
+Source: torchtitan's replay of an iteration compares one rank with itself; here others repeat it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from megatron.fault_tolerance.seams.repeated import (
+    Batches,
+    Before,
+    exchange_random_numbers,
+    swap,
+    tracing,
+)
+from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
+from moe_ft.engine import exchange
+from moe_ft.loop.corruption import Check, Finding
+from moe_ft.planning.opinions import Accused, Depth, Part, Replicas, accused, of_replica, right_run
+from moe_ft.state.traces import Trace
+
+_DIGESTS = msgspec.json.Decoder(list[str])
+_DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
+_SUMS = msgspec.msgpack.Decoder(list[int])
+_MOST_CHARACTERS = 60  # of words on a place, that all ranks exchange
+
+
+def replicas_of_job(args: Any) -> Replicas:
+    """Return the replicas of the job that Megatron's arguments describe."""
+    has_experts = bool(args.num_experts)
+    return Replicas(
+        world_size=args.world_size,
+        num_stages=args.pipeline_model_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size if has_experts else 1,
+        expert_tp=args.expert_tensor_parallel_size if has_experts else 1,
+        is_stage_inner=bool(getattr(args, "use_tp_pp_dp_mapping", False)),
+    )
+
+
+class IterationCheck:
+    """Checks every so many iterations. Owned by the training thread.
+
+    Attributes:
+        passed: the last iteration whose check passed in this start; None before.
+    """
+
+    def __init__(self, every: int, accuse: Callable[[Finding], None]) -> None:
+        """Check nothing yet.
+
+        Args:
+            accuse: is called by all ranks with what was found, and raises.
+        """
+        self._every, self._accuse = every, accuse
+        self.passed: int | None = None
+
+    def install(self, layers: Layers) -> None:
+        """Have iterations checked."""
+        layers.put(Layer.CHECK, {"train_step": self._train_step})
+
+    def _train_step(
+        self, original: Function, forward_step: Function, *args: Any, **kwargs: Any
+    ) -> Any:
+        # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
+        *others, forward_backward = args
+        iteration = kwargs["iteration"]
+        if (iteration + 1) % self._every:
+            return original(forward_step, *args, **kwargs)
+        checked = _Checked(forward_backward, args[2], args[4])
+
+        def run(**given: Any) -> Any:
+            result = checked.run(given)
+            if checked.differs:
+                self._accuse(checked.find(self.passed))
+            return result
+
+        result = original(forward_step, *others, run, **kwargs)
+        self.passed = iteration + 1
+        return result
+
+
+class _Checked:
+    """One iteration that is checked.
+
+    Attributes:
+        differs: whether results differ on any rank.
+    """
+
+    def __init__(self, forward_backward: Function, optimizer: Any, config: Any) -> None:
+        self._forward_backward = forward_backward
+        self._optimizer, self._config = optimizer, config
+        self._replicas = replicas_of_job(get_args())
+        self._rank = dist.get_rank()
+        self._runs: list[list[int]] = []  # sums of each, for the micro-batches of this rank
+        self.differs = False
+
+    def run(self, given: Mapping[str, Any]) -> Any:
+        """Run forward and backward of another replica and then of the own; return the own result."""
+        if self._runs:  # Megatron runs it again, as its own check has rejected a result
+            return self._forward_backward(**given)
+        model = given["model"]
+        self._given, self._before = given, Before(model)
+        self._batches = Batches(given["data_iterator"])
+        self._trace = Trace(
+            model,
+            parallel_state.get_pipeline_model_parallel_rank(),
+            self._replicas.num_stages,
+        )
+        other = self._run(1)
+        self._before.restore(self._optimizer)
+        with tracing(self._trace, model, self._config, reduces=True):
+            result = self._forward_backward(**{**given, "data_iterator": self._batches.own()})
+        self._trace.note_losses(result)
+        self._runs = [self._trace.values(), other]
+        self.differs = _any_rank(self._runs[0] != other)
+        return result
+
+    def _run(self, shift: int) -> list[int]:
+        """Compute another replica's micro-batches, and return the sums of the run on those of this rank."""
+        shift %= self._replicas.count
+        model = self._given["model"]
+        owner, computer = (self._replicas.shifted(self._rank, by) for by in (shift, -shift))
+        with tracing(self._trace, model, self._config, reduces=False):
+            exchange_random_numbers(computer, owner)
+            batches = self._batches.of_other(computer, owner)
+            result = self._forward_backward(**{**self._given, "data_iterator": batches})
+        self._trace.note_losses(result)
+        sums = msgspec.msgpack.encode(self._trace.values())
+        return exchange.decode(swap(sums, owner, computer), _SUMS)
+
+    def find(self, passed: int | None) -> Finding:
+        """Run until it is known who is wrong, if that can be known. Called by all ranks."""
+        for shift in self._replicas.shifts()[len(self._runs) :]:
+            self._before.restore(self._optimizer)
+            self._runs.append(self._run(shift))
+        own = [xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(each)) for each in self._runs]
+        digests = exchange.meet(own, _DIGESTS)
+        said = exchange.meet(self._differences(digests), _DIFFERENCES)
+        depths = [
+            {run: Depth(Part(part), *rest) for run, (part, *rest) in each.items()}
+            for each, _ in said
+        ]
+        words = {
+            min(each.values()): text for each, (_, text) in zip(depths, said, strict=True) if each
+        }
+        return _finding(accused(self._replicas, digests, depths), words, passed)
+
+    def _differences(
+        self, digests: Sequence[Sequence[str]]
+    ) -> tuple[dict[int, tuple[int, int, int]], str]:
+        """Return where each run first differs from the right one on this rank's micro-batches, and words."""
+        replica = self._replicas.place(self._rank)[0]
+        right = right_run(of_replica(self._replicas, digests, replica)) or 0
+        found = {
+            run: first
+            for run, sums in enumerate(self._runs)
+            if (first := self._trace.first_difference(self._runs[right], sums)) is not None
+        }
+        _, words = min(found.values(), default=(None, ""))
+        return {run: tuple(depth) for run, (depth, _) in found.items()}, words[-_MOST_CHARACTERS:]
+
+
+def _any_rank(differs: bool) -> bool:
+    device = dist.distributed_c10d._get_object_coll_device()
+    flag = torch.tensor([int(differs)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _finding(found: Accused, words: Mapping[Depth, str], passed: int | None) -> Finding:
+    first = min(found.depths.values())
+    return Finding(
+        check=Check.ITERATION,
+        ranks=sorted(found.depths),
+        is_decided=found.is_decided,
+        where=words[first],
+        since=passed,
+    )
