@@ -31,7 +31,7 @@ from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Written
-from moe_ft.errors import ConfigError, UnrecoverableError
+from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState
 from moe_ft.processes import has_ended, process_namespace
@@ -190,6 +190,8 @@ class BreakpointWriter:
         self._breakpoints.break_off()
         if isinstance(error, ConfigError | UnrecoverableError):
             self._breakpoints.refuse("the start or the state was refused")
+        elif isinstance(error, CorruptionError):
+            self._breakpoints.refuse("a check has found corruption")
         elif is_rejected(error):
             self.refuse_rejected()
         self._write(type(error).__name__, can_step=False)

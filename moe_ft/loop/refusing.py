@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.errors import BusyError, ConfigError, UnrecoverableError
+from moe_ft.errors import BusyError, ConfigError, CorruptionError, UnrecoverableError
 from moe_ft.saying import fail
 
 EXIT_REFUSED = 2  # the command line, or the state that is there, cannot work
@@ -22,13 +22,18 @@ REFUSAL_GRACE_S = 10.0
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End the rank with one line where the flags or the state that is there cannot work."""
+    """End the rank with one line where the flags or the state that is there cannot work.
+
+    Corruption, which has had its line, ends it with a code of its own.
+    """
     try:
         yield
     except BusyError as error:
         refuse(str(error), code=EXIT_BUSY)
     except (ConfigError, UnrecoverableError) as error:
         refuse(str(error))
+    except CorruptionError:
+        raise SystemExit(EXIT_CORRUPTION) from None
 
 
 def refuse(reason: str, program: str | None = None, code: int = EXIT_REFUSED) -> NoReturn:

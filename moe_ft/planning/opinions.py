@@ -6,82 +6,41 @@ k-th one after it, in a ring. Places in groups of tensor, context, expert and pi
 no sum has another order.
 """
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from moe_ft.planning.lost_ranks import Layout
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicas:
-    """Replicas of the model in a job.
 
-    Attributes:
-        tp, cp, ep, expert_tp: sizes of groups; those of experts are 1 without.
-        num_stages: pipeline stages.
-        is_stage_inner: whether ranks of one replica follow each other in all stages
-            (--use-tp-pp-dp-mapping), or those of one stage.
+def replica_of(layout: Layout, rank: int) -> int:
+    """Return the replica of a rank."""
+    return rank // layout.group_size % layout.num_groups
+
+
+def ranks_of(layout: Layout, replica: int) -> list[int]:
+    """Return the ranks of a replica, stage by stage."""
+    return [r for stage in range(layout.num_stages) for r in layout.ranks_of((replica, stage))]
+
+
+def shifted(layout: Layout, rank: int, by: int) -> int:
+    """Return the rank at the same place of another replica, so many further in the ring."""
+    stage, place = divmod(rank, layout.num_groups * layout.group_size)
+    replica, within = divmod(place, layout.group_size)
+    return layout.ranks_of(((replica + by) % layout.num_groups, stage))[within]
+
+
+def shifts_of(layout: Layout) -> tuple[int, ...]:
+    """Return the shifts of all runs that decide who is wrong, the first two of which are a check.
+
+    Three replicas are three opinions. Two have two each: what happened once has three against it. One alone
+    repeats itself.
     """
-
-    world_size: int
-    num_stages: int
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int = 1
-    is_stage_inner: bool = False
-
-    @property
-    def size(self) -> int:
-        """Ranks of a replica in each stage: whole groups of both kinds of parameters."""
-        return math.lcm(self.tp * self.cp, self.ep * self.expert_tp)
-
-    @property
-    def count(self) -> int:
-        """Number of replicas."""
-        return self.world_size // (self.num_stages * self.size)
-
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """Return the replica of a rank, its stage, and its number among the ranks of both."""
-        if self.is_stage_inner:
-            rest, within = divmod(rank, self.size)
-            replica, stage = divmod(rest, self.num_stages)
-        else:
-            stage, local = divmod(rank, self.count * self.size)
-            replica, within = divmod(local, self.size)
-        return replica, stage, within
-
-    def rank_at(self, replica: int, stage: int, within: int) -> int:
-        """Return the rank at a place; replicas are counted in a ring."""
-        replica %= self.count
-        if self.is_stage_inner:
-            return (replica * self.num_stages + stage) * self.size + within
-        return (stage * self.count + replica) * self.size + within
-
-    def shifted(self, rank: int, by: int) -> int:
-        """Return the rank at the same place of another replica, so many further."""
-        replica, stage, within = self.place(rank)
-        return self.rank_at(replica + by, stage, within)
-
-    def ranks_of(self, replica: int) -> list[int]:
-        """Return the ranks of a replica, stage by stage."""
-        return [
-            self.rank_at(replica, stage, within)
-            for stage in range(self.num_stages)
-            for within in range(self.size)
-        ]
-
-    def shifts(self) -> tuple[int, ...]:
-        """Return the shifts of all runs that decide who is wrong, the first two of which are a check.
-
-        Three replicas are three opinions. Two have two each: what happened once has three against it. One
-        alone repeats itself.
-        """
-        if self.count > 2:
-            return 0, 1, 2
-        return (0, 1, 0, 1) if self.count == 2 else (0, 0, 0)
+    if layout.num_groups > 2:
+        return 0, 1, 2
+    return (0, 1, 0, 1) if layout.num_groups == 2 else (0, 0, 0)
 
 
 class Part(IntEnum):
@@ -112,14 +71,14 @@ def right_run(opinions: Sequence[Hashable]) -> int | None:
 
 
 def of_replica(
-    replicas: Replicas, digests: Sequence[Sequence[Hashable]], replica: int
+    layout: Layout, digests: Sequence[Sequence[Hashable]], replica: int
 ) -> list[Hashable]:
     """Return ``[run]`` the results for a replica's micro-batches, each of all its ranks together.
 
     Args:
         digests: ``[rank][run]`` of the results for the rank's own micro-batches.
     """
-    return [*zip(*(digests[rank] for rank in replicas.ranks_of(replica)), strict=True)]
+    return [*zip(*(digests[rank] for rank in ranks_of(layout, replica)), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +95,7 @@ class Accused:
 
 
 def accused(
-    replicas: Replicas,
+    layout: Layout,
     digests: Sequence[Sequence[Hashable]],
     depths: Mapping[int, Mapping[int, Depth]],
 ) -> Accused:
@@ -151,14 +110,14 @@ def accused(
     """
     found: dict[int, Depth] = {}
     is_decided = True
-    for replica in range(replicas.count):
-        opinions = of_replica(replicas, digests, replica)
+    for replica in range(layout.num_groups):
+        opinions = of_replica(layout, digests, replica)
         right = right_run(opinions)
         is_decided &= right is not None
-        for run, shift in enumerate(replicas.shifts()):
-            of_ranks = {r: depths[r][run] for r in replicas.ranks_of(replica) if run in depths[r]}
+        for run, shift in enumerate(shifts_of(layout)):
+            of_ranks = {r: depths[r][run] for r in ranks_of(layout, replica) if run in depths[r]}
             first = min(of_ranks.values(), default=None)
             for rank in (rank for rank, depth in of_ranks.items() if depth == first):
-                for each in {replicas.shifted(rank, -shift), *([rank] if right is None else [])}:
+                for each in {shifted(layout, rank, -shift), *([rank] if right is None else [])}:
                     found[each] = min(of_ranks[rank], found.get(each, of_ranks[rank]))
     return Accused(depths=found, is_decided=is_decided)

@@ -149,6 +149,7 @@ def speaks_against_state(error: BaseException) -> bool:
         | torch.OutOfMemoryError
         | dist.DistError
         | ConfigError
+        | CorruptionError
         | UnrecoverableError,
     )
     says_elsewhere = _ELSEWHERE.search(str(error).lower()) is not None

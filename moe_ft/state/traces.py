@@ -39,13 +39,8 @@ class Trace:
         self._model = model
         self._modules: list[tuple[Depth, str, torch.nn.Module]] = []
         for chunk_index, chunk in enumerate(model):
-            at, layer = chunk_index * num_stages + stage, ""
-            for number, (name, module) in enumerate(chunk.named_modules()):
-                if hasattr(module, "layer_number") and name.split(".")[-1].isdigit():
-                    layer = f" of layer {module.layer_number}"
-                elif name.split(".")[-1] not in _TRACED:
-                    continue
-                words = f"forward pass of {name.split('.')[-1]}{layer}"
+            at = chunk_index * num_stages + stage
+            for number, (words, module) in enumerate(_traced(chunk, "", "")):
                 self._modules.append((Depth(Part.FORWARD, at, number), words, module))
         self._parameters = {
             parameter: (
@@ -127,6 +122,20 @@ class Trace:
         places += [(Depth(Part.REST, 0, n), words) for n, words in enumerate(self._rest())]
         found = [place for place, a, b in zip(places, own, other, strict=True) if a != b]
         return min(found, default=None)
+
+
+def _traced(
+    module: torch.nn.Module, name: str, layer: str
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield words and modules that are traced, in the order in which their forward passes end."""
+    is_layer = hasattr(module, "layer_number") and name.isdigit()
+    layer = f"layer {module.layer_number}" if is_layer else layer
+    for key, child in module.named_children():
+        yield from _traced(child, key, layer)
+    if is_layer:
+        yield f"forward pass of {layer}", module
+    elif name in _TRACED:
+        yield f"forward pass of {name}{' of ' * bool(layer)}{layer}", module
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Iterations that ranks repeat for each other: nothing changes in a run, and who computes wrongly is named."""
+"""Iterations that ranks repeat for each other: a run stays as it is, and who computes wrongly is named."""
 
 from typing import Any
 
 import pytest
 
+from moe_ft.loop.refusing import EXIT_CORRUPTION
 from tests.demo_model import DEEPSEEK, RERUNS
 from tests.jobs import CheckpointJob
 
@@ -33,3 +34,31 @@ def test_a_run_whose_iterations_are_all_checked_ends_with_the_same_bits(
     job.run("--moe-ft-strategy", "none", *EVERY).check()
     assert job.digests() == job.reference()
     assert not job.events("corruption")
+
+
+# By case: (ranks, sizes, the flip, ranks that are named, whether it is decided)
+FLIPS: dict[str, tuple[int, dict[str, int], str, list[int], bool]] = {
+    # Computed for another rank, or for itself: three replicas know who is wrong.
+    "activation": (3, {}, "flip:1@4:activation", [1], True),
+    "gradients": (3, {}, "flip:2@4:gradients", [2], True),
+    "weights": (3, {}, "flip:1@4:weights", [1], True),
+    # Two computed once more what one of them had computed wrongly once.
+    "once": (4, {"pp": 2}, "flip:2@4:activation", [2], True),
+    "alone": (2, {"ep": 2}, "flip:1@4:gradients", [1], True),
+    "two": (2, {}, "flip:1@4:weights", [0, 1], False),
+}
+
+
+@pytest.mark.parametrize("case", FLIPS)
+def test_a_rank_that_computes_wrongly_is_named_before_the_optimizer_steps(
+    job: CheckpointJob, case: str
+) -> None:
+    num_ranks, sizes, flip, suspects, decided = FLIPS[case]
+    job.set_model(num_ranks, sizes, global_batch_size=12)
+    result = job.run("--moe-ft-check-iterations", "5", "--moe-ft-inject-fault", flip)
+    assert EXIT_CORRUPTION in result.exit_codes and 0 not in result.exit_codes, result.output(0)
+    for rank in range(num_ranks):
+        (found,) = job.events("corruption", rank)
+        assert (found["iteration"], found["check"]) == (4, "iteration")
+        assert (found["ranks"], found["decided"]) == (suspects, decided), found["where"]
+        assert not job.events("breakpoint", rank)

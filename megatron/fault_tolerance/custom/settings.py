@@ -21,6 +21,7 @@ from megatron.fault_tolerance.seams.settings import (
     check_state_dtype,
 )
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.fields import flag_of
 from moe_ft.config.flags import as_arguments, config_from_settings
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.untested import MEGATRON
@@ -42,6 +43,13 @@ _OF_MEGATRONS_LOOP = (
         lambda config: config.elastic.expert_slots > 0,
         "only that puts slots into the layers of the model",
         problem="needs pretrain_gpt_moe.py",
+    ),
+    Rule(
+        "",
+        flag_of("check_iterations"),
+        lambda config: config.checks.check_iterations > 0,
+        "how a loop of your own runs forward and backward is not known",
+        problem="needs Megatron's own training loop",
     ),
     Rule(
         "",

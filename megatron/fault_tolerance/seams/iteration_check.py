@@ -21,6 +21,7 @@ import xxhash
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from megatron.fault_tolerance.degraded.roles import layout_of_job
 from megatron.fault_tolerance.seams.repeated import (
     Batches,
     Before,
@@ -31,27 +32,23 @@ from megatron.fault_tolerance.seams.repeated import (
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.engine import exchange
 from moe_ft.loop.corruption import Check, Finding
-from moe_ft.planning.opinions import Accused, Depth, Part, Replicas, accused, of_replica, right_run
+from moe_ft.planning.opinions import (
+    Accused,
+    Depth,
+    Part,
+    accused,
+    of_replica,
+    replica_of,
+    right_run,
+    shifted,
+    shifts_of,
+)
 from moe_ft.state.traces import Trace
 
 _DIGESTS = msgspec.json.Decoder(list[str])
 _DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
 _SUMS = msgspec.msgpack.Decoder(list[int])
 _MOST_CHARACTERS = 60  # of words on a place, that all ranks exchange
-
-
-def replicas_of_job(args: Any) -> Replicas:
-    """Return the replicas of the job that Megatron's arguments describe."""
-    has_experts = bool(args.num_experts)
-    return Replicas(
-        world_size=args.world_size,
-        num_stages=args.pipeline_model_parallel_size,
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        ep=args.expert_model_parallel_size if has_experts else 1,
-        expert_tp=args.expert_tensor_parallel_size if has_experts else 1,
-        is_stage_inner=bool(getattr(args, "use_tp_pp_dp_mapping", False)),
-    )
 
 
 class IterationCheck:
@@ -105,7 +102,7 @@ class _Checked:
     def __init__(self, forward_backward: Function, optimizer: Any, config: Any) -> None:
         self._forward_backward = forward_backward
         self._optimizer, self._config = optimizer, config
-        self._replicas = replicas_of_job(get_args())
+        self._layout = layout_of_job(get_args())
         self._rank = dist.get_rank()
         self._runs: list[list[int]] = []  # sums of each, for the micro-batches of this rank
         self.differs = False
@@ -120,7 +117,7 @@ class _Checked:
         self._trace = Trace(
             model,
             parallel_state.get_pipeline_model_parallel_rank(),
-            self._replicas.num_stages,
+            self._layout.num_stages,
         )
         other = self._run(1)
         self._before.restore(self._optimizer)
@@ -133,9 +130,9 @@ class _Checked:
 
     def _run(self, shift: int) -> list[int]:
         """Compute another replica's micro-batches, and return the sums of the run on those of this rank."""
-        shift %= self._replicas.count
+        shift %= self._layout.num_groups
         model = self._given["model"]
-        owner, computer = (self._replicas.shifted(self._rank, by) for by in (shift, -shift))
+        owner, computer = (shifted(self._layout, self._rank, by) for by in (shift, -shift))
         with tracing(self._trace, model, self._config, reduces=False):
             exchange_random_numbers(computer, owner)
             batches = self._batches.of_other(computer, owner)
@@ -146,7 +143,7 @@ class _Checked:
 
     def find(self, passed: int | None) -> Finding:
         """Run until it is known who is wrong, if that can be known. Called by all ranks."""
-        for shift in self._replicas.shifts()[len(self._runs) :]:
+        for shift in shifts_of(self._layout)[len(self._runs) :]:
             self._before.restore(self._optimizer)
             self._runs.append(self._run(shift))
         own = [xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(each)) for each in self._runs]
@@ -159,14 +156,14 @@ class _Checked:
         words = {
             min(each.values()): text for each, (_, text) in zip(depths, said, strict=True) if each
         }
-        return _finding(accused(self._replicas, digests, depths), words, passed)
+        return _finding(accused(self._layout, digests, depths), words, passed)
 
     def _differences(
         self, digests: Sequence[Sequence[str]]
     ) -> tuple[dict[int, tuple[int, int, int]], str]:
         """Return where each run first differs from the right one on this rank's micro-batches, and words."""
-        replica = self._replicas.place(self._rank)[0]
-        right = right_run(of_replica(self._replicas, digests, replica)) or 0
+        replica = replica_of(self._layout, self._rank)
+        right = right_run(of_replica(self._layout, digests, replica)) or 0
         found = {
             run: first
             for run, sums in enumerate(self._runs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.fault_tolerance.cpu import device as cpu_device
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.untested import GRAPHS
@@ -61,6 +62,18 @@ def _parked(dest: str) -> Rule:
     reason = "of others it is not known which numbers on the host are the state"
     remedy = "Use --optimizer adam with moments in fp32, fp16 or bf16, or leave it out"
     return Rule(dest, f"{flag} with FP8 moments or another optimizer", is_broken, reason, remedy)
+
+
+def _checked(other: str, is_given: Callable[[Any], bool], reason: str, remedy: str = "") -> Rule:
+    """Return a rule that refuses something with --moe-ft-check-iterations."""
+    flag = flag_of("check_iterations")
+    return Rule(
+        "moe_ft_check_iterations",
+        f"{flag} {other}",
+        lambda args: bool(args.moe_ft_check_iterations) and is_given(args),
+        reason,
+        remedy or "Leave one of the two out",
+    )
 
 
 def _any(kind: StrategyKind) -> bool:
@@ -246,6 +259,31 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "that again",
         "Use --moe-ft-strategy {others}",
         replays,
+    ),
+    # Iterations that ranks repeat for each other.
+    _checked(
+        "on a GPU without --deterministic-mode",
+        lambda args: not (cpu_device.is_active() or args.deterministic_mode),
+        "kernels that add numbers in another order each time give other bits",
+        "Add --deterministic-mode, or leave it out",
+    ),
+    _checked(
+        "with --cuda-graph-impl", has_graphs, "a graph runs no hooks, and keeps what it gathered"
+    ),
+    _checked(
+        "with --reuse-grad-buf-for-mxfp8-param-ag",
+        lambda args: getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False),
+        "gradients of the first run would take the place of gathered weights",
+    ),
+    _checked(
+        f"with {flag_of('expert_slots')}",
+        lambda args: getattr(args, "moe_ft_expert_slots", 0),
+        "ranks at the same place of two replicas then have other experts",
+    ),
+    _checked(
+        "with --use-tp-pp-dp-mapping",
+        lambda args: getattr(args, "use_tp_pp_dp_mapping", False),
+        "stages are then not the outermost dimension of ranks",
     ),
     # Features that leave the seams no run to follow.
     refused_flag(
