@@ -55,8 +55,8 @@ MISSING_S = 30.0  # for a node to come, after the last one that came
 BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (cluster/member.py)
 AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
 AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if these were not built by then
-_REFUSED = (2, 4)  # exit codes of ranks that would end so again (loop/refusing.py)
 _CORRUPT = 5  # of a job without a node that could replace one that computes wrongly
+_REFUSED = (2, 4, _CORRUPT)  # exit codes of ranks that would end so again (loop/refusing.py)
 
 Done = tuple[Job, list[Command]]
 

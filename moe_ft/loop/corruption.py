@@ -4,15 +4,19 @@ moe_ft/loop/weight_check.py compares weights; iterations that another rank repea
 megatron/fault_tolerance. Here is what all of them do with what they find.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
+from moe_ft.cluster.member import own_assignment
+from moe_ft.cluster.reported import report_failure
 from moe_ft.errors import CorruptionError
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState
 from moe_ft.saying import warn
+from moe_ft.verdicts import Failure, FailureKind
 
 
 class Check(StrEnum):
@@ -78,6 +82,18 @@ def accuse(log: EventLog, loop: LoopState, finding: Finding, *, speaker: int = 0
         since=finding.since,
     )
     line = f"iteration {loop.iteration}: {finding}"
+    assignment = own_assignment()
+    if assignment is not None and finding.is_decided and log.rank in finding.ranks:
+        failure = Failure(
+            rank=log.rank,
+            kind=FailureKind.CORRUPTION,
+            what=f"{_WORDS[finding.check]} ({finding.where})",
+            iteration=loop.iteration,
+            section=loop.section.value,
+            node=assignment.node,
+            time_s=time.time(),
+        )
+        report_failure(assignment, failure)  # its node gets no ranks any more
     if log.rank == speaker:
         warn(line)
     raise CorruptionError(line)

@@ -6,7 +6,7 @@ import pytest
 
 from moe_ft.loop.refusing import EXIT_CORRUPTION
 from tests.demo_model import DEEPSEEK, RERUNS
-from tests.jobs import CheckpointJob
+from tests.jobs import CheckpointJob, RepairedJob
 
 EVERY = ("--moe-ft-check-iterations", "1")
 DROPOUT = {"attention_dropout": 0.1}
@@ -62,3 +62,19 @@ def test_a_rank_that_computes_wrongly_is_named_before_the_optimizer_steps(
         assert (found["iteration"], found["check"]) == (4, "iteration")
         assert (found["ranks"], found["decided"]) == (suspects, decided), found["where"]
         assert not job.events("breakpoint", rank)
+
+
+def test_the_node_of_a_rank_that_computes_wrongly_is_replaced_and_gets_no_ranks_again(
+    repaired: RepairedJob,
+) -> None:
+    flags = ("--moe-ft-check-iterations", "3", "--moe-ft-inject-fault", "flip:3@8:activation")
+    with repaired.kept_nodes(*flags) as nodes:
+        nodes.start("node0", "node1", "node2")
+        assert nodes.wait() == dict.fromkeys(("node0", "node1", "node2"), 0), nodes.log("node0")
+        log = nodes.log("node0")
+    assert "node node1 is lost: rank 3 computes wrongly" in log
+    for rank in range(4):
+        (repair,) = repaired.events("repair", rank)
+        assert repair["taken_over"] == {"node1": "node2"}
+        assert [each["ranks"] for each in repaired.events("corruption", rank)] == [[3]]
+    assert repaired.digests() == repaired.reference()
