@@ -97,7 +97,7 @@ class Accused:
 def accused(
     layout: Layout,
     digests: Sequence[Sequence[Hashable]],
-    depths: Mapping[int, Mapping[int, Depth]],
+    depths: Sequence[Mapping[int, Depth]],
 ) -> Accused:
     """Return who has computed otherwise than most, where a mistake has come in first.
 
@@ -105,7 +105,7 @@ def accused(
 
     Args:
         digests: as `of_replica` takes them.
-        depths: by rank and run, where the first difference to the right run lies, or to the first one
+        depths: ``[rank]`` by run, where the first difference to the right run lies, or to the first one
             without a majority. A rank whose results do not differ has none.
     """
     found: dict[int, Depth] = {}

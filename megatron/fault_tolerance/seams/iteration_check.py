@@ -30,6 +30,7 @@ from megatron.fault_tolerance.seams.repeated import (
     tracing,
 )
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
+from megatron.fault_tolerance.seams.traces import Trace
 from moe_ft.engine import exchange
 from moe_ft.loop.corruption import Check, Finding
 from moe_ft.planning.opinions import (
@@ -43,7 +44,6 @@ from moe_ft.planning.opinions import (
     shifted,
     shifts_of,
 )
-from moe_ft.state.traces import Trace
 
 _DIGESTS = msgspec.json.Decoder(list[str])
 _DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
@@ -170,7 +170,8 @@ class _Checked:
             if (first := self._trace.first_difference(self._runs[right], sums)) is not None
         }
         _, words = min(found.values(), default=(None, ""))
-        return {run: tuple(depth) for run, (depth, _) in found.items()}, words[-_MOST_CHARACTERS:]
+        depths = {run: (int(at.part), at.stage, at.number) for run, (at, _) in found.items()}
+        return depths, words[-_MOST_CHARACTERS:]
 
 
 def _any_rank(differs: bool) -> bool:

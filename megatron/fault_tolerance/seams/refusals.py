@@ -277,7 +277,7 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     ),
     _checked(
         f"with {flag_of('expert_slots')}",
-        lambda args: getattr(args, "moe_ft_expert_slots", 0),
+        lambda args: getattr(args, "moe_ft_expert_slots", 0) > 0,
         "ranks at the same place of two replicas then have other experts",
     ),
     _checked(

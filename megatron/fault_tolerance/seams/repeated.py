@@ -21,11 +21,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import FINALIZE, Function, Layer, Layers
+from megatron.fault_tolerance.seams.traces import Trace
 from moe_ft.errors import ConfigError
 from moe_ft.state import fp8_state
 from moe_ft.state.random_states import apply_rng, capture_rng, current_rng, restore_rng
 from moe_ft.state.tensors import buffer_places
-from moe_ft.state.traces import Trace
 
 _TENSOR = "tensor"
 _VALUES = msgspec.msgpack.Decoder()

@@ -1,4 +1,4 @@
-"""Who computes whose micro-batches again, and who is named when results differ."""
+"""Tests of who computes whose micro-batches again, and who is named when results differ."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Trace of an iteration on one rank: exact sums of what its modules give, of its gradients and of the rest.
+"""Trace of an iteration on one rank: exact sums of outputs of modules, of gradients and of the rest.
 
 Two traces are equal if forward and backward gave the same bits. Sums are of words as integers, modulo 2^64:
 they have no order, and any one bit that differs changes them. They stay on the device until the iteration
@@ -28,7 +28,7 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number: calls of a module do not
 
 
 class Trace:
-    """What is traced on one rank, and its sums in the run that is traced. Owned by the training thread."""
+    """Sums of one rank in the run that is traced. Owned by the training thread."""
 
     def __init__(self, model: Sequence[Any], stage: int, num_stages: int) -> None:
         """Trace nothing yet.
@@ -76,20 +76,17 @@ class Trace:
 
         return add
 
-    def note_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sum up gradients that are complete and not reduced yet; a second call changes nothing."""
         for each in parameters:
-            if each in self._parameters and each not in self._sums:
-                gradient = getattr(each, "main_grad", None)
-                self._sums[each] = bit_sum(each.grad if gradient is None else gradient)
+            gradient = getattr(each, "main_grad", None)
+            gradient = each.grad if gradient is None else gradient
+            if gradient is not None and each in self._parameters and each not in self._sums:
+                self._sums[each] = bit_sum(gradient)
 
     def note_all_gradients(self) -> None:
         """Sum up the gradients that are not noted yet, and buffers and random numbers as they are now."""
-        self.note_gradients(
-            each
-            for each in self._parameters
-            if getattr(each, "main_grad", None) is not None or each.grad is not None
-        )
+        self.note_gradients(self._parameters)
         for name, (module, key) in self._buffers.items():
             if (buffer := module._buffers[key]) is not None:
                 self._sums[name] = bit_sum(buffer)
