@@ -67,10 +67,19 @@ class Iteration(Line, frozen=True, kw_only=True, gc=False, tag_field="event", ta
     iteration_s: float
     num_tokens: float
     idle_s: float | None = None
+    exchange_s: float | None = None
+    stage: Count = 0
     stall_s: float = 0.0
     loss: float | Literal["nan", "inf", "-inf"] | None = None
     resident_bytes: Int | None = None
     device_bytes: Int | None = None
+
+    @property
+    def own_s(self) -> float | None:
+        """Time of the rank itself, without what it waited for others and was in collectives."""
+        if self.idle_s is None or self.exchange_s is None:
+            return None
+        return max(0.0, self.iteration_s - self.idle_s - self.exchange_s)
 
 
 class RouterLoad(Line, frozen=True, kw_only=True, tag_field="event", tag="router_load"):

@@ -32,9 +32,13 @@ from moe_ft.events import (
     read_lines_backwards,
     read_progress,
 )
+from moe_ft.loop.stragglers import MOST_TIMES, OwnTimes, Straggler, find_stragglers
 from moe_ft.planning.time_shares import TimeShares
 
 _NUM_RECENT = 20  # iterations of a rank, for a median
+_MOST_READ = (
+    8 * MOST_TIMES
+)  # iterations that are read for own times, which a GPU tells in one of eight
 _MOST_ROWS = 64
 _MOST_ITERATIONS = 3_000_000  # of all ranks, whose lines are decoded
 _MOST_LOADS = 88  # iterations whose loads are decoded
@@ -50,6 +54,7 @@ class RankSummary:
         phase: the last one; empty if it is not known.
         ending: how it ended.
         idle_s: median of what it waited for others in its last iterations; None if the log does not say.
+        own: its own times in them.
     """
 
     rank: int
@@ -58,6 +63,7 @@ class RankSummary:
     phase: str
     ending: str
     idle_s: float | None = None
+    own: OwnTimes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +122,15 @@ class Run:
         """Hangs by section of the loop; None if not all ranks were read."""
         total = self.total
         return dict(total.hangs) if total.num_ranks == len(self.ranks) else None
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        """The slowest ranks of the last start, as it ended."""
+        start = self.course.last_start
+        has_experts = bool(start and start.num_experts)
+        newest = max(each.incarnation for each in self.ranks)
+        own = [each.own for each in self.ranks if each.own and each.incarnation == newest]
+        return find_stragglers(replace(each, has_experts=has_experts) for each in own)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -256,15 +271,14 @@ def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
             return None
         own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
         steps = (line for line in own if isinstance(line, Start | Iteration))
-        recent = list(islice(steps, _NUM_RECENT))
+        recent = list(islice(steps, _MOST_READ))
         num_bytes = path.stat().st_size
     except OSError as error:
         left_out.add_file(path, error)
         return None
     progress = read_progress(directory, rank)
-    idle = [
-        each.idle_s for each in recent if isinstance(each, Iteration) and each.idle_s is not None
-    ]
+    iterations = [each for each in recent if isinstance(each, Iteration)]
+    idle = [each.idle_s for each in iterations[:_NUM_RECENT] if each.idle_s is not None]
     summary = RankSummary(
         rank=rank,
         incarnation=last.incarnation,
@@ -272,11 +286,21 @@ def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
         phase=str(progress.phase) if progress and progress.incarnation == last.incarnation else "",
         ending=_ending(last),
         idle_s=median(idle) if idle else None,
+        own=_own_times(rank, iterations, has_first=len(recent) < _MOST_READ),
     )
     host = first.host if isinstance(first, Start) else ""
     return _Ends(
         summary=summary, host=host, first_s=first.time, last_s=last.time, num_bytes=num_bytes
     )
+
+
+def _own_times(rank: int, iterations: Sequence[Iteration], *, has_first: bool) -> OwnTimes | None:
+    """Return the own times of iterations, the newest first, without the first one of a start."""
+    warm = iterations[:-1] if has_first else iterations
+    known = {each.iteration: each.own_s for each in warm if each.own_s is not None}
+    newest = dict(islice(known.items(), MOST_TIMES))
+    stage = iterations[0].stage if iterations else 0
+    return OwnTimes(rank=rank, stage=stage, has_experts=False, seconds=newest)
 
 
 def _ending(last: Line) -> str:

@@ -16,6 +16,7 @@ from moe_ft.commands.report_course import Around
 from moe_ft.commands.report_rank import SlotSums
 from moe_ft.commands.report_run import Run
 from moe_ft.event_lines import Repair, Start
+from moe_ft.loop.stragglers import Straggler
 from moe_ft.planning.time_shares import TimeShares
 
 SCHEMA = 1
@@ -144,6 +145,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, float], Meta(description="the same, by the names of ml-goodput-measurement")
     ]
     ranks: Annotated[tuple[RankEnd, ...], Meta(description="all that left events, ascending")]
+    slow_ranks: Annotated[
+        tuple[Straggler, ...],
+        Meta(description="the slowest of each stage, as the last start ended"),
+    ]
     recoveries: Annotated[tuple[RecoveryFacts, ...], Meta(description="in their order")]
     repairs: Annotated[tuple[RepairFacts, ...], Meta(description="in their order")]
     rank_changes: Annotated[tuple[RankChange, ...], Meta(description="in their order")]
@@ -188,6 +193,7 @@ def summarize_run(run: Run, directory: Path) -> Report:
             )
             for each in run.ranks
         ),
+        slow_ranks=tuple(run.stragglers),
         recoveries=tuple(map(_recovery, course.recoveries)),
         repairs=tuple(map(_repair, course.repairs)),
         rank_changes=tuple(

@@ -16,6 +16,7 @@ from rich.text import Text
 from moe_ft.errors import ConfigError
 from moe_ft.events import ranks_with_events, read_progress
 from moe_ft.loop.course import FollowedRun, RankCourse, Tier
+from moe_ft.loop.stragglers import find_stragglers
 from moe_ft.planning.time_shares import Spent, TimeShares
 from moe_ft.processes import has_ended
 from moe_ft.saying import escape
@@ -129,6 +130,9 @@ class Watch:
         seconds = {use: sum(each.spent.seconds[use] for each in ranks) for use in Spent}
         shares = TimeShares.of(seconds)
         yield "time", Text(", ".join(f"{use} {shares[use]:.1%}" for use in Spent))
+        slowest = find_stragglers(each.own_times for each in _of_last_start(ranks))
+        if slowest:
+            yield "slowest ranks", Text("\n".join(map(str, slowest)), style="yellow")
         if troubles := [*self._troubles(ranks)]:
             yield "trouble", Text(escape("\n".join(troubles)), style="yellow")
         if self._course.unread_bytes:

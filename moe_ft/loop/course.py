@@ -30,6 +30,7 @@ from moe_ft.event_lines import (
     decode,
 )
 from moe_ft.events import EventTail, event_path
+from moe_ft.loop.stragglers import MOST_TIMES, OwnTimes
 from moe_ft.planning.time_shares import TimeSpent
 
 _NUM_RECENT = 20  # iterations, for medians
@@ -80,6 +81,7 @@ class RankCourse:
         ending: how the last incarnation ended; empty while it runs, or if nothing says so.
         lost_rank: what follows the death of a rank: repair, restart, end; empty if nothing says so.
         recent: iterations of this incarnation, without the first, which pays for warming up.
+        own_s: by iteration, its own times in this incarnation, without the first.
         history: seconds of the last iterations, of all incarnations.
         loss: the last one of a rank that knows it; NaN and infinities as such.
         num_iterations, num_tokens, stall_s, idle_s: sums over all iterations, those that ran again too.
@@ -96,6 +98,8 @@ class RankCourse:
     ending: str = ""
     lost_rank: str = ""
     recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    own_s: dict[int, float] = field(default_factory=dict)
+    stage: int = 0
     history: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SHOWN))
     loss: float | None = None
     num_iterations: int = 0
@@ -135,6 +139,14 @@ class RankCourse:
         """Median of how long its recent iterations waited for other ranks, where the log says so."""
         known = [each.idle_s for each in self.recent if each.idle_s is not None]
         return median(known) if known else None
+
+    @property
+    def own_times(self) -> OwnTimes:
+        """Its own times, for a comparison with other ranks."""
+        has_experts = bool(self.start and self.start.num_experts)
+        return OwnTimes(
+            rank=self.rank, stage=self.stage, has_experts=has_experts, seconds=self.own_s
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -186,6 +198,7 @@ class RankCourse:
         self.start, self.iteration, self._is_warm = event, event.iteration, False
         self.ending, self.is_finished = "", False
         self.recent.clear()
+        self.own_s.clear()
         self.spent.start()
 
     def _iterate(self, event: Iteration) -> None:
@@ -196,8 +209,13 @@ class RankCourse:
         self.idle_s += event.idle_s or 0.0
         if event.loss is not None:
             self.loss = float(event.loss)
+        self.stage = event.stage
         if self._is_warm:
             self.recent.append(event)
+            if event.own_s is not None:
+                self.own_s[event.iteration] = event.own_s
+                if len(self.own_s) > MOST_TIMES:
+                    del self.own_s[next(iter(self.own_s))]
         self._is_warm = True
         self.history.append(event.iteration_s)
         self.spent.add(event.iteration, event.time, event.iteration_s, event.stall_s)

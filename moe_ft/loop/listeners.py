@@ -47,6 +47,7 @@ class LoopState:
         grad_norm: as clipping used it; None if gradients were not finite.
         stall_s: how long training has stood still for checkpoints since the last `after_iteration`.
         idle_s: how long this rank has waited for others in the last iteration; None if nobody knows.
+        exchange_s: how long it was in other collectives then, and waited in them too; None likewise.
         is_saved: False if training has ended and its last state should be on storage, but is not.
         most_iteration: the latest that may be recovered, in a repair; None for any.
         stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
@@ -69,6 +70,7 @@ class LoopState:
     grad_norm: float | None = None
     stall_s: float = 0.0
     idle_s: float | None = None
+    exchange_s: float | None = None
     is_saved: bool = True
     most_iteration: int | None = None
     stages_alone: Sequence[int] = ()

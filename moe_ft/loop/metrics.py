@@ -48,6 +48,7 @@ METRICS: Mapping[str, tuple[str, str, str]] = {
     "iteration_seconds": (_GAUGE, "median of the last 20 iterations", ""),
     "stall_seconds": (_COUNTER, "time that checkpoints held training up", ""),
     "idle_seconds": (_COUNTER, "time that the rank waited for other ranks", ""),
+    "own_seconds": (_GAUGE, "median of the own time of the last iterations that tell it", "stage"),
     "time_seconds": (_COUNTER, "time by use, as moe_ft report divides it", "use"),
     "snapshot_iteration": (_GAUGE, "iteration of the newest snapshot in a tier", "tier"),
     "read_back_iteration": (_GAUGE, "newest iteration that was read back from storage", ""),
@@ -85,6 +86,8 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         "read_back_iteration": course.read_back,
     }
     yield from ((name, "", value) for name, value in known.items() if value is not None)
+    if (own_s := course.own_times.median_s) is not None:
+        yield "own_seconds", str(course.stage), own_s
     for use, seconds in course.spent.seconds.items():
         yield "time_seconds", use, seconds
     for tier, traffic in course.tiers.items():

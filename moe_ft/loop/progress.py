@@ -47,6 +47,7 @@ class Progress(LoopListener):
         self._has_log = config.observability.event_log is not None
         self._spent = TimeSpent()
         self._is_on_gpu = False
+        self._stage = 0
         self._process: psutil.Process | None = None  # opened once: each iteration asks it
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
@@ -79,6 +80,7 @@ class Progress(LoopListener):
         if not self._has_log:
             return
         iteration, fields = self._loop.iteration, self._training.start_fields()
+        self._stage = fields.get("stage", 0)
         self._log.write(
             "start",
             iteration,
@@ -127,6 +129,8 @@ class Progress(LoopListener):
             ended.iteration,
             **times,
             idle_s=idle_s,
+            exchange_s=self._loop.exchange_s,
+            stage=self._stage,
             loss=None if loss is None else float(loss),
             num_tokens=ended.num_samples * self._training.sequence_length,
             resident_bytes=self._resident_bytes(),

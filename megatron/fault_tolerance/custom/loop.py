@@ -193,6 +193,7 @@ class CustomLoop(CoreLoop):
             "ep": groups.ep.size(),
             "etp": groups.expt_tp.size(),
             "dp": groups.dp.size(),
+            "stage": groups.pp.rank(),
             "seq_length": self.sequence_length,
             "num_experts": self.num_experts,
             "train_iterations": self.train_iterations,

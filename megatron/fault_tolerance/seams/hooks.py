@@ -99,9 +99,11 @@ class _Seams:
         self._listeners.replay_if_due(forward_backward)  # `train` may have wrapped it
         self._listeners.begin_iteration(kwargs["iteration"])
         noting = self._noting_num_tokens(config)
-        with noting, self._idle.timing(config), stepping_by_samples(scheduler):
+        timing = self._idle.timing(config, kwargs["iteration"])
+        with noting, timing, stepping_by_samples(scheduler):
             result = original(partial(self._forward, forward_step), *args, **kwargs)
         self._loop.idle_s = self._idle.seconds()
+        self._loop.exchange_s = self._idle.exchange_seconds()
         losses, is_skipped, _, should_exit, exit_code, *_ = result
         rejected = rejected_result(exit_code)
         if rejected is not None:

@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
+from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import arguments, get_args, get_tensorboard_writer, get_wandb_writer
@@ -172,6 +173,7 @@ class MegatronLoop(CoreLoop):
             "ep": args.expert_model_parallel_size,
             "etp": args.expert_tensor_parallel_size,
             "dp": args.data_parallel_size,
+            "stage": get_pipeline_model_parallel_rank(),
             "num_layers": args.num_layers,
             "hidden_size": args.hidden_size,
             "seq_length": args.seq_length,

@@ -7,7 +7,7 @@ All schedules of Megatron (1F1B, interleaved, with and without overlap) move ten
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,13 +18,17 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams.collectives import Ended
-from megatron.fault_tolerance.seams.stack import FINALIZE, Layer, Layers
+from megatron.fault_tolerance.seams.stack import COLLECTIVES, FINALIZE, Layer, Layers
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
 from moe_ft.loop.training_loop import RecordSend
 
 _Communicate = Callable[..., Any]
 _COMMUNICATE = "P2PCommunicator._communicate"
+_EXCHANGES = (*COLLECTIVES, "dist_all_gather_func", "dist_reduce_scatter_func")
+# Iterations of which one has its exchanges timed on a GPU: two events for each cost the host microseconds,
+# and layers with experts have thousands.
+_EXCHANGES_EVERY = 8
 
 
 def open_links(group: dist.ProcessGroup) -> None:
@@ -64,32 +68,39 @@ class IdleTime:
     """Time of an iteration in which a rank waits for others. Owned by the training thread.
 
     That is for what it receives in the pipeline, and for what finishes the gradients after the last backward
-    pass (`finalize_model_grads`). On a GPU events on the current stream tell it, and nothing waits for them.
+    pass (`finalize_model_grads`). Exchanges are all other collectives that the thread or the stream waits
+    for: in layers with experts or tensor parallelism, and around the optimizer's step. On a GPU events on
+    the current stream tell both, and nothing waits for them.
     """
 
     def __init__(self) -> None:
         self._waits: list[tuple[Any, Any]] = []
+        self._exchanges: list[tuple[Any, Any]] | None = None
+        self._is_waiting = False
 
     @contextmanager
-    def timing(self, config: Any) -> Iterator[None]:
-        """Take the times of an iteration.
+    def timing(self, config: Any, iteration: int) -> Iterator[None]:
+        """Take the times of an iteration; on a GPU those of exchanges only now and then.
 
         Args:
             config: of the model, whose function that finishes gradients is wrapped meanwhile.
         """
-        self._waits = []
+        self._waits, self._exchanges = [], None
         with Layers().put(Layer.IDLE, {_COMMUNICATE: self._communicate}) as layers:
             if config.finalize_model_grads_func is not None:
                 layers.put(Layer.IDLE, {FINALIZE: self._run}, of=config)
+            if not _has_device_time() or iteration % _EXCHANGES_EVERY == 0:
+                self._exchanges = []
+                layers.put(Layer.IDLE, dict.fromkeys(_EXCHANGES, self._exchange))
             yield
 
     def seconds(self) -> float | None:
         """Return the sum of an iteration that has ended; None if the device is not that far."""
-        if not _has_device_time():
-            return float(sum(end - begin for begin, end in self._waits))
-        if not all(end.query() for _, end in self._waits):
-            return None
-        return float(sum(begin.elapsed_time(end) for begin, end in self._waits)) / 1e3
+        return _sum_s(self._waits)
+
+    def exchange_seconds(self) -> float | None:
+        """Return the same of exchanges; None also where they were not timed."""
+        return None if self._exchanges is None else _sum_s(self._exchanges)
 
     def _communicate(self, original: _Communicate, link: P2PCommunicator, **given: Any) -> Any:
         if not (given["recv_prev"] or given["recv_next"]):
@@ -100,11 +111,26 @@ class IdleTime:
         return *received, requests
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin, self._is_waiting = _now(), True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_waiting = False
+            self._waits.append((begin, _now()))
+
+    def _exchange(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (
+            kwargs.get("async_op")  # somebody waits for it later
+            or self._is_waiting
+            or self._exchanges is None
+            or _is_captured()
+        ):
+            return original(*args, **kwargs)
         begin = _now()
         try:
             return original(*args, **kwargs)
         finally:
-            self._waits.append((begin, _now()))
+            self._exchanges.append((begin, _now()))
 
 
 class _Timed:
@@ -120,6 +146,19 @@ class _Timed:
 
 def _has_device_time() -> bool:
     return torch.cuda.is_available() and not cpu_device.is_active()
+
+
+def _is_captured() -> bool:
+    """Return whether the stream is captured into a graph, whose events have no times."""
+    return _has_device_time() and torch.cuda.is_current_stream_capturing()
+
+
+def _sum_s(spans: Sequence[tuple[Any, Any]]) -> float | None:
+    if not _has_device_time():
+        return float(sum(end - begin for begin, end in spans))
+    if not all(end.query() for _, end in spans):
+        return None
+    return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1e3
 
 
 def _now() -> Any:

@@ -44,7 +44,7 @@ _OPTIMIZER, _TORCH = "megatron.core.optimizer.optimizer", "torch.distributed"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _CONFIG = "megatron.core.model_parallel_config"
 FINALIZE = "ModelParallelConfig.finalize_model_grads_func"
-_ANSWERS = "replay deputies repair roles plan"  # collectives.py says what each answers
+_ANSWERS = "idle replay deputies repair roles plan"  # collectives.py says what each answers
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
@@ -97,6 +97,9 @@ _PAGE = (
         "P2PCommunicator._communicate",
         "idle replay log",
     ),
+    # Collectives of torch that Megatron has named when it was imported.
+    ("megatron.core.tensor_parallel.mappings", "dist_all_gather_func", "idle"),
+    ("megatron.core.tensor_parallel.mappings", "dist_reduce_scatter_func", "idle"),
     ("megatron.core.transformer.cuda_graphs", "_set_capture_start", "listeners"),
     ("megatron.core.transformer.moe.router", "apply_router_token_dropping", ""),
     ("megatron.core.transformer.moe.moe_logging", "get_moe_metrics_tracker", ""),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core import num_microbatches_calculator as calculators
+from megatron.core import parallel_state
 from megatron.training import arguments as megatron_arguments
 from megatron.training import global_vars
 
@@ -87,6 +88,7 @@ def loop_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         decrease_batch_size_if_needed=False,
     )
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
     yield args
     calculators.destroy_num_microbatches_calculator()
 

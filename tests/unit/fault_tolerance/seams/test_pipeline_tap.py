@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import mappings
 
 from megatron.fault_tolerance.seams import pipeline_tap as module
 from megatron.fault_tolerance.seams.patching import Patches
@@ -210,13 +211,38 @@ def test_waits_for_receives_and_for_the_gradients_of_all_ranks_are_idle_time(
     idle, link = IdleTime(), link_of(0, 2)
     config = Namespace(finalize_model_grads_func=lambda model: f"{model} done")
     for _ in range(2):  # each iteration has its own
-        with idle.timing(config):
+        with idle.timing(config, 0):
             ask(link, recv_prev=True)
             ask(link, tensor_send_next=RECEIVED)
             assert config.finalize_model_grads_func("model") == "model done"
         assert idle.seconds() == 2.0
     ask(link, recv_prev=True)
     assert idle.seconds() == 2.0, "not outside of iterations"
+
+
+def test_collectives_of_layers_are_exchanges_and_those_that_finish_gradients_are_not(
+    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("all_to_all_single", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: "done")
+    monkeypatch.setattr(mappings, "dist_all_gather_func", lambda *_, **__: "done")
+    captured = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+    idle = IdleTime()
+    config = Namespace(finalize_model_grads_func=lambda _: torch.distributed.all_reduce(RECEIVED))
+    for iteration in (8, 9):
+        with idle.timing(config, iteration):
+            assert torch.distributed.all_to_all_single(RECEIVED, RECEIVED) == "done"
+            mappings.dist_all_gather_func(RECEIVED, RECEIVED)
+            torch.distributed.all_reduce(RECEIVED, async_op=True)
+            config.finalize_model_grads_func("model")
+        assert idle.seconds() == 1.0
+        is_timed = iteration == 8 or not module._has_device_time()
+        assert idle.exchange_seconds() == (2.0 if is_timed else None)
+    captured[0] = True  # into a CUDA graph, which takes no times
+    with idle.timing(config, 16):
+        torch.distributed.all_to_all_single(RECEIVED, RECEIVED)
+    assert idle.exchange_seconds() == (0.0 if module._has_device_time() else 1.0)
 
 
 def test_receive_that_is_waited_for_later_is_timed_where_that_is(
@@ -227,7 +253,7 @@ def test_receive_that_is_waited_for_later_is_timed_where_that_is(
         wire, "communicate", lambda *_, **__: (RECEIVED, None, {"recv_prev": answer})
     )
     idle = IdleTime()
-    with idle.timing(Namespace(finalize_model_grads_func=None)):
+    with idle.timing(Namespace(finalize_model_grads_func=None), 0):
         _, _, requests = ask(link_of(0, 2), recv_prev=True, wait_on_reqs=False)
         assert idle.seconds() == 1.0
         assert requests["recv_prev"].wait() == "it is there"
@@ -236,6 +262,6 @@ def test_receive_that_is_waited_for_later_is_timed_where_that_is(
 
 def test_device_that_is_not_that_far_has_no_idle_time_yet(wire: _Wire, clock: _Clock) -> None:
     idle, clock.reached_s = IdleTime(), 1.0
-    with idle.timing(Namespace(finalize_model_grads_func=None)):
+    with idle.timing(Namespace(finalize_model_grads_func=None), 0):
         ask(link_of(0, 2), recv_next=True)
     assert idle.seconds() == (None if module._has_device_time() else 1.0)

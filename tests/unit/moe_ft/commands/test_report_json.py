@@ -25,6 +25,7 @@ OBJECTS: dict[str, type[msgspec.Struct]] = {
     "": Report,
     "job": report_summary.Job,
     "ranks": report_summary.RankEnd,
+    "slow_ranks": report_summary.Straggler,
     "recoveries": report_summary.RecoveryFacts,
     "repairs": report_summary.RepairFacts,
     "rank_changes": report_summary.RankChange,

@@ -103,9 +103,13 @@ def test_counters_are_0_before_the_first_event_and_gauges_come_with_it(
     for part in BackgroundPart:  # an alert on increase() misses a series that begins with 1
         assert ("moe_ft_degraded_total", "2", part.value) in found
     log = write_run(tmp_path, 2, [5.0, 4.0])
+    times = {"iteration_s": 2.0, "idle_s": 0.5, "exchange_s": 0.25, "stage": 1}
+    log.write("iteration", 3, loss=3.0, num_tokens=1, **times)
     for event in ("snapshot", "read_back"):
         log.write(event, 2, bytes=100, seconds=0.5)
-    assert names_of(scrape(served.metrics_port)) == set(METRICS)
+    found = scrape(served.metrics_port)
+    assert names_of(found) == set(METRICS)
+    assert found["moe_ft_own_seconds", "2", "1"] == 1.25
 
 
 def test_run_without_a_name_is_told_apart_by_the_id_that_torchrun_drew(
