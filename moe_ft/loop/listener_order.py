@@ -18,6 +18,7 @@ from moe_ft.loop.protects import Protects
 from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.loop.training_loop import TrainingLoop
+from moe_ft.loop.weight_check import WeightCheck
 
 
 def listeners_of(
@@ -32,10 +33,10 @@ def listeners_of(
 
     The order matters: hangs are watched from the start to the end; metrics are served until the log has its
     last event; the log is opened before anything is recovered, and closed last; what protects the run is
-    said before what it continues from; the events of an iteration
-    come before the reports of the engine; what it has sent is committed before a window that it completes
-    makes older logs superfluous; after a failure a breakpoint comes before its report. Without `on_sigterm`,
-    SIGTERM is left alone. Rank 0 prints the warnings where it says what protects the run.
+    said before what it continues from; weights are checked before ranks vote on a step; the events of an
+    iteration come before the reports of the engine; what it has sent is committed before a window that it
+    completes makes older logs superfluous; after a failure a breakpoint comes before its report. Without
+    `on_sigterm`, SIGTERM is left alone. Rank 0 prints the warnings where it says what protects the run.
     """
     loop = LoopState()
     # Without a directory the log is never started, and drops what is written to it.
@@ -54,6 +55,7 @@ def listeners_of(
             routers,
             SlotTables(log),
             Digests(config.observability, training, loop, log),
+            WeightCheck(config.checks.check_weights, training, loop, log),
             PipelineLog(checkpoints, training, loop),
             checkpoints,
             ReportsTraining(loop, rank),

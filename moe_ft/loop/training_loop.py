@@ -71,6 +71,11 @@ class TrainingLoop(ABC):
     def iteration(self) -> int:
         """The iteration where the loop begins or continues."""
 
+    @property
+    def process_groups(self) -> Any:
+        """Megatron's ProcessGroupCollection of the job, once model and optimizer exist; None without."""
+        return None
+
     def began_with(self) -> str:
         """Return what begins a run from the weights of another; empty if nothing does.
 

@@ -146,6 +146,11 @@ class CustomLoop(CoreLoop):
     def iteration(self) -> int:
         return self.position.iteration
 
+    @property
+    @override
+    def process_groups(self) -> Any:
+        return self._groups
+
     @override
     def began_with(self) -> str:
         return self._run.began_with

@@ -92,6 +92,11 @@ class MegatronLoop(CoreLoop):
     def iteration(self) -> int:
         return int(get_args().iteration)
 
+    @property
+    @override
+    def process_groups(self) -> ProcessGroupCollection:
+        return ProcessGroupCollection.use_mpu_process_groups()
+
     @override
     def began_with(self) -> str:
         args, flags = get_args(), []
@@ -122,7 +127,7 @@ class MegatronLoop(CoreLoop):
 
     @override
     def job_facts(self, began_with: str) -> JobFacts:
-        args, groups = get_args(), ProcessGroupCollection.use_mpu_process_groups()
+        args, groups = get_args(), self.process_groups
         has_homes = getattr(args, "moe_ft_expert_slots", 0) > 0
         num_planned, is_logged = planned_samples(args), args.moe_ft_upstream_log
         settings = self.settings()

@@ -18,11 +18,12 @@ from moe_ft.loop.progress import Digests, Progress
 from moe_ft.loop.protects import Protects
 from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
+from moe_ft.loop.weight_check import WeightCheck
 
 pytestmark = pytest.mark.usefixtures("loop_args")
 ALL = (
-    *(Hangs, Metrics, Progress, Protects, Faults, Routers, SlotTables, Digests, PipelineLog),
-    *(Checkpoints, ReportsTraining, FailureReport),
+    *(Hangs, Metrics, Progress, Protects, Faults, Routers, SlotTables, Digests, WeightCheck),
+    *(PipelineLog, Checkpoints, ReportsTraining, FailureReport),
 )
 
 
