@@ -203,6 +203,12 @@ class Stopped(Line, frozen=True, kw_only=True, tag_field="event", tag="stopped")
     silent_ranks: tuple[Int, ...] | None = None
 
 
+class Verdict(Line, frozen=True, kw_only=True, tag_field="event", tag="verdict"):
+    """Verdict on the end of a start: which rank failed first, and how."""
+
+    words: str
+
+
 class Hang(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
     """Hang of the training thread, for which the rank has ended itself."""
 
@@ -246,6 +252,7 @@ _Known = (
     | Fault
     | Hang
     | Stopped
+    | Verdict
     | Degraded
     | Skipped
     | End

@@ -15,7 +15,7 @@ from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError
 from moe_ft.files.progress import call_within
 from moe_ft.saying import warn
-from moe_ft.verdicts import Failure, FailureKind
+from moe_ft.verdicts import Failure
 
 _KEY = "failures"
 _REACH_S = 2.5  # for the job's store: the process is about to end
@@ -37,7 +37,7 @@ class Reported:
             return ()
         found = self._store.values(_KEY)
         new, self._num_read = found[self._num_read :], len(found)
-        return tuple(Failure(**each | {"kind": FailureKind(each["kind"])}) for each in new)
+        return tuple(map(Failure.of, new))
 
 
 def report_failure(assignment: Assignment, failure: Failure) -> None:

@@ -102,6 +102,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     idle = [each.idle_s for each in report.ranks if each.idle_s is not None]
     between = f"{min(idle):.3f} to {max(idle):.3f}" if idle else "-"
     yield "seconds idle, by rank (median)", between
+    if report.verdict:
+        yield "verdict", report.verdict
     for each in report.slow_ranks:
         yield "slow rank", str(each)
     if report.hangs:

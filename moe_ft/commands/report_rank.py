@@ -35,6 +35,7 @@ from moe_ft.event_lines import (
     Start,
     Stopped,
     Tokens,
+    Verdict,
     decode,
 )
 from moe_ft.loop.course import TIERS, Tier
@@ -254,6 +255,7 @@ class RankReader:
             Repair: self._repair,
             Fault: self._fail,
             Stopped: self._fail,
+            Verdict: self._judge,
             Hang: self._hang,
             Degraded: self._degrade,
             Skipped: self._degrade,
@@ -364,6 +366,9 @@ class RankReader:
             else f"stopped: {event.reason[:80]}"
         )
         self._mark(event.time, Mark.FAULT, text)
+
+    def _judge(self, event: Verdict) -> None:
+        self._mark(event.time, Mark.FAULT, f"tells the verdict: {event.words}")
 
     def _hang(self, event: Hang) -> None:
         self._has_told = True

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import merge
-from itertools import chain, groupby, islice, takewhile
+from itertools import chain, islice, takewhile
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from operator import attrgetter
@@ -24,7 +24,7 @@ from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import LeftOut, Sampling
 from moe_ft.commands.report_rank import Frame, RankReader, RankSums
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped, decode
+from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped, Verdict, decode
 from moe_ft.events import (
     event_path,
     ranks_with_events,
@@ -34,6 +34,7 @@ from moe_ft.events import (
 )
 from moe_ft.loop.stragglers import MOST_TIMES, OwnTimes, Straggler, find_stragglers
 from moe_ft.planning.time_shares import TimeShares
+from moe_ft.verdicts import named_ranks
 
 _NUM_RECENT = 20  # iterations of a rank, for a median
 _MOST_READ = (
@@ -75,6 +76,7 @@ class _Ends:
     first_s: float
     last_s: float
     num_bytes: int
+    verdict: Verdict | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,7 @@ class Run:
         groups: of ranks, with their sums; only the first and last rank's where the others were not read.
         first_hosts: where all ranks were first.
         left_out: a line on each part of the log that could not be read.
+        verdict: on the end of the last start; empty if it has not failed, or nobody has told.
     """
 
     frame: Frame
@@ -106,6 +109,7 @@ class Run:
     groups: tuple[Group, ...]
     first_hosts: frozenset[str]
     left_out: tuple[str, ...]
+    verdict: str
 
     @property
     def shares(self) -> TimeShares:
@@ -198,6 +202,7 @@ def read_run(directory: Path, *, all_ranks: bool) -> Run:
         groups=groups,
         first_hosts=frozenset(each.host for each in ends.values() if each.host),
         left_out=left_out.describe(),
+        verdict="".join(each.words for rank in there if (each := ends[rank].verdict)),
     )
 
 
@@ -270,8 +275,10 @@ def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
         if first is None or last is None:
             return None
         own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
-        steps = (line for line in own if isinstance(line, Start | Iteration))
-        recent = list(islice(steps, _MOST_READ))
+        known = (line for line in own if isinstance(line, Start | Iteration | Verdict))
+        recent = list(islice(known, _MOST_READ))
+        verdict = next((each for each in recent if isinstance(each, Verdict)), None)
+        recent = [each for each in recent if each is not verdict]
         num_bytes = path.stat().st_size
     except OSError as error:
         left_out.add_file(path, error)
@@ -290,7 +297,12 @@ def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
     )
     host = first.host if isinstance(first, Start) else ""
     return _Ends(
-        summary=summary, host=host, first_s=first.time, last_s=last.time, num_bytes=num_bytes
+        summary=summary,
+        host=host,
+        first_s=first.time,
+        last_s=last.time,
+        num_bytes=num_bytes,
+        verdict=verdict,
     )
 
 
@@ -350,18 +362,7 @@ def _group(ends: dict[int, _Ends]) -> Iterator[Group]:
         per_row, all_ranks = math.ceil(len(ends) / _MOST_ROWS), [*ends]
         rows = [("", all_ranks[at : at + per_row]) for at in range(0, len(ends), per_row)]
     for host, ranks in rows:
-        yield Group(name=f"{host} {_words(ranks)}".strip(), ranks=tuple(ranks))
-
-
-def _words(ranks: Sequence[int]) -> str:
-    """Return ranks as text, consecutive ones as a range."""
-    runs = (
-        [rank for _, rank in found]
-        for _, found in groupby(enumerate(ranks), lambda each: each[1] - each[0])
-    )
-    return "ranks " + ", ".join(
-        f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
-    )
+        yield Group(name=f"{host} {named_ranks(ranks)}".strip(), ranks=tuple(ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -152,6 +152,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: Annotated[tuple[RecoveryFacts, ...], Meta(description="in their order")]
     repairs: Annotated[tuple[RepairFacts, ...], Meta(description="in their order")]
     rank_changes: Annotated[tuple[RankChange, ...], Meta(description="in their order")]
+    verdict: Annotated[
+        str | None,
+        Meta(description="on the end of the last start, if it failed: who was first, and how"),
+    ]
     hangs: Annotated[dict[str, int] | None, Meta(description="by section of the loop")]
     tiers: Annotated[dict[str, TierSums], Meta(description="by tier: memory, peers, storage")]
     read_bytes: Annotated[dict[str, int], Meta(description="that recoveries read, by place")]
@@ -205,6 +209,7 @@ def summarize_run(run: Run, directory: Path) -> Report:
             )
             for each in course.changes
         ),
+        verdict=run.verdict or None,
         hangs=run.hangs,
         tiers={
             tier.value: TierSums(

@@ -13,10 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,13 +28,15 @@ from moe_ft.cluster.reported import report_failure
 from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError
-from moe_ft.events import EventLog, read_progress
+from moe_ft.events import EventLog, event_path, read_progress
 from moe_ft.faults import Phase
 from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
+from moe_ft.loop.waits import Joined, collective_of, joined, not_joined, recorded, write_trace
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import failure_of, is_timeout
 from moe_ft.saying import say, warn
+from moe_ft.verdicts import Failure, FailureKind, Verdict, first_of, verdict_of
 
 _SOURCE_LINE = re.compile(r"\[\S+\.cc:\d+\] ")  # where in gloo's source an error was raised
 _STORE_DEADLINE_S = 5.0
@@ -42,12 +47,29 @@ _MIN_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Note:
+    """Note of one rank, which is JSON in the job's store.
+
+    Attributes:
+        failure: fields of a `Failure`.
+        wait: the collective that the training thread was in.
+        joined: the last collectives of its groups (waits.py).
+    """
+
+    timed_out: bool
+    failure: Mapping[str, Any]
+    wait: str = ""
+    joined: Joined = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Notes:
     """Notes of ranks, as far as they are there."""
 
     silent: tuple[int, ...]  # that left none, and are the ones to look at
     is_first: bool  # to miss any: once is enough to say so
     timed_out: bool  # whether any rank had timed out waiting for another
+    verdict: Verdict | None  # if this rank is to tell it
 
 
 class FailureReport(LoopListener):
@@ -81,6 +103,7 @@ class FailureReport(LoopListener):
         self._lock = threading.Lock()
         self._has_reported = False
         self._told_to_end = threading.Event()
+        self._training_thread = threading.get_ident()
         self._processes = JobProcesses()
         self._job_rank: JobRank | None = None
 
@@ -102,22 +125,25 @@ class FailureReport(LoopListener):
             return
         retire_own()  # the launcher restarts a job that fails by itself
         exit_within(_EXIT_DEADLINE_S + self._grace_s)  # broken groups may keep it from exiting
-        self._tell_law(error)
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
-        self._report(f"{type(error).__name__}: {text[:300]}", is_timeout(error))
+        failure = failure_of(error, **self._place())
+        # All ranks raise that, also those that compute as they must: the check that finds it tells the law.
+        if (assignment := own_assignment()) and not isinstance(error, CorruptionError):
+            report_failure(assignment, failure)
+        innermost = deque(traceback.walk_tb(error.__traceback__), maxlen=1)
+        wait = collective_of(innermost[0][0]) if innermost else ""
+        self._report(f"{type(error).__name__}: {text[:300]}", failure, wait, is_timeout(error))
 
-    def _tell_law(self, error: Exception) -> None:
-        """Report an exception to the law of an agent's job; of corruption the check that finds it tells.
-
-        All ranks raise that, also those that compute as they must.
-        """
+    def _place(self) -> dict[str, Any]:
+        """Return where this rank is: fields of a `Failure`."""
         loop, assignment = self._loop, own_assignment()
-        if assignment is None or isinstance(error, CorruptionError):
-            return
         is_recovering = loop.phase is Phase.SETUP or loop.is_replaying
-        section = "recovery" if is_recovering else loop.section.value
-        failure = failure_of(error, rank=assignment.rank, iteration=loop.iteration, section=section)
-        report_failure(assignment, failure)
+        return {
+            "rank": self._log.rank,
+            "iteration": loop.iteration,
+            "section": "recovery" if is_recovering else loop.section.value,
+            "node": assignment.node if assignment else socket.gethostname(),
+        }
 
     def reject(self, rejected: RejectedResult) -> None:
         """Name what Megatron's checks have rejected, and report the end of training if that follows."""
@@ -133,7 +159,8 @@ class FailureReport(LoopListener):
             )
         if code:
             retire_own()
-            self._report(f"{rejected}: exit code {code}", False)
+            what, kind = f"{rejected}: exit code {code}", FailureKind.REJECTED
+            self._report(what, Failure(kind=kind, what=what, **self._place()))
 
     def close(self) -> None:
         """Give SIGTERM back, except after a failure.
@@ -148,22 +175,43 @@ class FailureReport(LoopListener):
         with suppress(Exception):  # the process ends in any case
             self._before_report()
         self._told_to_end.set()  # ends the wait of a report that is under way
-        self._report("SIGTERM: told to end, by the launcher if another rank failed", False)
+        reason = "SIGTERM: told to end, by the launcher if another rank failed"
+        told = Failure(kind=FailureKind.TIME_LIMIT, what="told to end", **self._place())
+        frame = sys._current_frames().get(self._training_thread)
+        self._report(reason, told, collective_of(frame))
 
-    def _report(self, reason: str, timed_out: bool) -> None:
+    def _report(
+        self, reason: str, failure: Failure, wait: str = "", timed_out: bool = False
+    ) -> None:
         """Print and log why this rank stops, and which other ranks gave no sign of life. Any thread."""
         with self._lock:  # the second caller waits until the first has finished
             if not self._has_reported:
                 self._has_reported = True
-                self._write_report(reason, timed_out)
+                trace = self._keep_trace(failure)
+                note = _Note(
+                    timed_out=timed_out,
+                    failure=asdict(replace(failure, time_s=time.time())),
+                    wait=wait,
+                    joined=joined(trace),
+                )
+                self._write_report(reason, note)
 
-    def _write_report(self, reason: str, timed_out: bool) -> None:
+    def _keep_trace(self, failure: Failure) -> bytes:
+        """Return what torch has recorded of collectives, and write it if one of them has failed."""
+        trace = recorded()
+        if self._log.is_open and failure.kind is FailureKind.NETWORK:
+            with suppress(OSError, ValueError):  # an addition to the verdict
+                path = event_path(self._log.directory, failure.rank)
+                write_trace(path.with_suffix(".collectives.json"), trace)
+        return trace
+
+    def _write_report(self, reason: str, note: _Note) -> None:
         loop, rank, directory = self._loop, self._log.rank, self._log.directory
         warn(f"rank {rank} stopped in iteration {loop.iteration}, phase {loop.phase}: {reason}")
         if self._has_log:
             say(f"rank {rank}: the events are in {directory}")
         own = find_job_rank() or self._job_rank
-        notes = None if own is None else self._exchange_notes(own, timed_out)
+        notes = None if own is None else self._exchange_notes(own, note)
         silent = None
         if notes is not None:
             silent = list(notes.silent)
@@ -175,6 +223,20 @@ class FailureReport(LoopListener):
                 f"rank {rank} could not ask the others: the job's store does not answer (rank 0{seen} keeps "
                 "it, unless the launcher does)"
             )
+        if notes is not None and (verdict := notes.verdict) is not None:
+            warn(f"verdict: {verdict}")
+            self._log.write(
+                "verdict",
+                verdict.first.iteration,
+                kind=verdict.first.kind.value,
+                ranks=list(verdict.ranks),
+                node=verdict.first.node,
+                section=verdict.first.section,
+                what=verdict.first.what,
+                waits=verdict.waits,
+                restart=verdict.restart,
+                words=str(verdict),
+            )
         self._log.write(
             "stopped",
             loop.iteration,
@@ -182,17 +244,17 @@ class FailureReport(LoopListener):
             reason=reason,
             torn=loop.is_torn,
             silent_ranks=silent,
-            timed_out=notes.timed_out if notes else timed_out,
+            timed_out=notes.timed_out if notes else note.timed_out,
         )
 
-    def _exchange_notes(self, own: JobRank, timed_out: bool) -> _Notes | None:
+    def _exchange_notes(self, own: JobRank, note: _Note) -> _Notes | None:
         """Exchange notes with the other ranks that stop; None if the store does not answer."""
         answer: list[_Notes] = []
 
         def exchange() -> None:
             # The store's host may be what died: the caller then says that it does not answer.
             with suppress(RuntimeError, OSError):
-                answer.append(self._exchange(own, timed_out))
+                answer.append(self._exchange(own, note))
 
         # A store operation can block for minutes when its host is gone: give it a thread, not our time.
         thread = threading.Thread(target=exchange, daemon=True)
@@ -205,27 +267,52 @@ class FailureReport(LoopListener):
             thread.join(_LOOK_S)
         return answer[0] if answer else None
 
-    def _exchange(self, own: JobRank, timed_out: bool) -> _Notes:
+    def _exchange(self, own: JobRank, note: _Note) -> _Notes:
         processes, is_told = self._processes, self._told_to_end
         store = SignedStore(own.store, lambda: processes.token)
         rank, world_size = own.rank, own.world_size
         meeting = StoreMeeting(store, rank, world_size, least_poll_s=_MIN_POLL_S)
         key = f"moe_ft/stopped/{self._log.incarnation}"
-        meeting.exchange(key, timed_out, self._grace_s, is_told.wait)
+        meeting.exchange(key, asdict(note), self._grace_s, is_told.wait)
         # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
         # processes before notes: what has ended by now has left its note, if it leaves one.
         suspects = gone_ranks(processes.pids) if is_told.is_set() else frozenset(range(world_size))
-        said = {**meeting.said(key), rank: timed_out}
+        said = {**meeting.said(key), rank: asdict(note)}
         silent = tuple(sorted(suspects - said.keys()))
+        verdict = _verdict_of({each: _Note(**said[each]) for each in sorted(said)}, silent)
+        # A rank that is told to end knows little of other machines: it is silent, unless it is the last one.
+        is_sure = not verdict.is_caused or not is_told.is_set() or len(said) == world_size
         notes = _Notes(
             silent=silent,
             # Not the lowest that was heard: it may be told to end before it misses any.
             is_first=bool(silent) and store.set_first(f"{key}/first", rank) == rank,
-            timed_out=any(said.values()),
+            timed_out=any(each["timed_out"] for each in said.values()),
+            verdict=verdict
+            if is_sure and store.set_first(f"{key}/verdict", rank) == rank
+            else None,
         )
         if rank == 0:
             time.sleep(2 * meeting.poll_s)  # it may keep the store: let the others read
         return notes
+
+
+def _verdict_of(notes: Mapping[int, _Note], silent: Sequence[int]) -> Verdict:
+    """Return the verdict that some ranks' notes give, of which there is one at least."""
+    failures = [
+        Failure(**{**each.failure, "kind": FailureKind(each.failure["kind"])})
+        for each in notes.values()
+    ]
+    first = first_of(failures)
+    assert first is not None
+    # Ranks that are told to end are where they happen to be.
+    knows = first.kind is not FailureKind.TIME_LIMIT
+    return verdict_of(
+        failures,
+        silent,
+        timed_out=any(each.timed_out for each in notes.values()),
+        waits={rank: each.wait for rank, each in notes.items() if each.wait and rank != first.rank},
+        absent=not_joined({rank: each.joined for rank, each in notes.items()}) if knows else {},
+    )
 
 
 class _Sigterm:

@@ -8,13 +8,11 @@ What this cannot see: a thread that keeps the interpreter to itself, or a proces
 server of `keep` sees that (moe_ft/cluster/link.py), and others time out.
 """
 
-import dis
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, override
 
 import psutil
@@ -28,6 +26,7 @@ from moe_ft.events import EventLog
 from moe_ft.faults import Section
 from moe_ft.files.progress import awaits_others, excused_until_s, progress_s
 from moe_ft.loop.listeners import Built, LoopListener, LoopState
+from moe_ft.loop.waits import is_in_exchange, stack_of
 from moe_ft.processes import exit_within
 from moe_ft.saying import warn
 
@@ -43,14 +42,6 @@ FLOORS_S = {
 }
 _CLOSE_S = 5.0
 _LONGEST_LOOK_S = 5.0  # from one look to the next, of a process that runs
-# Packages in which a rank waits for what others do, on the CPU, right in one of their calls.
-_EXCHANGES = (
-    "/torch/distributed/",
-    "/deep_ep/",
-    "/transformer_engine/pytorch/ep",
-    "/megatron/core/transformer/moe/fused_a2a.py",  # which calls both
-)
-_BACKWARD, _OF_BACKWARD = "/torch/autograd/graph.py", "/torch/autograd/function.py"
 _DEBUGGERS = ("/bdb.py", "/pydevd.py")
 
 
@@ -243,69 +234,6 @@ class Hangs(LoopListener):
             sys.stdout.flush()
         finally:  # also if nothing can be said
             os._exit(1)
-
-
-def stack_of(thread: int) -> str:
-    """Return where a thread is, for people; empty if it has ended.
-
-    It is without lines of the source, which may be on storage that does not answer.
-    """
-    frame, lines = sys._current_frames().get(thread), list[str]()
-    while frame is not None:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}\n')
-        frame = frame.f_back
-    return "".join(reversed(lines))
-
-
-def is_in_exchange(thread: int) -> bool:
-    """Return whether a thread is in a collective with other ranks, or waits for one that it has begun.
-
-    A backward pass on a GPU runs in a thread of torch, for which this one waits.
-    """
-    frames = sys._current_frames()
-    if (frame := frames.get(thread)) is None:
-        return False
-    if frame.f_code.co_filename.endswith(_BACKWARD):
-        of_backward = (each for each in frames.values() if _begins_in(each, _OF_BACKWARD))
-        return any(map(_is_exchange, (frame, *of_backward)))
-    return _is_exchange(frame)
-
-
-def _is_exchange(frame: FrameType) -> bool:
-    if _method(frame) == "wait":
-        return True
-    inner: FrameType | None = frame
-    while inner is not None:
-        name = inner.f_code.co_filename
-        if any(each in name for each in _EXCHANGES):
-            return True
-        if "/torch/" not in name:
-            return False
-        inner = inner.f_back
-    return False
-
-
-def _begins_in(frame: FrameType, file: str) -> bool:
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_filename.endswith(file)
-
-
-def _method(frame: FrameType) -> str:
-    """Return the name of what a frame calls now, if it is no Python function: that has a frame of its own.
-
-    It is read from the code, not from the source, which may be on storage that does not answer.
-    """
-    names: list[str] = []  # of what is to be called, from the outermost call inwards
-    for each in dis.get_instructions(frame.f_code):
-        if each.offset > frame.f_lasti:
-            break
-        if "NULL" in each.argrepr or each.opname == "PUSH_NULL":
-            names.append(str(each.argval))
-        elif each.opname.startswith("CALL") and each.offset < frame.f_lasti and names:
-            names.pop()
-    return names[-1] if names else ""
 
 
 def is_debugged(thread: int) -> bool:

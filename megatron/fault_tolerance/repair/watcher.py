@@ -20,7 +20,8 @@ from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.errors import SnapshotError
 from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
-from moe_ft.loop.hangs import LAST_WORDS_S, stack_of
+from moe_ft.loop.hangs import LAST_WORDS_S
+from moe_ft.loop.waits import stack_of
 from moe_ft.processes import exit_within
 from moe_ft.recovery.failures import is_timeout
 from moe_ft.saying import warn

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from moe_ft.loop import failure_report
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.leaving import JobProcesses, meet_processes
 from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.waits import joined
+from moe_ft.verdicts import Failure, FailureKind
 from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.unit.signed import member_of
 from tests.waiting import wait_for
@@ -34,6 +37,7 @@ CONFIG = MoeFtConfig(
     observability=ObservabilityConfig(event_log="somewhere"),
     fault=FaultConfig(fault_report_grace_s=0.0),
 )
+LOST = Failure(rank=0, kind=FailureKind.NETWORK, what="RuntimeError: lost", iteration=5)
 LOOP = LoopState(iteration=5, phase=Phase.IN_STEP, is_torn=True)
 DEADLINE_S = 120.0
 _context = multiprocessing.get_context("fork")
@@ -58,6 +62,16 @@ def run(event_log: EventLog, tmp_path: Path) -> Run:
         return process.exitcode
 
     return run
+
+
+def note_of(failure: Failure, **values: Any) -> dict[str, Any]:
+    """Return the note that another rank leaves."""
+    return asdict(failure_report._Note(**{"timed_out": False, **values}, failure=asdict(failure)))
+
+
+TRACE = b"""{"version": "2.10", "entries": [{"process_group": ["0", "world"], "is_p2p": false,
+    "collective_seq_id": 8, "profiling_name": "gloo:all_reduce"}]}"""
+TIMED_OUT = note_of(replace(LOST, rank=1), timed_out=True)
 
 
 def _act(act: Callable[[FailureReport], object], log: EventLog, output: Path) -> None:
@@ -111,7 +125,8 @@ def test_rank_that_fails_and_is_then_told_to_end_reports_once(
         told_to_end(report)
 
     assert run(fail_and_close) == 128 + signal.SIGTERM
-    assert [line["reason"] for line in events_in(event_log)] == ["RuntimeError: lost"]
+    reasons = [line["reason"] for line in events_in(event_log) if line["event"] == "stopped"]
+    assert reasons == ["RuntimeError: lost"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("no"), UnrecoverableError("nothing")])
@@ -166,8 +181,8 @@ def test_rank_learns_that_another_one_had_timed_out(store: dist.Store, event_log
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
     report._processes = JobProcesses(token="the token")
     notes = SignedStore(store, lambda: "the token")
-    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, True])
-    report._report("RuntimeError: lost", False)
+    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, TIMED_OUT])
+    report._report("RuntimeError: lost", LOST)
     assert last_event(event_log)["timed_out"]
     assert last_event(event_log)["silent_ranks"] == [], "it has left a note"
 
@@ -178,8 +193,8 @@ def test_survivor_and_replacement_read_each_others_notes_when_the_setup_of_a_rep
     monkeypatch.setattr(member, "_own", member_of(died_s=1.0))
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)  # not set up
     notes = SignedStore(store, lambda: meet_processes().token)
-    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, True])
-    report._report("RepairError: refused", False)
+    notes.append(f"moe_ft/stopped/{event_log.incarnation}", [1, TIMED_OUT])
+    report._report("RepairError: refused", LOST)
     assert last_event(event_log)["timed_out"], "the note counts"
 
 
@@ -191,7 +206,7 @@ def test_notes_of_a_stranger_say_nothing_of_the_ranks(
     store.add(f"{key}/count", 100)
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
     report._processes = JobProcesses(token="the token")
-    report._report("RuntimeError: lost", False)
+    report._report("RuntimeError: lost", LOST)
     found = last_event(event_log)
     assert (found["silent_ranks"], found["timed_out"]) == ([], False)
     assert capsys.readouterr().err.count("in the job's store is ignored") == 1
@@ -205,12 +220,16 @@ def three_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def verdicts_in(log: EventLog) -> list[dict[str, Any]]:
+    return [line for line in events_in(log) if line["event"] == "verdict"]
+
+
 PATIENT = replace(CONFIG, fault=FaultConfig(fault_report_grace_s=600.0))
 
 
 @pytest.mark.usefixtures("three_ranks")
 def test_rank_that_fails_names_all_that_left_no_note(event_log: EventLog) -> None:
-    FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)._report("RuntimeError: lost", False)
+    FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)._report("RuntimeError: lost", LOST)
     assert last_event(event_log)["silent_ranks"] == [1, 2]
 
 
@@ -224,10 +243,12 @@ def test_first_rank_that_misses_others_says_so_whichever_were_heard(
         report._processes = JobProcesses(token="the token")
         notes = SignedStore(dist.distributed_c10d._get_default_store(), lambda: "the token")
         key = f"moe_ft/stopped/{event_log.incarnation}"
-        notes.append(key, [0, True])  # told to end before it missed rank 2, unless it has said so
+        notes.append(
+            key, [0, note_of(LOST, timed_out=True)]
+        )  # told to end before it missed rank 2, unless it has said so
         if has_said:
             notes.set_first(f"{key}/first", 0)
-        report._report("RuntimeError: lost", True)
+        report._report("RuntimeError: lost", replace(LOST, rank=1), timed_out=True)
     finally:
         dist.destroy_process_group()
     assert last_event(event_log)["silent_ranks"] == [2]
@@ -244,17 +265,20 @@ def test_rank_that_is_told_to_end_waits_for_nobody_and_names_whose_process_is_go
     report._processes = JobProcesses(pids={0: os.getpid(), 1: gone.pid, 2: os.getppid()})
     report._report_sigterm()
     assert last_event(event_log)["silent_ranks"] == [1]
+    (verdict,) = verdicts_in(event_log)
+    assert (verdict["ranks"], verdict["kind"]) == ([1], "killed")
 
 
 @pytest.mark.usefixtures("three_ranks")
 def test_sigterm_ends_the_wait_of_a_rank_that_has_failed(event_log: EventLog) -> None:
     report = FailureReport(PATIENT, LOOP, event_log, on_sigterm=False)
-    failing = threading.Thread(target=report._report, args=("RuntimeError: lost", False))
+    failing = threading.Thread(target=report._report, args=("RuntimeError: lost", LOST))
     failing.start()
     wait_for(lambda: report._has_reported, "the report of the exception")
     report._report_sigterm()
     failing.join(DEADLINE_S)
-    assert [line["reason"] for line in events_in(event_log)] == ["RuntimeError: lost"]
+    reasons = [line["reason"] for line in events_in(event_log) if line["event"] == "stopped"]
+    assert reasons == ["RuntimeError: lost"]
 
 
 def test_breakpoint_comes_before_the_report(event_log: EventLog) -> None:
@@ -265,3 +289,56 @@ def test_breakpoint_comes_before_the_report(event_log: EventLog) -> None:
     report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False, before_report=fail)
     report._report_sigterm()
     assert [line["event"] for line in events_in(event_log)] == ["breakpoint", "stopped"]
+
+
+BAD_DATA = Failure(rank=2, kind=FailureKind.DATA, what="KeyError: 7", iteration=5, node="b")
+TOLD = Failure(rank=2, kind=FailureKind.TIME_LIMIT, what="told to end", iteration=5)
+
+
+@pytest.mark.parametrize(
+    ("failure", "has_said", "says"),
+    [(BAD_DATA, False, True), (TOLD, False, False), (BAD_DATA, True, False)],
+    ids=["knows the cause", "knows nothing of rank 1", "comes second"],
+)
+@pytest.mark.usefixtures("three_ranks")
+def test_rank_that_is_told_to_end_gives_the_verdict_if_it_knows_enough_and_nobody_has(
+    failure: Failure,
+    has_said: bool,
+    says: bool,
+    event_log: EventLog,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    notes = SignedStore(dist.distributed_c10d._get_default_store(), lambda: "the token")
+    key = f"moe_ft/stopped/{event_log.incarnation}"
+    notes.append(key, [2, note_of(failure)])
+    if has_said:
+        notes.set_first(f"{key}/verdict", 1)
+    report = FailureReport(PATIENT, LOOP, event_log, on_sigterm=False)
+    report._processes = JobProcesses(token="the token")
+    report._report_sigterm()
+    assert [each["what"] for each in verdicts_in(event_log)] == ["KeyError: 7"] * says
+    line = "verdict: rank 2 (node b) in iteration 5: data: KeyError: 7. A restart helps unless"
+    assert (line in capsys.readouterr().err) == says
+
+
+def test_verdict_names_who_waits_in_which_collective_and_who_did_not_join_it(
+    store: dist.Store, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_report, "recorded", lambda: TRACE)
+    report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
+    report._processes = JobProcesses(token="the token")
+    notes = SignedStore(store, lambda: "the token")
+    wait = "all_reduce (finalize_model_grads)"
+    waiting = note_of(replace(LOST, rank=1), wait=wait, joined={"0": (8, "all_reduce of world")})
+    cause = Failure(rank=2, kind=FailureKind.HANG, what="no progress", iteration=5)
+    late = note_of(cause, joined={"0": (7, "all_reduce of world")})
+    for rank, note in ((1, waiting), (2, late)):
+        notes.append(f"moe_ft/stopped/{event_log.incarnation}", [rank, note])
+    report._report("RuntimeError: lost", LOST, wait)
+    (verdict,) = verdicts_in(event_log)
+    assert verdict["ranks"] == [2]
+    assert verdict["waits"] == (
+        f"ranks 0-1 wait in {wait}; rank 2 did not join all_reduce of world (number 8)"
+    )
+    written = event_log.directory / "rank_00000.collectives.json"
+    assert joined(written.read_bytes()) == {"0": (8, "all_reduce of world")}
