@@ -133,7 +133,7 @@ class Verdict:
 
     @property
     def restart(self) -> str:
-        """What a restart does, in words."""
+        """Effect of a restart, in words."""
         return _RESTART.get(self.first.kind, "helps")
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ from moe_ft.loop.leaving import (
     meet_processes,
 )
 from moe_ft.loop.listeners import LoopState
+from moe_ft.verdicts import Failure, FailureKind
 from tests.unit.fault_tolerance.loops import events_in, last_event
 from tests.unit.moe_ft.engine.boundary.logs import SmallLog, sends_of, small_log
 from tests.unit.moe_ft.engine.engine_job import Job, Setup, capture
@@ -214,7 +215,8 @@ def test_rank_whose_groups_were_aborted_names_the_silent_ones_and_nobody_waits_f
     writer.use(breakpoints, OWN, is_on_gpu=True)
     writer.on_failure(RuntimeError("lost"))
     assert not dist.is_initialized()
-    report._report("RuntimeError: lost", False)
+    lost = Failure(rank=0, kind=FailureKind.NETWORK, what="RuntimeError: lost", iteration=5)
+    report._report("RuntimeError: lost", lost)
     assert last_event(event_log)["silent_ranks"] == [1, 2]
     said = SignedStore(job_store, lambda: OWN.token)
     assert said.get(f"moe_ft/breakpoints/{event_log.incarnation}/alone")
