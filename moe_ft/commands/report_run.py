@@ -276,7 +276,7 @@ def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
             return None
         own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
         known = (line for line in own if isinstance(line, Start | Iteration | Verdict))
-        recent = list(islice(known, _MOST_READ))
+        recent = list(islice(known, _MOST_READ + 1))
         verdict = next((each for each in recent if isinstance(each, Verdict)), None)
         recent = [each for each in recent if each is not verdict]
         num_bytes = path.stat().st_size

@@ -41,11 +41,10 @@ from moe_ft.loop.hangs import (
     Limits,
     Silence,
     is_debugged,
-    is_in_exchange,
-    stack_of,
     written_bytes,
 )
 from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.loop.waits import is_in_exchange, stack_of
 from tests.device.process import late_process
 from tests.unit.fault_tolerance.loops import last_event
 from tests.unit.signed import member_of, signed

@@ -55,8 +55,8 @@ def test_torch_without_a_recorder_tells_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_that_are_behind_others_of_their_group_have_not_joined() -> None:
-    last = {"0": (5, "all_reduce of world")}
-    by_rank = {
+    last: dict[str, Any] = {"0": (5, "all_reduce of world")}
+    by_rank: dict[int, dict[str, Any]] = {
         0: last | {"1": (3, "all_gather of TP")},
         1: last | {"1": [2, "barrier of TP"]},  # as JSON has it
         2: {"0": (4, "barrier of world"), "2": (1, "broadcast of DP")},
