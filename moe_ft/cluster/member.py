@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.failure_notes import FailureNotes, left_out_by
 from moe_ft.cluster.link import Link
 from moe_ft.cluster.membership import Stages
 from moe_ft.cluster.reported import report_failure
@@ -112,6 +113,11 @@ class Round:
         return {each.lost_node: each.node for each in self.entries if each.lost_node}
 
     @property
+    def left_out(self) -> dict[int, Failure]:
+        """Iterations that are left out from this round on, with failures that their batches have led to."""
+        return left_out_by(failure for each in self.entries for failure in each.left_out)
+
+    @property
     def hung_s(self) -> dict[int, float]:
         """Seconds for which ranks had hung that were killed for it, by rank."""
         return {each.rank: each.hung_s for each in self.entries if each.hung_s}
@@ -149,9 +155,12 @@ class Member:
         position: of the loop when its last iteration began; None before that. A replacement has that of the
             survivors at first.
         rounds: as it sees them in the job's store; the caller of `connect` may use them.
+        notes: of failures, in the same store.
+        left_out: iterations that are left out in this start; the same on all ranks that have met.
     """
 
     rounds: Rounds
+    notes: FailureNotes
 
     def __init__(self, assignment: Assignment) -> None:
         """Be in the start, without a connection."""
@@ -161,6 +170,7 @@ class Member:
         self.standing = Standing.JOINING if is_alone else Standing.SURVIVOR
         self.position: Position | None = None
         self._met: Round | None = None  # the last round in which all have met
+        self.left_out: dict[int, Failure] = {}
 
     @property
     def rank(self) -> int:
@@ -199,7 +209,8 @@ class Member:
             world_size: number of ranks that train, where that is not the one of the assignment.
         """
         size = self.assignment.world_size if world_size is None else world_size
-        self.rounds = Rounds(self.sign(store), self.rank, size)
+        signed = self.sign(store)
+        self.rounds, self.notes = Rounds(signed, self.rank, size), FailureNotes(signed)
         return self.rounds
 
     def take_place(self) -> None:
@@ -228,6 +239,7 @@ class Member:
             facts=facts,
             node=own.node if own.lost_node else "",
             lost_node=own.lost_node,
+            left_out=self.notes.left_out(),
         )
 
     def report_failure(self, failure: Failure) -> None:
@@ -280,6 +292,7 @@ class Member:
             self._join_next()
             self._met = self._wait_for_all()
         assert self._met is not None
+        self.left_out |= self._met.left_out
         return self._met
 
     def _wait_for_all(self) -> Round:

@@ -42,6 +42,7 @@ class Entry:
         facts: for replacements, from ranks that know where the loop is.
         node: on which a rank of a lost node runs now; empty for others.
         lost_node: on which it ran before.
+        left_out: of replacements, failures whose iterations are left out (failure_notes.py).
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Entry:
     facts: dict[str, Any] = field(default_factory=dict)
     node: str = ""
     lost_node: str = ""
+    left_out: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Rounds:

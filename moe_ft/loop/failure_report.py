@@ -145,6 +145,24 @@ class FailureReport(LoopListener):
             "node": assignment.node if assignment else socket.gethostname(),
         }
 
+    def tell_of_replaced(self, failure: Failure, error: Exception) -> None:
+        """Report an exception for which this rank alone is replaced; its process ends next."""
+        loop, text = self._loop, "".join(traceback.format_exception(error))
+        warn(
+            f"rank {failure.rank} stopped in iteration {loop.iteration}, phase {loop.phase}, and is to be "
+            f"replaced: {failure.what}\n{text}"
+        )
+        self._log.write(
+            "stopped",
+            loop.iteration,
+            phase=loop.phase.value,
+            reason=failure.what,
+            torn=loop.is_torn,
+            silent_ranks=None,
+            timed_out=False,
+            is_replaced=True,
+        )
+
     def reject(self, rejected: RejectedResult) -> None:
         """Name what Megatron's checks have rejected, and report the end of training if that follows."""
         loop, code = self._loop, rejected.exit_code

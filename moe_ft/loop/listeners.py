@@ -28,6 +28,7 @@ import torch
 from moe_ft.faults import Phase, Section
 from moe_ft.files.progress import note_progress
 from moe_ft.loop.training_loop import LoopParts
+from moe_ft.verdicts import Failure
 
 Built = tuple[Any, Any, Any]  # model chunks, optimizer (None with --skip-train), scheduler
 
@@ -43,6 +44,7 @@ class LoopState:
         is_first: whether no iteration has ended since the start, or since a repair began.
         is_torn: whether the weights and moments of this rank are a mixture of two iterations.
         is_replaying: whether an iteration of a recovered window is running again.
+        is_left_out: whether the loop passes over an iteration whose batch makes a rank fail.
         num_tokens: of the batch, with --calculate-per-token-loss.
         grad_norm: as clipping used it; None if gradients were not finite.
         stall_s: how long training has stood still for checkpoints since the last `after_iteration`.
@@ -66,6 +68,7 @@ class LoopState:
     is_in_iteration: bool = False
     is_torn: bool = False
     is_replaying: bool = False
+    is_left_out: bool = False
     num_tokens: torch.Tensor | None = None
     grad_norm: float | None = None
     stall_s: float = 0.0
@@ -133,6 +136,7 @@ class Repair:
         hung_s: by rank, of those that were killed because they hung: for how long.
         taken_over: lost nodes, each with the spare that has its ranks now.
         played: dead ranks that nobody replaces, each with the rank that plays its role.
+        left_out: the failure that its batch has led to twice, if that iteration is left out.
     """
 
     number: int
@@ -144,6 +148,7 @@ class Repair:
     phases_s: Mapping[str, float]
     taken_over: Mapping[str, str]
     played: Mapping[int, int] = field(default_factory=dict)
+    left_out: Failure | None = None
 
 
 class LoopListener:
@@ -410,6 +415,12 @@ class Listeners:
         loop.is_torn = loop.is_replaying = False
         loop.is_first = True
         loop.num_tokens, loop.grad_norm = None, None
+
+    def leave_out(self, iteration: int) -> None:
+        """Note that an iteration is not run: its state is the one before it."""
+        self.before_batch()
+        self.loop.iteration = iteration + 1
+        self._enter_section(Section.BETWEEN)
 
     def end_training(self) -> None:
         """Note that `train` has returned, or exits by one of Megatron's --exit-* flags."""

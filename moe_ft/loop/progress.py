@@ -157,6 +157,14 @@ class Progress(LoopListener):
             seconds=sum(repair.phases_s.values()),
             phases_s=dict(repair.phases_s),
         )
+        if (failure := repair.left_out) is not None:
+            self._log.write(
+                "skipped_batch",
+                failure.iteration + 1,
+                failed_rank=failure.rank,
+                kind=failure.kind.value,
+                what=failure.what,
+            )
 
     def accuse(self, finding: Finding) -> NoReturn:
         """Report corruption; raises CorruptionError. Called by all ranks."""

@@ -8,7 +8,7 @@ loop still waits for its result. Megatron's own `train_step` returns it, from wh
 returned and from the norm in the record.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.fault_tolerance.seams.megatron_loop import (
 )
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, loop_functions
+from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from moe_ft.cluster.member import Position
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopState
@@ -119,6 +120,16 @@ class Step:
         stepped = SimpleNamespace(zero_grad=lambda: None, step=lambda increment=0: outcome)
         return self._call(iteration, stepped, stepped, lambda *args, **kwargs: self._losses)
 
+    def leave_out(self, iteration: int) -> Any:
+        """Return the result of an iteration that is not run, as one whose optimizer has not stepped."""
+        outcome = (False, None, None)
+        still = SimpleNamespace(zero_grad=lambda: None, step=lambda increment=0: outcome)
+        self._loop.is_left_out = True
+        try:
+            return self._call(iteration, still, still, lambda *args, **kwargs: [])
+        finally:
+            self._loop.is_left_out = False
+
     def _call(
         self, iteration: int, optimizer: Any, scheduler: Any, forward_backward: Function
     ) -> Any:
@@ -183,12 +194,15 @@ def catch_up(
     watcher: Watcher,
     links: Links,
     evaluations: SkippedEvaluations,
+    data_sets: DataSets,
+    left_out: Collection[int],
 ) -> Any:
     """Return the result of the broken iteration. Called by all ranks.
 
     Args:
         first: the iteration that runs next; the one after the broken one if its state was recovered.
         last: the one that was broken off.
+        left_out: iterations whose batches nobody reads, since a rank has failed with them.
 
     Raises:
         RepairError: if the state or the result of an iteration cannot be the same as without the death.
@@ -202,8 +216,28 @@ def catch_up(
         with watcher.inside():
             return step.answer(last, listeners.loop.grad_norm)
     for iteration in range(first, last):
-        _run_and_count(step, iteration, watcher, evaluations)
-    return _run(step, last, watcher)
+        if iteration in left_out:
+            _pass_over(step, iteration, listeners, data_sets)
+            get_args().consumed_train_samples += samples_of_iteration(get_args())
+            evaluations.skip(get_args(), iteration + 1)
+        else:
+            _run_and_count(step, iteration, watcher, evaluations)
+    if last not in left_out:
+        return _run(step, last, watcher)
+    _pass_over(step, last, listeners, data_sets)
+    with watcher.inside():
+        return step.leave_out(last)
+
+
+def _pass_over(step: Step, iteration: int, listeners: Listeners, data_sets: DataSets) -> None:
+    """Leave an iteration out, and have the data continue after it; the loop has yet to count it."""
+    args = get_args()
+    clear_metrics()
+    begin_iteration(args, iteration)
+    listeners.leave_out(iteration)
+    num_samples = samples_of_iteration(args)
+    args.skipped_train_samples += num_samples
+    data_sets.renew_training(step.parts.data_iterator, num_samples)
 
 
 def _run_and_count(

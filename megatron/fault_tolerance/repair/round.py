@@ -26,6 +26,7 @@ from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.own_errors import num_batches_left_out
 from megatron.fault_tolerance.repair.renewals import renew
 from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, connecting, swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
@@ -144,7 +145,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         with (
             rank.watcher.inside()
         ):  # no abort reaches who makes a communicator with a rank that has died
-            may_keep = not met.absent  # the result of an iteration lacks what a dead rank has kept
+            # The result of an iteration lacks what a dead rank has kept. One that is left out has none.
+            may_keep = not (met.absent or iteration in rank.member.left_out)
             positions, parts = met.positions, step.parts
             first = recover(
                 rank.listeners, rank.data_sets, built, parts, positions, may_keep=may_keep
@@ -159,6 +161,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         watcher=rank.watcher,
         links=rank.links,
         evaluations=rank.evaluations,
+        data_sets=rank.data_sets,
+        left_out=rank.member.left_out,
     )
     rank.groups.set_timeout(timedelta(seconds=timeout_of_groups_s(get_args())))
     phases.end("catch_up")
@@ -194,10 +198,19 @@ def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: 
         taken_over=met.taken_over,
         phases_s=phases.seconds,
         played=played,
+        left_out=(left_out := rank.member.left_out.get(iteration)),
     )
     rank.listeners.after_repair(done)
     if own != met.entries[0].rank:
         return
+    if left_out:
+        given = get_args().moe_ft_skip_bad_batches
+        number = num_batches_left_out(get_args(), iteration + 1)
+        warn(
+            f"iteration {iteration + 1} is left out: its batch has made rank {left_out.rank} fail twice with "
+            f"{left_out.what}; {number} of {given}. A start that continues from a state before it finds that "
+            f"out again; --iterations-to-skip {iteration + 1} spares it the way there"
+        )
     seconds = f"{sum(phases.seconds.values()):.1f} s"
     # People count iterations from 1, as log lines do.
     end = f"and iteration {iteration + 1} finished: no other rank was restarted"

@@ -2,8 +2,8 @@
 
 This file holds the functions of Megatron that are wrapped for one call of `pretrain` if the flags ask for it,
 and the decision after an exception. If a rank has died (watcher.py), a round of repairs runs (round.py). If
-another one dies meanwhile, all begin again in the next round. Any other exception ends the process: the
-launcher restarts the job.
+another one dies meanwhile, all begin again in the next round. An exception of this rank alone makes it one
+that has died (own_errors.py). Any other one ends the process for good: the launcher restarts the job.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from megatron.fault_tolerance.repair.crowding import Crowding
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import Links, Transport
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
+from megatron.fault_tolerance.repair.own_errors import OwnErrors, num_batches_left_out
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
@@ -37,7 +38,7 @@ from megatron.fault_tolerance.repair.rules import (
 )
 from megatron.fault_tolerance.repair.store import TorchStore
 from megatron.fault_tolerance.repair.swap import Groups, Recipes, check_torch
-from megatron.fault_tolerance.repair.watcher import MAY_MEAN_DEATH, Deaths, Watcher
+from megatron.fault_tolerance.repair.watcher import Deaths, Watcher
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.collectives import answering
 from megatron.fault_tolerance.seams.data_sets import DataSets
@@ -48,12 +49,14 @@ from moe_ft.cluster.link import Heart
 from moe_ft.cluster.member import Member, Standing, own_member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.errors import RepairError
+from moe_ft.errors import RepairError, SnapshotError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
+from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.loop.progress import Progress
 from moe_ft.planning.levels import plan_levels
 from moe_ft.saying import warn
+from moe_ft.verdicts import Failure
 
 
 class EndBarrier:
@@ -150,7 +153,9 @@ class RepairSeam:
             degradation=Degradation(data_sets) if plays_roles else None,
         )
         self._heart, self._recipes = heart, recipes
-        self._deaths = Deaths(member, watcher, links)
+        report = partial(_tell_of_replaced, member, listeners)
+        own = OwnErrors(member, links, listeners.loop, report, _may_leave_out)
+        self._deaths = Deaths(member, watcher, links, own)
         self._end_barrier = EndBarrier(links, recipes, plays_roles=plays_roles)
         self._gathered = Gathered(member.sign(store), is_joining=is_joining)
         self._between = BetweenIterations(
@@ -240,7 +245,7 @@ class RepairSeam:
     def _train(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except MAY_MEAN_DEATH as error:
+        except (RuntimeError, SnapshotError) as error:
             if self._rank.member.link.is_armed and self._deaths.notice(error) is not None:
                 raise RepairError(
                     "a rank has died between two iterations, and not in a log line or an evaluation that can "
@@ -305,7 +310,19 @@ class RepairSeam:
             try:
                 return repair(self._rank, self._built, step, iteration, Phases(noticed_s))
             except BaseException as error:
-                noticed_s = self._deaths.notice_or_raise(error, Exception)
+                noticed_s = self._deaths.notice_or_raise(error, waits=True)
+
+
+def _tell_of_replaced(
+    member: Member, listeners: Listeners, failure: Failure, error: Exception
+) -> None:
+    listeners.find(FailureReport).tell_of_replaced(failure, error)
+    member.report_failure(failure)
+
+
+def _may_leave_out(iteration: int) -> bool:
+    args = get_args()
+    return num_batches_left_out(args, iteration) < args.moe_ft_skip_bad_batches
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import end_process, why_lost
+from megatron.fault_tolerance.repair.own_errors import OwnErrors, may_be_of_others
 from moe_ft.cluster.link import Link
 from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Rounds
-from moe_ft.errors import SnapshotError
 from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
 from moe_ft.loop.hangs import LAST_WORDS_S
 from moe_ft.loop.waits import stack_of
@@ -33,11 +33,6 @@ _TIMEOUT_POLL_S = 0.5
 _CLOSE_S = 5.0
 _LONGEST_LOOK_S = 5.0  # from one look at the thread to the next, of a process that runs
 _NOTICE_S = 5.0  # from an exception until the keeper has said that a rank died
-
-# Gloo and torch.distributed raise the first, the engine's threads the other.
-MAY_MEAN_DEATH = (RuntimeError, SnapshotError)
-
-Kinds = type[Exception] | tuple[type[Exception], ...]
 
 
 class Watcher:
@@ -138,28 +133,33 @@ class Deaths:
     It ends the links then, so that nobody waits for this rank.
     """
 
-    def __init__(self, member: Member, watcher: Watcher, links: Links) -> None:
-        self._member, self._watcher, self._links = member, watcher, links
+    def __init__(self, member: Member, watcher: Watcher, links: Links, own: OwnErrors) -> None:
+        self._member, self._watcher, self._links, self._own = member, watcher, links, own
 
-    def notice_or_raise(
-        self, error: BaseException, may_mean_death: Kinds = MAY_MEAN_DEATH
-    ) -> float:
+    def notice_or_raise(self, error: BaseException, *, waits: bool = False) -> float:
         """Return when this rank learned of a death; disarm and raise the error if no rank has died.
 
-        After some exceptions the news of a death may still be on its way.
+        An exception of this rank alone ends its process, which is replaced. After others the news of a death
+        may still be on its way.
+
+        Args:
+            waits: whether it may be after this one, whatever it is.
         """
+        if not may_be_of_others(error):
+            self._own.end_if_own(error)
         if self._member.link.is_armed and (reason := why_lost(error)):
             end_process(reason)
-        noticed_s = self.notice(error, may_mean_death) if isinstance(error, Exception) else None
+        noticed_s = self.notice(error, waits=waits) if isinstance(error, Exception) else None
         if noticed_s is None:
+            self._own.end_if_own(error)
             self._member.link.disarm()
             raise error
         return noticed_s
 
-    def notice(self, error: Exception, may_mean_death: Kinds = MAY_MEAN_DEATH) -> float | None:
+    def notice(self, error: Exception, *, waits: bool = False) -> float | None:
         """Return the time since 1970 when this rank learned of a death; None if no rank has died."""
         raised_s, number = time.time(), self._member.round + 1
-        if not self._is_declared(number, error, isinstance(error, may_mean_death)):
+        if not self._is_declared(number, error, waits or may_be_of_others(error)):
             return None
         self._links.end(number - 1)
         is_over = self._member.rounds.is_finished(number - 1)

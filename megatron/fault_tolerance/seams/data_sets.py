@@ -43,9 +43,13 @@ class DataSets:
         """Data of training where there are no virtual stages; None on a rank that reads nothing."""
         return next(filter(None, reversed(self._of_training)), None)
 
-    def renew_training(self, iterators: Any) -> None:
-        """Have the loop's iterators, one a virtual stage, continue after the samples that Megatron counts."""
-        _renew(iterators, self._of_training, get_args().consumed_train_samples)
+    def renew_training(self, iterators: Any, num_more: int = 0) -> None:
+        """Have the loop's iterators, one a virtual stage, continue after the samples that Megatron counts.
+
+        Args:
+            num_more: samples that are left out after those.
+        """
+        _renew(iterators, self._of_training, get_args().consumed_train_samples + num_more)
 
     def renew_validation(self, iterators: Any) -> None:
         """Do the same with the iterators of evaluations during training."""

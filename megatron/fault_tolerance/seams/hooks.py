@@ -94,6 +94,9 @@ class _Seams:
     def train_step(
         self, original: Function, forward_step: Function, *args: Any, **kwargs: Any
     ) -> Any:
+        if self._loop.is_left_out:  # nothing is read, computed or changed
+            self._uncount_excess()
+            return original(forward_step, *args, **kwargs)
         # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
         scheduler, config, forward_backward = args[3:6]
         self._listeners.replay_if_due(forward_backward)  # `train` may have wrapped it

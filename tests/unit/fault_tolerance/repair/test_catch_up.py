@@ -4,9 +4,9 @@ That results equal those without a failure is in tests/distributed/test_local_re
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
-from typing import Any, override
+from typing import Any, cast, override
 
 import pytest
 import torch
@@ -99,7 +99,11 @@ class Rank(LoopListener):
         begin_iteration(self.args, iteration)
         return self.step.run(iteration)
 
-    def catch_up(self, first: int = 3) -> Any:
+    def renew_training(self, iterators: Any, num_more: int) -> None:
+        """Stand for the data sets."""
+        self.note(("renewed", iterators, num_more))
+
+    def catch_up(self, first: int = 3, left_out: Collection[int] = ()) -> Any:
         """Return the result of the broken iteration."""
         return catch_up(
             self.step,
@@ -110,6 +114,8 @@ class Rank(LoopListener):
             watcher=self._watched.watcher,
             links=self._watched.links,
             evaluations=self.evaluations,
+            data_sets=cast(DataSets, self),
+            left_out=left_out,
         )
 
 
@@ -147,6 +153,26 @@ def test_iteration_that_the_loop_has_skipped_is_skipped_again(
     assert rank.events == [REPLAY, (3, 24), ("data", 32), (5, 40)]
     assert rank.args.skipped_train_samples == 8
     assert rank.args.consumed_valid_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("left_out", "ran"),
+    [(4, [(3, 24), (("renewed", "data", 8), 32), (5, 40)]), (BROKEN, [(3, 24), (4, 32)])],
+)
+def test_iteration_that_is_left_out_is_not_run_and_its_samples_are_not_read(
+    rank: Rank, left_out: int, ran: list[Any]
+) -> None:
+    result = rank.catch_up(left_out=[left_out])
+    if left_out == BROKEN:
+        assert result == (*DATA, [], (False, None, None)), "as of one whose step was skipped"
+        ran = [*ran, (("renewed", "data", 8), 40)]
+        assert rank.loop.iteration == BROKEN + 1
+    else:
+        assert result == RESULT
+    assert rank.events == [REPLAY, *ran]
+    assert rank.args.consumed_train_samples == 40, "the loop counts the last one itself"
+    assert rank.args.skipped_train_samples == 8
+    assert not rank.loop.is_left_out
 
 
 @pytest.mark.parametrize("norm", [2.5, None])

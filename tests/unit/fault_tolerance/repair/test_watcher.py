@@ -14,9 +14,11 @@ import pytest
 
 from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
+from megatron.fault_tolerance.repair.own_errors import OwnErrors
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
 from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.files.progress import note_progress, waiting
+from moe_ft.loop.listeners import LoopState
 from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
 
@@ -30,7 +32,8 @@ class Rank(Watched):
     def __init__(self, transport: Gloo | None = None) -> None:
         super().__init__(2, transport)
         self.link.arm()
-        self.deaths = Deaths(self.member, self.watcher, self.links)
+        own = OwnErrors(self.member, self.links, LoopState(), lambda failure, error: None)
+        self.deaths = Deaths(self.member, self.watcher, self.links, own)
 
     def lose_the_other(self) -> None:
         """Have the replacement of rank 1 declare the next round."""

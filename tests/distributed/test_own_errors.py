@@ -1,0 +1,51 @@
+"""Exceptions of single ranks: the rank is replaced like a dead one, or a batch is left out, or all ranks end."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.jobs import DENSE, NUM_REPAIRED, SPARSE, RepairedJob
+from tests.kept_job import ROOT, KeptResult
+
+SCRIPT = str(ROOT / "tests" / "distributed" / "scripts" / "pretrain_raising.py")
+BAD = 4  # iteration, from 0, whose batch has the bad sample
+SAMPLE = f"sample:{16 * BAD + 1}"
+
+
+def run(job: RepairedJob, raising: str, *flags: str, **options: Any) -> KeptResult:
+    env = {"RAISING": raising, "RAISING_MARKER": str(job.folder / "has_raised")}
+    return job.run(script=SCRIPT, strategy=(*DENSE, *flags), env=env, **options)
+
+
+def stopped(job: RepairedJob, rank: int) -> list[tuple[int, bool]]:
+    """Return the iterations in which a rank has raised, and whether it was replaced."""
+    return [(each["iteration"], each.get("is_replaced", False)) for each in job.events("stopped", rank)]
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.rest)])
+def test_rank_without_memory_is_replaced_and_a_batch_that_makes_one_raise_twice_is_left_out(
+    repaired: RepairedJob, workers: str
+) -> None:
+    extra = ("--num-workers", workers)
+    run(repaired, f"memory:3@2 {SAMPLE}", "--moe-ft-skip-bad-batches", "1", extra=extra)
+    for rank in range(4):
+        repairs = repaired.events("repair", rank)
+        dead = [(each["round"], each["dead_ranks"]) for each in repairs]
+        assert dead == [(1, [3]), (3, [0])], "the second round was broken by the same exception"
+        (left_out,) = repaired.events("skipped_batch", rank)
+        assert (left_out["iteration"], left_out["failed_rank"]) == (BAD + 1, 0)
+    assert [stopped(repaired, rank) for rank in range(4)] == [
+        *([(BAD, True)] * 2, [], []),
+        [(2, True)],
+    ]
+    assert repaired.logged() == [*range(1, NUM_REPAIRED + 1)]
+    assert repaired.digests() == repaired.reference("--iterations-to-skip", str(BAD + 1))
+
+
+def test_exception_that_comes_again_ends_the_start(repaired: RepairedJob) -> None:
+    with pytest.raises(AssertionError, match="sample 65 cannot be read"):
+        run(repaired, SAMPLE, num_ranks=2, layout={})
+    assert stopped(repaired, 0) == [(BAD, True), (BAD, False)]
+    text = (repaired.folder / "log").read_text()
+    assert re.search(r"rank 0 has raised .* again in iteration 4, for which it was replaced", text)
