@@ -36,11 +36,11 @@ class FailureNotes:
         Args:
             may_leave_out: returns whether the iteration may be left out, if it is not yet.
         """
-        notes = [_failure_of(each) for each in self._store.values("failures")]
+        notes = [_failure_of(each) for each in self._store.values("replaced_for")]
         num_before = sum(map(failure.is_same, notes))
         if num_before and not (num_before == 1 and self._is_of_batch(failure, may_leave_out)):
             return Answer.END
-        self._store.add("failures", asdict(failure))
+        self._store.add("replaced_for", asdict(failure))
         if not num_before:
             return Answer.REPLACE
         self._store.add("left_out", asdict(failure))

@@ -1,11 +1,11 @@
-"""Exceptions of single ranks: the rank is replaced like a dead one, or a batch is left out, or all ranks end."""
+"""Exceptions of one rank: it is replaced like a dead one, its batch is left out, or all ranks end."""
 
 import re
 from typing import Any
 
 import pytest
 
-from tests.jobs import DENSE, NUM_REPAIRED, SPARSE, RepairedJob
+from tests.jobs import DENSE, NUM_REPAIRED, RepairedJob
 from tests.kept_job import ROOT, KeptResult
 
 SCRIPT = str(ROOT / "tests" / "distributed" / "scripts" / "pretrain_raising.py")
@@ -20,7 +20,9 @@ def run(job: RepairedJob, raising: str, *flags: str, **options: Any) -> KeptResu
 
 def stopped(job: RepairedJob, rank: int) -> list[tuple[int, bool]]:
     """Return the iterations in which a rank has raised, and whether it was replaced."""
-    return [(each["iteration"], each.get("is_replaced", False)) for each in job.events("stopped", rank)]
+    return [
+        (each["iteration"], each.get("is_replaced", False)) for each in job.events("stopped", rank)
+    ]
 
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.rest)])

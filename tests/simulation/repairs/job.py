@@ -71,6 +71,7 @@ class Job:
         self.num_spares, self.repairs = schedule.spares, schedule.repairs
         self.fewest = schedule.fewest
         self.restarts, self.without_spare = schedule.restarts, schedule.without_spare
+        self.bad_batch = schedule.bad_batch
         self.words = [*WORDS, WITHOUT_SPARE, schedule.without_spare]
         self.hang_limit, self.evaluation_steps = schedule.hang_limit, schedule.evaluation_steps
         self.keeper = (schedule.nodes + schedule.spares) * schedule.keeps_apart

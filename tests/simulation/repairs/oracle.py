@@ -18,6 +18,7 @@ from tests.simulation.repairs.rank import IS_EXPLAINED, Rank, final_states
 from tests.simulation.store import Values
 
 _LOOKS_S = 3.0  # for those who look for hangs
+RAISED_S = 100.0  # from an exception to the end of its repair
 _LATE_S = 5.0  # until a fault is seen in the store
 AFTER_S = 3.0  # from the end of a start to that of all its processes
 # A kernel must be silent for 1 s, but for what passes from the last answer to the next message; and until the
@@ -43,6 +44,7 @@ class Oracle:
         self.away_s: dict[str, float] = {}  # by node, until when it may not be there
         self.num_untrained = 0  # losses of nodes since an iteration was finished
         self.num_failures = 0  # of ranks, since then
+        self.left_out: set[int] = set()  # iterations, by all starts
         self._begin()
 
     def _begin(self) -> None:
@@ -51,6 +53,7 @@ class Oracle:
         self._trains: dict[int, Process] = {}  # by rank
         self._since: dict[int, int] = {}  # round, by rank
         self._final: dict[int, int] = {}
+        self._raised: list[str] = []
         self.absent: frozenset[int] = frozenset()
 
     def begin(self) -> None:
@@ -83,6 +86,11 @@ class Oracle:
         """Check that all ranks do the same together, and that each lives."""
         if len(operation.names) > 1:
             self.violate(f"ranks do {sorted(operation.names)} together")
+        what, _, iteration = min(operation.names).partition(":")
+        if what == "left out":
+            self.left_out.add(int(iteration))
+        elif what == "end":
+            self.left_out.discard(int(iteration))
         dead = [rank for rank, (process, _) in group.ends.items() if not process.is_alive]
         if dead:
             self.violate(f"{sorted(operation.names)} is done with ranks {dead}, which are dead")
@@ -210,6 +218,24 @@ class Oracle:
         if limit_s is not None:
             process.kernel.call_later(limit_s + _LOOKS_S, check)
 
+    def raises(self, rank: Rank, what: str, *, is_repaired: bool) -> None:
+        """Note that a rank raises an exception of its own."""
+        now_s, job = rank._kernel.now, rank._job
+        self._raised.append(what)
+        if self._raised.count(what) > 2:
+            self.violate(f"rank {rank.rank} is replaced again and again for a {what}")
+        self.log.append(f"{now_s:.3f} s: {rank._process} raises, is repaired: {is_repaired}")
+        if is_repaired:
+            self.num_deaths += 1
+            if self.num_deaths >= rank._start.size:
+                self.excuses.append("all ranks may have died")
+            if self.limit_s:
+                self.limit_s = max(self.limit_s, now_s + RAISED_S)
+            return
+        self.num_failures += 1
+        if self.num_failures > job.restarts:
+            self.excuses.append("too many ranks have failed")
+
     def leaves(self, rank: Rank, error: Exception) -> None:
         self.log.append(f"{rank._kernel.now:.3f} s: rank {rank.rank} ends: {error!r}")
 
@@ -233,7 +259,10 @@ class Oracle:
             return
         if start.has_ended_well:
             size = job.newest_start.size
-            expected = final_states(size, job.iterations, job.fewest > 0)
+            if not self.left_out <= {job.bad_batch[1]}:
+                self.violate(f"iterations {sorted(self.left_out)} are left out")
+            num_iterations = job.iterations - len(self.left_out)
+            expected = final_states(size, num_iterations, job.fewest > 0)
             if (found := [self._final.get(rank) for rank in range(size)]) != expected:
                 self.violate(f"training ends in {found}, and not in {expected}")
             return

@@ -3,8 +3,9 @@
 import threading
 from typing import Any
 
-from megatron.fault_tolerance.repair import watcher
+from megatron.fault_tolerance.repair import own_errors, watcher
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.own_errors import OwnErrors
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
 from moe_ft.cluster.member import Done, Member, Position, Standing
 from moe_ft.files import progress
@@ -18,12 +19,14 @@ __all__ = [
     "Done",
     "Links",
     "Member",
+    "OwnErrors",
     "Position",
     "Watcher",
     "ending_after",
 ]
 
 
+REPAIRED_IN = own_errors._REPAIRED_IN
 WAITS, WRITTEN = "waits", "written"  # local state of a process
 FLOOR_S, NUM_LEARNED = 20.0, 2
 

@@ -71,7 +71,10 @@ class Rank:
         self._heart = Heart(link, HEARTBEAT_S)
         if self._job.repairs and config.hang_limit_s is not None:
             self._heart.start(config.hang_limit_s)
-        self._deaths = product.Deaths(member, self._watcher, self.links)
+        own = product.OwnErrors(
+            member, self.links, self.loop, lambda failure, error: None, lambda iteration: True
+        )
+        self._deaths = product.Deaths(member, self._watcher, self.links, own)
         if not self._job.repairs:
             link.retire()
         with self._listeners:
@@ -114,8 +117,13 @@ class Rank:
         if self._process.local.get(HANGS):
             self._job.oracle.hangs(self, is_in_iteration=self._watcher._inside_since_s is not None)
             self._kernel.wait(Waiting())
-        if self._process.local.pop(RAISES, False):
-            raise ValueError("a mistake of the rank itself")
+        if mistake := self._process.local.pop(RAISES, 0):
+            self._raise(f"mistake {mistake} of the rank itself", is_caught=name != "between")
+
+    def _raise(self, what: str, *, is_caught: bool = True) -> None:
+        is_repaired = is_caught and self.loop.section in product.REPAIRED_IN
+        self._job.oracle.raises(self, what, is_repaired=is_repaired and self.link.is_armed)
+        raise ValueError(what)
 
     def _build(self) -> int:
         """Become a rank, alone; return the iteration in which the others are."""
@@ -218,13 +226,13 @@ class Rank:
                 self._repair(iteration)
                 return
             except BaseException as error:
-                self._notice_or_raise(error, Exception)
+                self._notice_or_raise(error, waits=True)
 
-    def _notice_or_raise(self, error: BaseException, *kinds: Any) -> None:
+    def _notice_or_raise(self, error: BaseException, *, waits: bool = False) -> None:
         if not self._job.repairs:
             raise error
         with self._ends.waiting():
-            self._deaths.notice_or_raise(error, *kinds)
+            self._deaths.notice_or_raise(error, waits=waits)
 
     def _become_replaceable(self) -> None:
         with self._ends.waiting():
@@ -237,6 +245,9 @@ class Rank:
     def _iterate(self, iteration: int) -> None:
         """Run an iteration, and leave it when all have finished it."""
         self._listeners.begin_iteration(iteration)
+        # One that cannot be replaced would raise in all further starts, too.
+        if self.link.is_armed and self._job.bad_batch == (self.rank, iteration):
+            self._raise(f"bad batch of iteration {iteration}")
         self._pass("forward")
         self._kernel.sleep(ITERATION_S * self._kernel.random.random())
         own, *played = ([each, state] for each, state in self.states.items())
@@ -277,7 +288,11 @@ class Rank:
             first = self._recover(most)
         for each in range(first, iteration + 1):
             with self._watcher.inside():
-                self._iterate(each)
+                if each in self.member.left_out:
+                    self._listeners.leave_out(each)
+                    self._ends.gather(f"left out:{each}", None, self._timeout_s)
+                else:
+                    self._iterate(each)
         self._timeout_s = TIMEOUT_S
         self._pass("finish")
         with self._ends.waiting():
@@ -322,10 +337,10 @@ def next_state(state: int, told: list[Any]) -> int:
     return zlib.crc32(repr((state, told)).encode())
 
 
-def final_states(size: int, iterations: int, is_elastic: bool) -> list[int]:
+def final_states(size: int, num_iterations: int, is_elastic: bool) -> list[int]:
     """Return the states of all ranks after a training that nothing disturbs."""
     states = [0] * size
-    for _ in range(iterations):
+    for _ in range(num_iterations):
         told: list[Any] = [[rank, state] for rank, state in enumerate(states)]
         told = sorted(set(states)) if is_elastic else told
         states = [next_state(state, told) for state in states]

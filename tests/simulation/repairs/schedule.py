@@ -12,6 +12,7 @@ MENDED = {
     "pause-node": 1,
     "slow-store": 2,
     "stranger-in-store": 3,
+    "raise": 3,
 }
 RESTARTS = {
     "kill-fork-server": 1,
@@ -20,7 +21,6 @@ RESTARTS = {
     "stop-store": 1,
     "lose-node": 2,
     "kill-agent": 1,
-    "raise": 1,
 }
 WITH_SPARES = {
     "lose-node": 6,
@@ -69,6 +69,7 @@ BEHIND = {
 _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
+_WITH_BAD_BATCH = 0.2
 _WITHOUT_SPARE = ("end", "reroute", "reroute", "crowd", "crowd")  # with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
@@ -111,6 +112,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             missing.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
         without_spare: of --moe-ft-without-spare; for roles that are played all ranks are in one stage.
+        bad_batch: a rank and an iteration that it cannot run; no rank where there is none.
         restarts: of --max-restarts, in a row without a finished iteration; of nodes that `keep` starts.
         switching: probability with which another thread runs after an event.
     """
@@ -123,6 +125,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
     keeps_apart: bool = False
     without_spare: str = "end"
     restarts: int = 0
+    bad_batch: tuple[int, int] = (-1, 0)
     iterations: int = 6
     repairs: bool = True
     hang_limit: str = "auto"
@@ -137,6 +140,9 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         head += ", and one for the store" * self.keeps_apart
         head += f", {self.restarts} restarts" * bool(self.restarts)
         head += f", {self.without_spare} without a spare" + ", without repairs" * (not self.repairs)
+        head += ", rank {} cannot run iteration {}".format(*self.bad_batch) * (
+            self.bad_batch[0] >= 0
+        )
         head += f", limit {self.hang_limit}, {self.evaluation_steps} steps of evaluations"
         return "\n".join(
             [f"{head}, {self.iterations} iterations", *(f"  {f}" for f in self.faults)]
@@ -154,6 +160,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             "spares": 0 if self.fewest or self.without_spare == "crowd" else 1,
             "ranks": 2,
             "iterations": 3,
+            "bad_batch": (-1, 0),
         }
         return found + [
             replace(self, **{name: value})
@@ -167,6 +174,14 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
 def draw_with_spares(seed: int) -> RepairSchedule:
     """Draw a schedule with spare nodes."""
     return draw(seed, with_spares=1.0)
+
+
+def draw_bad_batches(seed: int) -> RepairSchedule:
+    """Draw a schedule of a job in which a rank cannot run an iteration, without spare nodes."""
+    found = draw(seed, with_spares=0.0)
+    rng = random.Random(f"bad batch {seed}")
+    bad_batch = rng.randrange(found.ranks), 1 + rng.randrange(found.iterations - 1)
+    return msgspec.structs.replace(found, bad_batch=bad_batch)
 
 
 def draw_elastic(seed: int) -> RepairSchedule:
@@ -261,8 +276,12 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
         for place in range(num_more):
             time = 1 + rng.randrange(ranks) + ranks * place
             faults.append(_draw(rng, kinds, moments, number, ranks, time))
+    of_batches, bad_batch = random.Random(f"bad batches {seed}"), (-1, 0)
+    if of_batches.random() < _WITH_BAD_BATCH:
+        bad_batch = of_batches.randrange(ranks), 1 + of_batches.randrange(iterations - 1)
     return RepairSchedule(
         seed=seed,
+        bad_batch=bad_batch,
         ranks=ranks,
         nodes=nodes,
         spares=spares,

@@ -63,6 +63,7 @@ class Injection:
         self._kernel: Kernel = job.world.kernel
         self._faults: list[Fault] = []
         self._passed = Counter[str]()
+        self._num_raised = 0
         self._kernel.watchers.append(self._watch)
 
     def begin(self, faults: Sequence[Fault]) -> None:
@@ -113,10 +114,6 @@ class Injection:
         job, oracle = self._job, self._oracle
         if job.is_kept and fault.kind in _OF_NODES:
             self._judge_loss(job.node_of(rank))
-        elif fault.kind == "raise" and job.restarts:
-            oracle.num_failures += 1
-            if oracle.num_failures > job.restarts:
-                oracle.excuses.append("too many ranks have failed")
         elif fault.kind in _EXPLAINED:
             if len(self._faults) > 1:
                 oracle.excuses.append("a rank is late for two reasons")
@@ -128,7 +125,7 @@ class Injection:
         member = process.local.get(MEMBER)
         link = None if member is None else member.link
         is_replaced = link is not None and link.is_armed
-        if not is_replaced and not (kind == "raise" and self._job.restarts):
+        if not is_replaced and kind != "raise":
             self._oracle.excuses.append("the rank is not armed")
         if kind == "kill":
             self._kernel.kill(process)
@@ -140,7 +137,8 @@ class Injection:
                 self._oracle.excuses.append("a process is stopped")
                 self._kernel.call_later(_HELP_S, lambda: self._kernel.kill(process))
         else:
-            process.local[{"hang": HANGS, "raise": RAISES}[kind]] = True
+            self._num_raised += kind == "raise"
+            process.local |= {RAISES: self._num_raised} if kind == "raise" else {HANGS: True}
             process.local[WAITS] = process.local.get(WAITS, 0) + (waits and kind == "hang")
 
     def _suspend(self, process: Process | None, seconds: float) -> None:
