@@ -17,7 +17,7 @@ OF_BATCHES = (FailureKind.CODE, FailureKind.DATA, FailureKind.OUT_OF_MEMORY)
 
 
 class Answer(Enum):
-    """What follows a failure of a rank that can be replaced."""
+    """Consequence of a failure of a rank that can be replaced."""
 
     REPLACE = auto()  # the rank is replaced, and its iteration runs again
     LEAVE_OUT = auto()  # it is replaced, and all ranks leave that iteration out

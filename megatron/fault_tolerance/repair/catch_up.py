@@ -20,6 +20,7 @@ from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.seams.iteration_check import KnownResult
 from megatron.fault_tolerance.seams.megatron_loop import (
     begin_at,
     begin_iteration,
@@ -118,7 +119,7 @@ class Step:
                 entry.values.copy_(self._metrics[name])
         outcome = (grad_norm is not None, grad_norm, None)  # made, norm, no number of zeros
         stepped = SimpleNamespace(zero_grad=lambda: None, step=lambda increment=0: outcome)
-        return self._call(iteration, stepped, stepped, lambda *args, **kwargs: self._losses)
+        return self._call(iteration, stepped, stepped, KnownResult(self._losses))
 
     def leave_out(self, iteration: int) -> Any:
         """Return the result of an iteration that is not run, as one whose optimizer has not stepped."""
@@ -126,7 +127,7 @@ class Step:
         still = SimpleNamespace(zero_grad=lambda: None, step=lambda increment=0: outcome)
         self._loop.is_left_out = True
         try:
-            return self._call(iteration, still, still, lambda *args, **kwargs: [])
+            return self._call(iteration, still, still, KnownResult([]))
         finally:
             self._loop.is_left_out = False
 

@@ -112,5 +112,5 @@ def num_batches_left_out(args: Any, iteration: int) -> int:
 
     The state counts samples that were left out; where batches grow, this is too low.
     """
-    num_asked = sum(each <= iteration for each in args.iterations_to_skip)
+    num_asked = sum(bool(each <= iteration) for each in args.iterations_to_skip)
     return max(0, int(args.skipped_train_samples) // samples_of_iteration(args) - num_asked)

@@ -322,7 +322,8 @@ def _tell_of_replaced(
 
 def _may_leave_out(iteration: int) -> bool:
     args = get_args()
-    return num_batches_left_out(args, iteration) < args.moe_ft_skip_bad_batches
+    most: int = args.moe_ft_skip_bad_batches
+    return num_batches_left_out(args, iteration) < most
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class IterationCheck:
         # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
         *others, forward_backward = args
         iteration = kwargs["iteration"]
-        if (iteration + 1) % self._every:
+        if (iteration + 1) % self._every or isinstance(forward_backward, KnownResult):
             return original(forward_step, *args, **kwargs)
         checked = _Checked(forward_backward, args[2], args[4])
 
@@ -90,6 +90,17 @@ class IterationCheck:
         result = original(forward_step, *others, run, **kwargs)
         self.passed = iteration + 1
         return result
+
+
+class KnownResult:
+    """Stands for forward and backward where nothing is read and computed, and nothing is to be checked."""
+
+    def __init__(self, losses: Any) -> None:
+        self._losses = losses
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the losses."""
+        return self._losses
 
 
 class _Checked:

@@ -1,6 +1,7 @@
 """Schedules of repairs: the ranks and nodes of a job, and the faults that hit it, drawn from a seed."""
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -155,7 +156,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             for place in range(len(faults))
         ]
         is_kept = bool(self.spares or self.fewest or self.without_spare == "crowd")
-        simpler = {
+        simpler: dict[str, Any] = {
             "nodes": 1 + is_kept,
             "spares": 0 if self.fewest or self.without_spare == "crowd" else 1,
             "ranks": 2,
