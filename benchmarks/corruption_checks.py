@@ -1,0 +1,170 @@
+"""Checks against silent corruption: what they cost, what they find, and how often they are wrong.
+
+    python -m benchmarks.corruption_checks [--pairs N] [--iterations N] [--flips N] [--clean N]
+        [--parts cost flips clean] [--quick] [--output FILE.md]
+
+cost    jobs with and without a check take turns. The estimate is one forward and backward pass in N
+        iterations, which are all of an iteration at most; that of weights is a pass over the state. Overhead
+        is the median over pairs of the quotient of their mean iterations.
+flips   one bit flips on a rank in three: in a job without a check, in one that repeats every second
+        iteration, and in one that compares weights every second iteration. "in the end" is whether the state
+        of the job without a check ended with other bits: what would have been saved
+clean   iterations of runs of the covering array (tests/covering_array.txt), without faults, all checked in
+        both ways, and how many of their runs were ended by a check
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.conditions import ranks_on_cpu, versions
+from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.paired_jobs import COST_HEADERS, LARGE, cost_columns, in_turns, iteration_times
+from benchmarks.sparse_jobs import JobFolder, write_data
+from moe_ft.loop.refusing import EXIT_CORRUPTION
+from tests.covering_array import Case, case_of, runs
+from tests.demo_model import event_flags, model_flags
+from tests.faulty_case import job_flags
+from tests.harness import digests, events, run_training
+from tests.references import Place, References
+
+_ITERATIONS, _WEIGHTS = "--moe-ft-check-iterations", "--moe-ft-check-weights"
+# By name: the flags, and the estimate in iterations.
+_CHECKS = {
+    "each iteration": ((_ITERATIONS, "1"), "up to 100%"),
+    "every 4th iteration": ((_ITERATIONS, "4"), "up to 25%"),
+    "weights, each iteration": ((_WEIGHTS, "1"), "-"),
+    "weights, every 4th": ((_WEIGHTS, "4"), "-"),
+}
+_FOUR = 4  # iterations are measured in whole periods of every check
+_NUM_RANKS = 3
+_EVERY = 2
+_TARGETS = ("weights", "gradients", "activation", "moment")
+_BITS = {"weights": (6, 0), "gradients": (22, 0), "activation": (6, 0), "moment": (22, 0)}
+_DEADLINE_S = 600.0
+
+
+def cost(pairs: int, num_iterations: int, folder: Path) -> str:
+    """Return the table of what checks cost to two ranks."""
+    data, rows = write_data(folder), []
+    for name, (flags, estimate) in _CHECKS.items():
+
+        def train(job: JobFolder, has_flag: bool, flags: Sequence[str] = flags) -> float:
+            given = [*data, *(flags if has_flag else ())]
+            times = iteration_times(job, LARGE, 2, num_iterations, given)
+            return mean(times[: len(times) // _FOUR * _FOUR])
+
+        rows.append((name, estimate, *cost_columns(*in_turns(folder, pairs, train))))
+    return markdown_table(rows, ("check", "estimate", *COST_HEADERS))
+
+
+def flips(num_flips: int, folder: Path) -> str:
+    """Return the table of what finds a flipped bit, and how late."""
+    rows = []
+    flags = model_flags(global_batch_size=12, train_iters=8, mock_data=True, hidden_dropout=0.1)
+    expected = References(folder / "references").digests(flags, _NUM_RANKS)
+    for target in _TARGETS:
+        for bit in _BITS[target]:
+            for number in range(num_flips):
+                fault = f"flip:{number % _NUM_RANKS}@{3 + number % 4}:{target}:{bit}"
+                plain = _flip(flags, fault, (), folder)
+                found = [
+                    _flip(flags, fault, (f, str(_EVERY)), folder) for f in (_ITERATIONS, _WEIGHTS)
+                ]
+                where = events(plain, number % _NUM_RANKS, "fault_injected")[0]
+                ends = digests(plain, _NUM_RANKS) != expected
+                late = [_found(each, where["iteration"], number % _NUM_RANKS) for each in found]
+                rows.append(
+                    (target, where["parameter"], bit, *late, "other bits" if ends else "same")
+                )
+    return markdown_table(
+        rows, ("target", "of", "bit", "iteration check", "weights check", "in the end")
+    )
+
+
+def _flip(flags: Sequence[str], fault: str, check: Sequence[str], folder: Path) -> Path:
+    """Run a job with a fault, and return its event log."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    words = [*flags, *event_flags(place / "events"), "--moe-ft-inject-fault", fault, *check]
+    result = run_training(words, _NUM_RANKS, log_dir=place, deadline_s=_DEADLINE_S)
+    assert {*result.exit_codes} == {0} or EXIT_CORRUPTION in result.exit_codes, result.output(0)
+    return place / "events"
+
+
+def _found(log: Path, flipped_in: int, rank: int) -> str:
+    """Return who was named, and how many iterations after the flip."""
+    lines = events(log, 0, "corruption")
+    if not lines:
+        return "not found"
+    (line,) = lines
+    named = f"rank {' or '.join(map(str, line['ranks']))}"
+    right = "" if rank in line["ranks"] else " (wrong)"
+    return f"{named}{right}, {line['iteration'] - flipped_in} later"
+
+
+def clean_cases() -> Iterator[Case]:
+    """Yield runs of the covering array that differ in what they train."""
+    known = set()
+    for run in [*runs("test"), *runs("test-all")]:
+        case = case_of(run)
+        what = (case.layout, case.precision, case.optimizer, case.model, case.feature)
+        if case.feature != "slots" and what not in known:
+            known.add(what)
+            yield case
+
+
+def clean(num_iterations: int, folder: Path) -> str:
+    """Return the table of runs without faults, until so many iterations were checked."""
+    counts: dict[str, list[int]] = {}
+    place = Place(write_data(folder), folder, folder, References(folder / "references"))
+    cases = [*clean_cases()]
+    each = max(8, -(-num_iterations // len(cases)))
+    for case in cases:
+        log = Path(tempfile.mkdtemp(dir=folder))
+        words = [
+            *job_flags(case, place),
+            *event_flags(log / "events"),
+            _ITERATIONS,
+            "1",
+            _WEIGHTS,
+            "1",
+        ]
+        if "--train-iters" in words:
+            words[words.index("--train-iters") + 1] = str(each)
+        result = run_training(words, case.world_size, log_dir=log, deadline_s=_DEADLINE_S)
+        count = counts.setdefault(case.layout, [0, 0, 0])
+        count[0] += 1
+        count[1] += len({line["iteration"] for line in events(log / "events", 0, "iteration")})
+        count[2] += len(events(log / "events", 0, "corruption"))
+        assert {*result.exit_codes} == {0} or EXIT_CORRUPTION in result.exit_codes, result.output(0)
+        if sum(done for _, done, _ in counts.values()) >= num_iterations:
+            break
+    rows = [(layout, *count) for layout, count in counts.items()]
+    rows.append(("all", *map(sum, zip(*counts.values(), strict=True))))
+    return markdown_table(rows, ("layout", "runs", "checked iterations", "false alarms"))
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=19)
+    parser.add_argument("--flips", type=int, default=3, help="of each target and bit")
+    parser.add_argument("--clean", type=int, default=10_000, help="iterations without a fault")
+    parser.add_argument("--parts", nargs="+", default=["cost", "flips", "clean"])
+    options = parse_options(parser, pairs=1, iterations=7, flips=1, clean=8)
+    parts = [f"{ranks_on_cpu()}. {versions()}."]
+    with tempfile.TemporaryDirectory(prefix="corruption_") as name:
+        if "cost" in options.parts:
+            parts.append(cost(options.pairs, options.iterations, Path(name)))
+        if "flips" in options.parts:
+            parts.append(flips(options.flips, Path(name)))
+        if "clean" in options.parts:
+            parts.append(clean(options.clean, Path(name)))
+    show(parts, options.output)
+
+
+if __name__ == "__main__":
+    main()
