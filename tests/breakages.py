@@ -288,6 +288,38 @@ def skip_the_tables_of_slots() -> None:
     wrap(apply, changed)
 
 
+@breakage("checked")
+def keep_the_random_numbers_of_another_replica() -> None:
+    """Leave random numbers where a repeated pass has left them."""
+    from megatron.fault_tolerance.seams.repeated import Before
+    from moe_ft.state.random_states import capture_rng
+
+    restore = Before.restore
+
+    def changed(before: Before, optimizer: Any) -> None:
+        mark()
+        before._rng = capture_rng()
+        restore(before, optimizer)
+
+    _set_method(Before, "restore", changed)
+
+
+@breakage("checked")
+def keep_the_buffers_of_another_replica() -> None:
+    """Count tokens twice: leave buffers as a repeated pass has left them."""
+    from megatron.fault_tolerance.seams.repeated import Before
+
+    restore = Before.restore
+
+    def changed(before: Before, optimizer: Any) -> None:
+        if before._buffers:
+            mark()
+        before._buffers = []
+        restore(before, optimizer)
+
+    _set_method(Before, "restore", changed)
+
+
 def _set_method(owner: type, name: str, method: object) -> None:
     assert name in vars(owner), f"{owner} has no {name}"
     setattr(owner, name, method)

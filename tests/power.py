@@ -44,6 +44,7 @@ TESTS = {
     "played": "test_played_roles.py::test_peers_train_without_ranks_as_if_these_had_never_died_bit_for_bit"
     "[rank of the last stage]",
     "slots": "test_slots.py::test_run_whose_tables_change_is_recovered_bitwise[whole state]",
+    "checked": _run_with(strategy="sparse-2", model="expert-bias"),
     "sparse": "test_sparse.py::test_window_is_recovered_bitwise_and_the_next_one_follows_it",
 }
 _MESSAGE_LENGTH = 150

@@ -4,8 +4,9 @@ import pytest
 
 from tests.bridge.jobs import EP2, EVALUATION, OVERLAP, PP2, RestartedJob, train_in_context
 
-DENSE = ("--moe-ft-strategy", "dense")
-SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
+CHECKED = ("--moe-ft-check-iterations", "1")
+DENSE = ("--moe-ft-strategy", "dense", *CHECKED)
+SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3", *CHECKED)
 KILL = "kill:1@5:backward"
 JOBS = {
     "dense": (DENSE, EP2, ()),

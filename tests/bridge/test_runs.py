@@ -9,7 +9,7 @@ import pytest
 from megatron.training import training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moe_ft.loop.refusing import EXIT_REFUSED
+from moe_ft.loop.refusing import EXIT_CORRUPTION, EXIT_REFUSED
 from tests.bridge.jobs import EP2, RestartedJob, train_protected
 from tests.harness import run_with_restarts
 from tests.jobs import NUM_REPAIRED, fault_flags
@@ -94,3 +94,11 @@ def test_settings_that_cannot_work_are_refused_with_one_line(
     assert result.exit_codes[0] == EXIT_REFUSED, result.output(0)[-2000:]
     (line,) = [line for line in result.output(0).splitlines() if ": error: " in line]
     assert problem in line
+
+
+def test_rank_that_computes_wrongly_is_named(restarted: RestartedJob) -> None:
+    restarted.set_model(2, EP2)
+    flip = ("--moe-ft-inject-fault", "flip:1@3:activation")
+    result = restarted.run("--moe-ft-strategy", "none", "--moe-ft-check-iterations", "2", *flip)
+    assert EXIT_CORRUPTION in result.exit_codes, result.output(0)
+    assert [each["ranks"] for each in restarted.events("corruption")] == [[1]]
