@@ -165,6 +165,7 @@ def checkpoint_flags(case: Case) -> list[str]:
         *LEFT[case.left],
         *("--moe-ft-persist-interval", "1"),
         # Any false alarm would end the run, and any trace of a repeated pass would change its end.
+        *("--moe-ft-check-weights", "1"),
         *(() if case.feature == "slots" else ("--moe-ft-check-iterations", "1")),
         *(("--moe-ft-max-window", "3") if case.family == "sparse" and case.window is None else ()),
     ]
