@@ -302,8 +302,9 @@ class FailureReport(LoopListener):
         is_sure = not verdict.is_caused or not is_told.is_set() or len(said) == world_size
         notes = _Notes(
             silent=silent,
-            # Not the lowest that was heard: it may be told to end before it misses any.
-            is_first=bool(silent) and store.set_first(f"{key}/first", rank) == rank,
+            # Not the lowest that was heard: it may be told to end before it misses any. Where a cause is
+            # known, the others wait for that rank.
+            is_first=verdict.first.rank in silent and store.set_first(f"{key}/first", rank) == rank,
             timed_out=any(each["timed_out"] for each in said.values()),
             verdict=verdict
             if is_sure and store.set_first(f"{key}/verdict", rank) == rank
