@@ -36,7 +36,7 @@ class FailureNotes:
         Args:
             may_leave_out: returns whether the iteration may be left out, if it is not yet.
         """
-        notes = [_failure_of(each) for each in self._store.values("replaced_for")]
+        notes = [Failure.of(each) for each in self._store.values("replaced_for")]
         num_before = sum(map(failure.is_same, notes))
         if num_before and not (num_before == 1 and self._is_of_batch(failure, may_leave_out)):
             return Answer.END
@@ -57,9 +57,5 @@ class FailureNotes:
 
 def left_out_by(failures: Iterable[Mapping[str, Any]]) -> dict[int, Failure]:
     """Return the iterations that are left out, each with a failure that its batch has led to."""
-    found = map(_failure_of, failures)
+    found = map(Failure.of, failures)
     return {each.iteration: each for each in found}
-
-
-def _failure_of(facts: Mapping[str, Any]) -> Failure:
-    return Failure(**{**facts, "kind": FailureKind(facts["kind"])})

@@ -30,6 +30,7 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError
 from moe_ft.events import EventLog, event_path, read_progress
 from moe_ft.faults import Phase
+from moe_ft.files.progress import call_within
 from moe_ft.loop.leaving import JobProcesses, JobRank, find_job_rank, gone_ranks, meet_processes
 from moe_ft.loop.listeners import Built, LoopListener, LoopState, RejectedResult
 from moe_ft.loop.waits import Joined, collective_of, joined, not_joined, recorded, write_trace
@@ -128,11 +129,32 @@ class FailureReport(LoopListener):
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         failure = failure_of(error, **self._place())
         # All ranks raise that, also those that compute as they must: the check that finds it tells the law.
-        if (assignment := own_assignment()) and not isinstance(error, CorruptionError):
-            report_failure(assignment, failure)
+        if not isinstance(error, CorruptionError):
+            _tell_law(failure)
         innermost = deque(traceback.walk_tb(error.__traceback__), maxlen=1)
         wait = collective_of(innermost[0][0]) if innermost else ""
         self._report(f"{type(error).__name__}: {text[:300]}", failure, wait, is_timeout(error))
+
+    def tell_of_hang(self, what: str) -> None:
+        """Report that the training thread hangs, for which this process ends next. Any thread."""
+        failure = Failure(kind=FailureKind.HANG, what=what, time_s=time.time(), **self._place())
+        _tell_law(failure)
+        own, processes = self._job_rank, self._processes
+        if own is not None:
+            note = asdict(
+                _Note(timed_out=False, failure=asdict(failure), joined=joined(recorded()))
+            )
+            store = SignedStore(own.store, lambda: processes.token)
+            with suppress(RuntimeError, OSError):
+                call_within(
+                    lambda: store.append(self._key, [own.rank, note]),
+                    _STORE_DEADLINE_S,
+                    "the store",
+                )
+
+    @property
+    def _key(self) -> str:
+        return f"moe_ft/stopped/{self._log.incarnation}"
 
     def _place(self) -> dict[str, Any]:
         """Return where this rank is: fields of a `Failure`."""
@@ -148,6 +170,8 @@ class FailureReport(LoopListener):
     def tell_of_replaced(self, failure: Failure, error: Exception) -> None:
         """Report an exception for which this rank alone is replaced; its process ends next."""
         loop, text = self._loop, "".join(traceback.format_exception(error))
+        if failure.kind is FailureKind.DEVICE:  # the law counts them
+            _tell_law(failure)
         warn(
             f"rank {failure.rank} stopped in iteration {loop.iteration}, phase {loop.phase}, and is to be "
             f"replaced: {failure.what}\n{text}"
@@ -290,7 +314,7 @@ class FailureReport(LoopListener):
         store = SignedStore(own.store, lambda: processes.token)
         rank, world_size = own.rank, own.world_size
         meeting = StoreMeeting(store, rank, world_size, least_poll_s=_MIN_POLL_S)
-        key = f"moe_ft/stopped/{self._log.incarnation}"
+        key = self._key
         meeting.exchange(key, asdict(note), self._grace_s, is_told.wait)
         # A rank that is told to end does not wait until all others have had the time to leave a note. Look at
         # processes before notes: what has ended by now has left its note, if it leaves one.
@@ -313,6 +337,11 @@ class FailureReport(LoopListener):
         if rank == 0:
             time.sleep(2 * meeting.poll_s)  # it may keep the store: let the others read
         return notes
+
+
+def _tell_law(failure: Failure) -> None:
+    if (assignment := own_assignment()) is not None:
+        report_failure(assignment, failure)
 
 
 def _verdict_of(notes: Mapping[int, _Note], silent: Sequence[int]) -> Verdict:

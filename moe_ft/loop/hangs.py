@@ -142,15 +142,18 @@ class Hangs(LoopListener):
         loop: LoopState,
         event_log: EventLog,
         timeout_s: float | None,
+        tell: Callable[[str], None] = lambda what: None,
     ) -> None:
         """Watch nothing yet.
 
         Args:
+            tell: tells others of a hang, in words; the process ends next.
             timeout_s: of the groups; None if the loop does not tell its sections. Then nothing is learned.
         """
         given_s = config.hang_limit_s
         self._is_on = timeout_s is not None or given_s is not None
         self._loop, self._log = loop, event_log
+        self._tell = tell
         self._limits = Limits(given_s, timeout_s or 0.0, loop)
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -232,6 +235,7 @@ class Hangs(LoopListener):
                 limit_s=limit_s,
             )
             sys.stdout.flush()
+            self._tell(f"no progress in its {section}, and it waits for no other rank")
         finally:  # also if nothing can be said
             os._exit(1)
 

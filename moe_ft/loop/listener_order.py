@@ -44,10 +44,13 @@ def listeners_of(
     breakpoints = BreakpointWriter(loop, log)
     faults, routers = Faults(config.fault.faults, log), Routers(config, log)
     checkpoints = Checkpoints(config, training, loop, log, faults, routers, breakpoints)
+    report = FailureReport(
+        config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
+    )
     return Listeners(
         loop,
         [
-            Hangs(config.recovery, loop, log, training.timeout_s()),
+            Hangs(config.recovery, loop, log, training.timeout_s(), report.tell_of_hang),
             Metrics(config.observability, config.memory, rank),
             Progress(config, training, loop, log),
             Protects(config, training, loop, log, checkpoints, warnings, on_sigterm=on_sigterm),
@@ -59,8 +62,6 @@ def listeners_of(
             PipelineLog(checkpoints, training, loop),
             checkpoints,
             ReportsTraining(loop, rank),
-            FailureReport(
-                config, loop, log, on_sigterm=on_sigterm, before_report=breakpoints.on_sigterm
-            ),
+            report,
         ],
     )

@@ -17,6 +17,7 @@ from moe_ft.cluster.membership import (
     Command,
     Declare,
     End,
+    Failed,
     Job,
     Lost,
     Node,
@@ -32,6 +33,7 @@ from moe_ft.cluster.membership import (
     Told,
     Wake,
 )
+from moe_ft.verdicts import Failure, FailureKind
 from tests.cluster.transcript import FOLDER, Driver, replay
 
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
@@ -156,6 +158,14 @@ class Chance:
         ended = self.job.reports.ended or self.rng.random() < 0.02
         return self.driver.report(knowing=some, met=True, ready=some, stages=stages, ended=ended)
 
+    def fail(self) -> list[Command]:
+        rng, size = self.rng, self.policy.shape.ranks_per_node
+        kind = rng.choice((*FailureKind, FailureKind.DEVICE, FailureKind.NETWORK))
+        node = rng.choice(("", f"n{rng.randrange(self.policy.shape.num_nodes)}"))
+        rank = rng.randrange(self.job.size * size)
+        failure = Failure(rank=rank, kind=kind, what="X", iteration=rng.randrange(2), node=node)
+        return self.driver.feed(Failed((failure,)))
+
     def wake(self) -> list[Command]:
         return self.driver.feed(Passed(self.rng.choice(sorted(self.due))))
 
@@ -166,6 +176,7 @@ class Chance:
             self.die,
             self.lose,
             self.be_quiet,
+            self.fail,
             self.change,
             self.tell,
             self.report,
@@ -185,6 +196,8 @@ class Chance:
                 case Seat(node, slot) | End(node, slot):
                     assert node in self.known - self.struck, f"{node} is no node"
                     assert 0 <= slot < self.job.size
+                    is_fit = node.partition(".")[0] not in self.job.unfit
+                    assert is_fit or isinstance(each, End), "a node that is not fit gets ranks"
                 case Strike(nodes):
                     assert not self.struck.intersection(nodes), "lost twice"
                     self.struck.update(nodes)

@@ -90,6 +90,19 @@ class OwnErrors:
         sys.stdout.flush()
         os._exit(1)
 
+    def tell_of_device(self, reason: str) -> None:
+        """Report an error of the device, for which this process ends: the law counts them."""
+        iteration, section = self._loop.iteration, self._loop.section.value
+        self._member.report_failure(
+            Failure(
+                rank=self._member.rank,
+                kind=FailureKind.DEVICE,
+                what=reason,
+                iteration=iteration,
+                section=section,
+            )
+        )
+
     def _is_repaired(self, error: Exception) -> bool:
         is_ours = isinstance(error, MoeFtError) and not isinstance(error, InjectedFaultError)
         is_other = is_ours or is_rejected(error)

@@ -148,6 +148,7 @@ class Deaths:
         if not may_be_of_others(error):
             self._own.end_if_own(error)
         if self._member.link.is_armed and (reason := why_lost(error)):
+            self._own.tell_of_device(reason)
             end_process(reason)
         noticed_s = self.notice(error, waits=waits) if isinstance(error, Exception) else None
         if noticed_s is None:

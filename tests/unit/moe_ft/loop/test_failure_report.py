@@ -25,7 +25,7 @@ from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop import failure_report
 from moe_ft.loop.failure_report import FailureReport
-from moe_ft.loop.leaving import JobProcesses, meet_processes
+from moe_ft.loop.leaving import JobProcesses, find_job_rank, meet_processes
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.waits import joined
 from moe_ft.verdicts import Failure, FailureKind
@@ -342,3 +342,15 @@ def test_verdict_names_who_waits_in_which_collective_and_who_did_not_join_it(
     )
     written = event_log.directory / "rank_00000.collectives.json"
     assert joined(written.read_bytes()) == {"0": (8, "all_reduce of world")}
+
+
+def test_rank_that_hangs_leaves_a_note_from_another_thread(
+    store: dist.Store, event_log: EventLog
+) -> None:
+    report = FailureReport(CONFIG, LOOP, event_log, on_sigterm=False)
+    report.tell_of_hang("too early to know anybody")
+    report._job_rank, report._processes = find_job_rank(), JobProcesses(token="the token")
+    report.tell_of_hang("no progress")
+    (note,) = dict(SignedStore(store, lambda: "the token").values(report._key)).values()
+    failure = Failure.of(note["failure"])
+    assert (failure.kind, failure.what, failure.iteration) == (FailureKind.HANG, "no progress", 5)

@@ -267,13 +267,23 @@ def test_limit_is_ten_times_the_longest_silence_once_a_section_is_known(
     assert Limits(25, TIMEOUT_S, loop).of(loop.section) == 25
 
 
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def test_silent_rank_says_where_it_is_and_ends(
-    event_log: EventLog, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    event_log: EventLog,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(hangs, "LOOK_S", 0.05)
     become_member(member := member_of())
     loop = LoopState(iteration=4, phase=Phase.BACKWARD)
-    watch = Hangs(RecoveryConfig(hang_limit="1"), loop, event_log, TIMEOUT_S)
+    told = tmp_path / "told"
+    watch = Hangs(
+        RecoveryConfig(hang_limit="1"), loop, event_log, TIMEOUT_S, lambda what: write(told, what)
+    )
     pid = os.fork()
     if pid == 0:
         gc.freeze()
@@ -293,6 +303,7 @@ def test_silent_rank_says_where_it_is_and_ends(
         "phase": "backward",
         "limit_s": 1,
     }
+    assert told.read_text() == "no progress in its evaluation, and it waits for no other rank"
     assert member.link.section is Section.EVALUATION, "the fork server knows it too"
     said = capfd.readouterr().err
     assert "rank 3 hangs in iteration 4, phase backward, and ends: in its evaluation it" in said
