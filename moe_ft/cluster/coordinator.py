@@ -107,15 +107,17 @@ class Coordinator:
         changed, silences = self._roster.hear(
             self.job.start, lambda: self._rounds.is_next_suspected(self.job.reports.newest)
         )
-        # After the exit codes, and told before them: a rank reports before it ends.
-        if failures := self._reported.new():
-            yield Failed(failures)
+        failures = self._reported.new()  # after the exit codes, as a rank reports before it ends
         now_s = time.monotonic()
         due = [what for what, due_s in self._due_s.items() if now_s > due_s]
         nodes = (*changed, *self.job.nodes.values())
-        may_lose = bool(silences or due) or any(each.code or each.unreached for each in nodes)
+        may_lose = bool(silences or due or failures) or any(
+            each.code or each.unreached for each in nodes
+        )
         if (reports := self._reports(may_lose)) != self.job.reports:
             yield reports
+        if failures:
+            yield Failed(failures)
         if changed:
             yield Changed(changed)
         yield from silences

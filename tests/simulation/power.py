@@ -25,12 +25,13 @@ from tests.simulation.halves import OF_HALVES, draw_halved
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
 from tests.simulation.near import NEAR, vary
 from tests.simulation.peer_mutations import OF_BUDGETS, OF_PARITY, OF_UPDATES
-from tests.simulation.repairs.error_mutations import OF_ERRORS
+from tests.simulation.repairs.error_mutations import OF_CORRUPT, OF_ERRORS
 from tests.simulation.repairs.mutations import OF_ELASTIC, OF_HANGS, OF_NODES, OF_REPAIRS
 from tests.simulation.repairs.ring_mutations import OF_RING
 from tests.simulation.repairs.schedule import draw as draw_repairs
 from tests.simulation.repairs.schedule import (
     draw_bad_batches,
+    draw_corrupt,
     draw_elastic,
     draw_hangs,
     draw_with_spares,
@@ -65,6 +66,7 @@ _DRAWERS: tuple[tuple[Collection[str], Callable[[int], AnySchedule]], ...] = (
     (OF_HANGS, draw_hangs),
     (OF_ELASTIC, draw_elastic),
     (OF_ERRORS, draw_bad_batches),
+    (OF_CORRUPT, draw_corrupt),
     (OF_REPAIRS, draw_repairs),
     (OF_UPDATES, draw_followed),
     (OF_BUDGETS, draw_selective),
@@ -80,7 +82,7 @@ def drawer_for(
     mutation: str | None, *, is_of_repairs: bool = False
 ) -> Callable[[int], AnySchedule]:
     """Return what draws the schedules in which a mistake may show."""
-    of_nodes = {*OF_NODES, *OF_RING, *OF_HANGS, *OF_ELASTIC, *OF_ERRORS}
+    of_nodes = {*OF_NODES, *OF_RING, *OF_HANGS, *OF_ELASTIC, *OF_ERRORS, *OF_CORRUPT}
     if is_of_repairs and mutation not in of_nodes:
         return draw_repairs
     found = (draw for names, draw in _DRAWERS if mutation in names)

@@ -1,8 +1,10 @@
-"""Mistakes about exceptions of single ranks: the simulation of repairs must find each of them."""
+"""Mistakes about exceptions of single ranks, and nodes that compute wrongly: the simulation must find each."""
 
 from typing import Any
 
+from moe_ft.cluster import answers, reported
 from moe_ft.cluster.failure_notes import Answer, FailureNotes
+from moe_ft.cluster.membership import Job
 from moe_ft.cluster.rounds import Entry
 from tests.simulation.active import Patches
 from tests.simulation.mutations import Mutation, name_of
@@ -10,11 +12,18 @@ from tests.simulation.repairs.mutations import repair_mutation
 from tests.simulation.repairs.product import Member, OwnErrors
 
 OF_ERRORS: set[str] = set()
+OF_CORRUPT: set[str] = set()
 
 
 def error_mutation(make: Mutation) -> Mutation:
     """Add a mistake to the list of all, and note that batches which a rank cannot run show it."""
     OF_ERRORS.add(name_of(make))
+    return repair_mutation(make)
+
+
+def corrupt_mutation(make: Mutation) -> Mutation:
+    """Add a mistake to the list of all, and note that nodes which compute wrongly show it."""
+    OF_CORRUPT.add(name_of(make))
     return repair_mutation(make)
 
 
@@ -54,3 +63,21 @@ def other_iteration_left_out_by_replacements(patches: Patches) -> None:
 def own_errors_end_all(patches: Patches) -> None:
     """A rank that raises an exception of its own is not replaced."""
     patches.set(OwnErrors, "end_if_own", lambda self, error: self._member.link.disarm())
+
+
+@corrupt_mutation
+def wrong_results_have_no_consequence(patches: Patches) -> None:
+    """A node whose rank computes wrongly keeps its ranks."""
+    patches.set(answers, "why_unfit", lambda job, failure: "")
+
+
+@corrupt_mutation
+def nodes_that_compute_wrongly_are_spares(patches: Patches) -> None:
+    """A node that was replaced because a rank computed wrongly gets ranks again."""
+    patches.set(Job, "fit", property(lambda self: self.nodes))
+
+
+@corrupt_mutation
+def reports_of_failures_unread(patches: Patches) -> None:
+    """Nobody reads what ranks report of how they have failed."""
+    patches.set(reported.Reported, "new", lambda self: ())

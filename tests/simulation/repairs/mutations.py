@@ -349,7 +349,7 @@ def store_is_waited_for(patches: Patches) -> None:
 @node_mutation
 def silent_nodes_are_waited_for(patches: Patches) -> None:
     """Nobody calls a node lost."""
-    patches.set(law, "_lose", lambda job, ids, why: (job, []))
+    patches.set(law, "_lose", lambda job, ids, why, *_: (job, []))
 
 
 @node_mutation
@@ -377,8 +377,8 @@ def starts_after_all_are_to_save(patches: Patches) -> None:
     """All ranks begin again when a node is lost, although they were to save and end."""
     original = law._lose
 
-    def lose(job: Job, ids: Any, why: str) -> law.Done:
-        found, commands = original(replace(job, is_ending=False), ids, why)
+    def lose(job: Job, ids: Any, *why: Any) -> law.Done:
+        found, commands = original(replace(job, is_ending=False), ids, *why)
         return replace(found, is_ending=job.is_ending), commands
 
     patches.set(law, "_lose", lose)

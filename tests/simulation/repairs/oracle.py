@@ -4,6 +4,7 @@ A job may start again only for a reason that docs/repair.md names. All else is a
 """
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -45,6 +46,7 @@ class Oracle:
         self.num_untrained = 0  # losses of nodes since an iteration was finished
         self.num_failures = 0  # of ranks, since then
         self.left_out: set[int] = set()  # iterations, by all starts
+        self.unfit_since_s: dict[str, float] = {}  # by node, of the agents' start
         self._begin()
 
     def _begin(self) -> None:
@@ -62,6 +64,7 @@ class Oracle:
         self.num_losses = 0
         self.silences.clear()
         self.away_s.clear()
+        self.unfit_since_s.clear()
         self.num_untrained = self.num_failures = self.layout = self._trained_layout = 0
         self._begin()
 
@@ -75,7 +78,16 @@ class Oracle:
 
     # What ranks say
 
+    def is_corrupt(self, rank: Rank) -> None:
+        """Note that a check has found a rank to compute wrongly: its node is to get no ranks any more."""
+        now_s = rank._kernel.now
+        self.log.append(f"{now_s:.3f} s: {rank._process} computes wrongly")
+        self.unfit_since_s.setdefault(rank._process.node, now_s)
+
     def connects(self, group: Group, rank: int, process: Process) -> None:
+        since_s = self.unfit_since_s.get(process.node, math.inf)
+        if process.kernel.now > since_s + _REPLACED_S:
+            self.violate(f"rank {rank} runs on {process.node}, which computes wrongly")
         known = group.ends.get(rank, (process, None))[0]
         if known is not process:
             self.violate(f"two processes are rank {rank} in round {group.number}")

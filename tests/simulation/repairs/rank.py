@@ -14,12 +14,13 @@ from moe_ft.cluster.link import Heart
 from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import RecoveryConfig
-from moe_ft.errors import RepairError
+from moe_ft.errors import CorruptionError, RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase, Section
 from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.listeners import Listeners, LoopState
+from moe_ft.verdicts import Failure, FailureKind
 from tests.simulation.active import World
 from tests.simulation.kernel import Waiting
 from tests.simulation.repairs import product
@@ -35,7 +36,7 @@ ITERATION_S = 1.0
 KEPT = 3  # iterations whose state is in memory
 # Local state of a process: what is to befall it, and whether something explains that it is late.
 HANGS, RAISES, COMPUTES_S, STORES_S, WRITES_S = "hangs", "raises", "computes", "stores", "writes"
-IS_EXPLAINED = "is explained"
+IS_EXPLAINED, IS_CORRUPT = "is explained", "is corrupt"
 EVALUATION_INTERVAL, SAVE_INTERVAL = 2, 3
 
 
@@ -117,8 +118,20 @@ class Rank:
         if self._process.local.get(HANGS):
             self._job.oracle.hangs(self, is_in_iteration=self._watcher._inside_since_s is not None)
             self._kernel.wait(Waiting())
+        if self._process.local.pop(IS_CORRUPT, False):
+            self._be_corrupt()
         if mistake := self._process.local.pop(RAISES, 0):
             self._raise(f"mistake {mistake} of the rank itself", is_caught=name != "between")
+
+    def _be_corrupt(self) -> None:
+        """Be found to compute wrongly, as a check does."""
+        self._job.oracle.is_corrupt(self)
+        iteration, kind = self.loop.iteration, FailureKind.CORRUPTION
+        with self._ends.waiting():
+            self.member.report_failure(
+                Failure(rank=self.rank, kind=kind, what="sums", iteration=iteration)
+            )
+        raise CorruptionError("sums")
 
     def _raise(self, what: str, *, is_caught: bool = True) -> None:
         is_repaired = is_caught and self.loop.section in product.REPAIRED_IN

@@ -71,6 +71,7 @@ _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
 _WITH_BAD_BATCH = 0.2
+_WITH_CORRUPTION = 0.05
 _WITHOUT_SPARE = ("end", "reroute", "reroute", "crowd", "crowd")  # with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
@@ -185,6 +186,29 @@ def draw_bad_batches(seed: int) -> RepairSchedule:
     return msgspec.structs.replace(found, bad_batch=bad_batch)
 
 
+def draw_corrupt(seed: int) -> RepairSchedule:
+    """Draw a schedule in which a node computes wrongly, and others are lost after that."""
+    rng = random.Random(f"corrupt {seed}")
+    nodes, iterations = rng.choice((2, 2, 3)), rng.choice((8, 12))
+    ranks = nodes * rng.choice((1, 1, 2))
+    times = sorted(1 + rng.randrange(ranks * iterations) for _ in range(rng.choice((1, 2, 2, 3))))
+    kinds = "corrupt-node", *rng.choices(("lose-node", "corrupt-node"), k=len(times) - 1)
+    return RepairSchedule(
+        seed=seed,
+        ranks=ranks,
+        nodes=nodes,
+        spares=rng.choice((1, 1, 2)),
+        keeps_apart=rng.random() < 0.7,
+        restarts=rng.choice((0, 2)),
+        iterations=iterations,
+        faults=tuple(
+            _draw(rng, {kind: 1}, IN_ITERATIONS, 0, ranks, time)
+            for kind, time in zip(kinds, times, strict=True)
+        ),
+        switching=rng.choice((0.02, 0.1, 0.3)),
+    )
+
+
 def draw_elastic(seed: int) -> RepairSchedule:
     """Draw a schedule of a job that begins again on fewer nodes, and on more when some come back."""
     rng = random.Random(f"elastic {seed}")
@@ -248,6 +272,8 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     """Draw a schedule, with a probability of spare nodes."""
     if with_spares < 1.0 and random.Random(f"about hangs {seed}").random() < _ABOUT_HANGS:
         return draw_hangs(seed)
+    if with_spares > 0.0 and random.Random(f"about corruption {seed}").random() < _WITH_CORRUPTION:
+        return draw_corrupt(seed)
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
     nodes, spares, keeps_apart = 1, 0, False

@@ -19,6 +19,7 @@ from tests.simulation.repairs.rank import (
     COMPUTES_S,
     HANGS,
     HEARTBEAT_S,
+    IS_CORRUPT,
     IS_EXPLAINED,
     RAISES,
     STORES_S,
@@ -51,7 +52,7 @@ _EXPLAINED: Mapping[str, Callable[[float], dict[str, float]]] = {
 _HARMLESS = ("part-node", "cut-store")
 _OF_NODES = (
     *("lose-node", "power-node", "silence-node", "cut-node", "flap-node", "pause-node"),
-    *("stop-agent", "tell-node"),
+    *("stop-agent", "tell-node", "corrupt-node"),
 )
 
 
@@ -292,6 +293,11 @@ class Injection:
         node = self._job.node_of(rank)
         self._oracle.away_s[node] = _FOR_EVER_S
         self._job.tell(node)
+
+    def _corrupt_node(self, fault: Fault, rank: int) -> None:
+        """Have a check find that a rank computes wrongly, where it comes next."""
+        if (process := self._job.process_of(rank)) is not None:
+            process.local[IS_CORRUPT] = True
 
     def _kill_agent(self, fault: Fault, rank: int) -> None:
         self._kernel.kill(self._job.starts[-1].agents[0])
