@@ -1,4 +1,4 @@
-"""Mistakes about exceptions of single ranks, and nodes that compute wrongly: the simulation must find each."""
+"""Mistakes about exceptions of single ranks, and nodes that compute wrongly: simulation must find all."""
 
 from typing import Any
 

@@ -71,7 +71,6 @@ _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
 _WITH_BAD_BATCH = 0.2
-_WITH_CORRUPTION = 0.05
 _WITHOUT_SPARE = ("end", "reroute", "reroute", "crowd", "crowd")  # with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
@@ -272,8 +271,6 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     """Draw a schedule, with a probability of spare nodes."""
     if with_spares < 1.0 and random.Random(f"about hangs {seed}").random() < _ABOUT_HANGS:
         return draw_hangs(seed)
-    if with_spares > 0.0 and random.Random(f"about corruption {seed}").random() < _WITH_CORRUPTION:
-        return draw_corrupt(seed)
     rng = random.Random(f"repairs {seed}")
     ranks, iterations = rng.choice((2, 2, 3, 3, 4, 6)), rng.choice((4, 6, 8, 12))
     nodes, spares, keeps_apart = 1, 0, False
