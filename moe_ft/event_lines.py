@@ -217,6 +217,14 @@ class Hang(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
     limit_s: float
 
 
+class Corruption(Line, frozen=True, kw_only=True, tag_field="event", tag="corruption"):
+    """Finding of a check against silent corruption: one of the ranks, or all of them, has wrong bits."""
+
+    check: str
+    ranks: tuple[Int, ...]
+    decided: bool
+
+
 class Degraded(Line, frozen=True, kw_only=True, tag_field="event", tag="degraded"):
     """Part of checkpointing that failed while training went on."""
 
@@ -253,6 +261,7 @@ _Known = (
     | Hang
     | Stopped
     | Verdict
+    | Corruption
     | Degraded
     | Skipped
     | End

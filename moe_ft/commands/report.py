@@ -108,6 +108,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "slow rank", str(each)
     if report.hangs:
         yield "hangs", ", ".join(f"{num} in {name}" for name, num in report.hangs.items())
+    if report.corruptions:
+        accused = (f"{num} of rank {rank}" for rank, num in report.corruptions.items())
+        yield "findings of corruption", ", ".join(accused)
     yield from _checkpoints(report)
     yield "events", report.event_log
 

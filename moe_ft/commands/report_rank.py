@@ -18,6 +18,7 @@ from typing import Any
 from moe_ft.commands.report_course import Course
 from moe_ft.commands.report_events import Sampling
 from moe_ft.event_lines import (
+    Corruption,
     Degraded,
     End,
     Fault,
@@ -179,6 +180,7 @@ class RankSums:
         resident, device: most bytes of memory in a bucket.
         peak_bytes: of device memory at the end.
         hangs: for which ranks have ended themselves, by section of the loop.
+        corruptions: findings, each as iteration, check and ranks that may be corrupt.
         slots: new tables, which one rank of each stage has written.
         hosts: where it ran, in all starts.
     """
@@ -196,6 +198,7 @@ class RankSums:
     device: Cells = field(default_factory=new_cells)
     peak_bytes: int = 0
     hangs: Counter[str] = field(default_factory=Counter)
+    corruptions: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
     slots: SlotSums = field(default_factory=SlotSums)
     hosts: set[str] = field(default_factory=set)
 
@@ -218,6 +221,7 @@ class RankSums:
         self.device = array("d", map(max, self.device, other.device))
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
         self.hangs += other.hangs
+        self.corruptions |= other.corruptions
         self.slots.add(other.slots)
         self.hosts |= other.hosts
         for iteration, layers in other.loads.items():
@@ -257,6 +261,7 @@ class RankReader:
             Stopped: self._fail,
             Verdict: self._judge,
             Hang: self._hang,
+            Corruption: self._find,
             Degraded: self._degrade,
             Skipped: self._degrade,
             End: self._end,
@@ -376,6 +381,11 @@ class RankReader:
         self._mark(
             event.time, Mark.FAULT, f"hung in its {event.section} for {event.silent_s:.0f} s"
         )
+
+    def _find(self, event: Corruption) -> None:
+        self.sums.corruptions.add((event.iteration, event.check, event.ranks))
+        accused = " or ".join(map(str, event.ranks))
+        self._mark(event.time, Mark.FAULT, f"corruption of rank {accused}: {event.check}")
 
     def _degrade(self, event: Degraded) -> None:
         self._mark(event.time, Mark.TROUBLE, f"{event.part}: {event.reason[:80]}")

@@ -5,6 +5,7 @@ goes up where a field changes its meaning or goes. report_run.py reads the log, 
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -157,6 +158,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="on the end of the last start, if it failed: who was first, and how"),
     ]
     hangs: Annotated[dict[str, int] | None, Meta(description="by section of the loop")]
+    corruptions: Annotated[
+        dict[int, int], Meta(description="findings by accused rank, in what was read")
+    ]
     tiers: Annotated[dict[str, TierSums], Meta(description="by tier: memory, peers, storage")]
     read_bytes: Annotated[dict[str, int], Meta(description="that recoveries read, by place")]
     peer_state_bytes: Annotated[int, Meta(description="sent to peers by the last rank")]
@@ -211,6 +215,7 @@ def summarize_run(run: Run, directory: Path) -> Report:
         ),
         verdict=run.verdict or None,
         hangs=run.hangs,
+        corruptions=Counter(rank for _, _, ranks in sorted(total.corruptions) for rank in ranks),
         tiers={
             tier.value: TierSums(
                 num_snapshots=each.num,

@@ -174,6 +174,8 @@ class Watch:
             last = max(events, key=lambda event: event.time)
             reason = last.reason.splitlines()[0] if last.reason else ""
             yield f"{num_degraded} failures of checkpointing, the last of {last.part}: {reason}"
+        if num_found := sum(each.corruptions.total() for each in ranks):
+            yield f"{num_found} findings of silent corruption: report says which ranks they accuse"
         if num_skipped := sum(each.num_skipped for each in ranks):
             yield f"{num_skipped} snapshots were due and left out"
         if num_lines := sum(each.num_not_read for each in ranks):

@@ -142,11 +142,24 @@ class Messages:
                     f"iteration {report.iteration}: log: event {report.event}: {describe(error)}"
                 )
                 self._print_failure("log", failed, is_ending)
+            if report.event == "corruption":
+                self._print_accusation(report)
             if report.event == "degraded":
                 failure = f"iteration {report.iteration}: {report.fields['part']}: {report.fields['reason']}"
                 self._print_failure(report.fields["part"], failure, is_ending)
         if failure and self._raises and not is_ending:
             raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
+
+    def _print_accusation(self, report: Report) -> None:
+        """Print whom a peer's repetition of the optimizer's step accuses: this rank, or another one twice."""
+        given, (accused, *others) = report.fields, report.fields["ranks"]
+        if others or not given["decided"] or (accused != self._rank and given["times"] < 2):
+            return
+        self._print(
+            f", iteration {report.iteration}: rank {accused} computes or keeps wrong bits ({given['where']}; "
+            f"{given['reason']}), found {given['times']} times so far. Training goes on: exclude its node "
+            "from the next start, and have it examined"
+        )
 
     def _print_failure(self, part: str, failure: str, is_ending: bool) -> None:
         """Print a failure, before the end at most one per part and interval; the event log has them all.

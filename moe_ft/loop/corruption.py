@@ -25,11 +25,13 @@ class Check(StrEnum):
     AT_REST = "weights at rest"
     EQUAL = "equal weights"
     ITERATION = "iteration"
+    REPLICA = "replica"  # engine/updates/following.py reports it; training goes on
 
 
 _WORDS = {
     Check.AT_REST: "memory of its weights or moments changed between two optimizer steps",
     Check.EQUAL: "its weights are not those of ranks that must have the same",
+    Check.REPLICA: "peers that repeat an optimizer step get other bits",
     Check.ITERATION: "another rank computes other results for its iteration",
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from moe_ft.event_lines import (
+    Corruption,
     Degraded,
     End,
     Iteration,
@@ -119,6 +120,7 @@ class RankCourse:
     degraded: Counter[str] = field(default_factory=Counter)
     last_degraded: Degraded | None = None
     num_skipped: int = 0
+    corruptions: Counter[str] = field(default_factory=Counter)  # findings, by check
     read_back: int | None = None
     num_not_read: int = 0
     is_finished: bool = False
@@ -190,6 +192,8 @@ class RankCourse:
     def _note_trouble(self, event: Line) -> None:
         if isinstance(event, Skipped):
             self.num_skipped += 1
+        elif isinstance(event, Corruption):
+            self.corruptions[event.check] += 1
         elif isinstance(event, Degraded):
             self.degraded[event.part] += 1
             self.last_degraded = event

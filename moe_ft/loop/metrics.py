@@ -22,6 +22,7 @@ from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.background import BackgroundPart
 from moe_ft.errors import ConfigError
 from moe_ft.events import last_incarnation
+from moe_ft.loop.corruption import Check
 from moe_ft.loop.course import FollowedRun, RankCourse
 from moe_ft.loop.listeners import LoopListener
 from moe_ft.saying import warn
@@ -57,6 +58,11 @@ METRICS: Mapping[str, tuple[str, str, str]] = {
     "snapshot_seconds": (_COUNTER, "time until snapshots were in a tier", "tier"),
     "skipped": (_COUNTER, "snapshots that were due and were left out", ""),
     "degraded": (_COUNTER, "failures of parts of checkpointing", "part"),
+    "corruptions": (
+        _COUNTER,
+        "findings of silent corruption, on each rank that knows of it",
+        "check",
+    ),
     "recoveries": (_COUNTER, "recoveries", ""),
     "repairs": (_COUNTER, "repairs in place", ""),
     "repair_seconds": (_COUNTER, "time from deaths until the broken iterations were finished", ""),
@@ -98,6 +104,8 @@ def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
         yield "snapshot_seconds", tier, traffic.seconds
     for part in BackgroundPart:  # also with 0: increase() misses the birth of a series
         yield "degraded", part.value, course.degraded[part]
+    for check in Check:
+        yield "corruptions", check.value, course.corruptions[check]
 
 
 class _Collector:

@@ -167,6 +167,28 @@ def test_lost_message_costs_a_whole_state_and_then_gradients_follow_again(
     assert all(line["gradient_bytes"] for line in after)
 
 
+# By number of nodes, each with a rank: who is accused when a moment changes in the memory of rank 0.
+ACCUSED = {2: ([0, 1], False), 4: ([0], True)}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("num_nodes", ACCUSED)
+def test_bit_that_changes_in_a_moment_is_found_by_peers_in_the_same_iteration(
+    job: CheckpointJob, num_nodes: int
+) -> None:
+    set_model(job, {"global_batch_size": 8}, 8)
+    job.num_ranks = num_nodes
+    factor = ("--moe-ft-replication-factor", f"{min(2, num_nodes - 1)}")
+    nodes = [f"node{number}" for number in range(num_nodes)]
+    flip = ("--moe-ft-inject-fault", "flip:0@5:moment")
+    job.run(*FOLLOWED, *factor, *flip, nodes=nodes).check()
+    found = [line for rank in range(num_nodes) for line in job.events("corruption", rank)]
+    accused = [(line["check"], line["iteration"], line["ranks"], line["decided"]) for line in found]
+    assert accused == [("replica", 6, *ACCUSED[num_nodes])]
+    later = [line for line in job.events("replicate") if line["iteration"] > 6]
+    assert later and not any(line["fallbacks"] for line in later)
+
+
 def slots(memory: Path, pattern: str) -> Iterator[tuple[tuple[int, str, int], bytes]]:
     """Yield rank, unit and iteration of the newest versions in slots, with their bytes."""
     newest: dict[int, tuple[Path, Index]] = {}

@@ -92,12 +92,16 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         checksum: of these bytes, if they are parts of a unit.
         wants_state: the update could not be repeated, or came out otherwise: the state is needed.
+        made: checksum of what came out otherwise.
+        is_base_damaged: the state from which it came out is not the one that its index describes.
     """
 
     error: str = ""
     num_bytes: _Count = 0
     checksum: str = ""
     wants_state: bool = False
+    made: str = ""
+    is_base_damaged: bool = False
 
 
 REQUEST = msgspec.json.Decoder(Put | Get | GetParts | Join)

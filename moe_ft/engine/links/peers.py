@@ -37,7 +37,7 @@ from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadli
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates import following
-from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
+from moe_ft.engine.updates.following import Answer, Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.progress import waiting
@@ -110,15 +110,13 @@ class PeerConnection:
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None = None,
-    ) -> str:
+    ) -> Answer:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
             slots: names of units of the pool, which are sent too.
             update: is sent with its gradients in place of the region and the slots that it makes.
 
-        Returns:
-            Why the peer wants the region after all; empty if it has committed the replica.
         """
         try:
             return self._put(replica, slots, phase_hook, update)
@@ -134,7 +132,7 @@ class PeerConnection:
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None,
-    ) -> str:
+    ) -> Answer:
         connection, index = self._connected(), replica.index
         if update is not None and update.is_lossy and replica.lent is not None:
             update = msgspec.structs.replace(update, checksum=checksum(replica.lent.gradients))
@@ -176,7 +174,7 @@ class PeerConnection:
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error and not reply.wants_state:
             raise CorruptStateError(reply.error)
-        return reply.error
+        return Answer(why=reply.error, made=reply.made, is_base_damaged=reply.is_base_damaged)
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> memoryview:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""
@@ -362,6 +360,7 @@ class PeerReplicator:
             for rank, pair in self._pairs.items()
             if replica.peers is None or rank in replica.peers
         }
+        self._followers.judge(index.rank, index.iteration)
         reached = {rank: each for rank, each in sent.items() if each is not None}
         self.lacking = (self.lacking | sent.keys()) - reached.keys()
         self.can_follow = self._followers.can_follow

@@ -44,9 +44,10 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates.adam import begin_repetition
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
+from moe_ft.format.checksums import checksums
 from moe_ft.format.encoding import check_found, check_path, checksum, decode
 from moe_ft.format.index import Index, check_units
-from moe_ft.format.updates import decode_update
+from moe_ft.format.updates import Update, decode_update
 
 _MAX_INDEX_BYTES = 1 << 30
 
@@ -125,7 +126,14 @@ class ReplicaKeeper:
                 contents[memory.pool.name] = memoryview(memory.pool.mapping)
             connection.receive_body(_targets(request, index, contents), body_bytes, deadline)
             error_text = self._commit(request, index, memory, region, contents, sent)
-            return Reply(error=error_text, wants_state=bool(error_text and update))
+            if not error_text or step is None:
+                return Reply(error=error_text)
+            return Reply(
+                error=error_text,
+                wants_state=True,
+                made=_made(index, contents, made),
+                is_base_damaged=_is_damaged(memory, step, region),
+            )
 
     @contextmanager
     def _alone(self, source: int) -> Iterator[None]:
@@ -190,6 +198,27 @@ class ReplicaKeeper:
             return f"{error}"
         self._newest[index.rank] = index.iteration
         return ""
+
+
+def _made(index: Index, contents: Mapping[str, memoryview], names: Collection[str]) -> str:
+    """Return a checksum of the units in a region and of some in slots, as they are here."""
+    units = [unit for name, unit in index.units.items() if not unit.file or name in names]
+    parts = [contents[unit.file][unit.offset :][: unit.num_bytes] for unit in units]
+    return checksum("".join(checksums(parts)).encode())
+
+
+def _is_damaged(memory: ReplicaStore, step: Update, target: Region) -> bool:
+    """Return whether the state before a step is not what its index describes: a wrong state follows."""
+    region, base = memory.base(step.base_iteration, target)
+    contents = {"": region.view}
+    if memory.pool is not None and step.units:
+        contents[memory.pool.name] = memory.pool.view
+    units = [(name, unit) for name, unit in base.entries() if not unit.file or name in step.units]
+    try:
+        check_units(base, contents, "", units)
+    except CorruptStateError:
+        return True
+    return False
 
 
 def _receive_stripe(store: ParityStore, connection: Streams, request: Put, content: bytes) -> Reply:

@@ -1,12 +1,15 @@
 """Peers that follow a rank by its gradients: when they can, and what they are sent otherwise.
 
 A peer follows if it is known to have exactly the state that the step began with, and keeps that. Anything
-else is state: a replica is never made of something that is only likely to be there. links/peers.py sends,
+else is state: a replica is never made of something that is only likely to be there. What a peer makes
+otherwise than the owner is also a check: one of the two computes or keeps wrong bits. links/peers.py sends,
 capture.py keeps the gradients, adam.py is the peer's side. No torch.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -17,7 +20,81 @@ from moe_ft.format.updates import Update
 _MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for ever
 MOST_LOSSY_STEPS = 100  # that a peer repeats with other rounding before it gets state again
 
-Put = Callable[[Update | None], str]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Answer of a peer to an update.
+
+    Attributes:
+        why: it wants state; empty if it has committed the replica.
+        made: checksum of what it has made, where that is not the owner's state.
+        is_base_damaged: whether the state that it began with has changed in its memory.
+    """
+
+    why: str = ""
+    made: str = ""
+    is_base_damaged: bool = False
+
+
+Put = Callable[[Update | None], Answer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspicion:
+    """Ranks one of which has computed or kept wrong bits: all of them if it is decided."""
+
+    ranks: tuple[int, ...]
+    is_decided: bool
+    reason: str
+
+
+def find_suspects(
+    owner: int,
+    doubts: Mapping[int, tuple[Answer, Answer]],
+    agreed: Collection[int],
+    comparable: Collection[int],
+) -> Iterator[Suspicion]:
+    """Yield whom one step accuses that did not come out as the owner's at some peers.
+
+    Args:
+        doubts: by peer, what it made of the same gradients, twice.
+        agreed: peers that made the owner's bits at once.
+        comparable: peers that have ever made them, so that their CPUs round like the owner's.
+    """
+    steady = {}
+    for rank, (first, second) in doubts.items():
+        accused = partial(Suspicion, ranks=(rank,), is_decided=True)
+        if not second.why:
+            yield accused(reason="its second try gave the owner's bits")
+        elif second.is_base_damaged:
+            yield accused(reason="the replica that it began with has changed in its memory")
+        elif second.made == first.made:
+            steady[rank] = second.made
+        elif second.made:
+            yield accused(reason="its two tries gave different bits")
+        else:
+            reason = "it could not make a second try"
+            yield Suspicion(ranks=(owner, rank), is_decided=False, reason=reason)
+    if steady:
+        yield _decide(owner, steady, agreed, is_comparable={*comparable} >= steady.keys())
+
+
+def _decide(
+    owner: int, steady: Mapping[int, str], agreed: Collection[int], *, is_comparable: bool
+) -> Suspicion:
+    """Return whom peers accuse that make the same other bits twice, of which checksums are given."""
+    ranks: tuple[int, ...] = (owner, *steady)
+    if not is_comparable:
+        reason = "twice the same other bits, as another kind of CPU also gives them"
+        return Suspicion(ranks=ranks, is_decided=False, reason=reason)
+    if agreed:
+        reason = f"rank {min(agreed)} gives the owner's bits"
+        return Suspicion(ranks=tuple(steady), is_decided=True, reason=reason)
+    if len(steady) > 1 and len({*steady.values()}) == 1:
+        reason = "all its peers give the same other bits"
+        return Suspicion(ranks=(owner,), is_decided=True, reason=reason)
+    reason = "twice the same other bits, and no further peer that decides"
+    return Suspicion(ranks=ranks, is_decided=False, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +183,10 @@ class Followers:
         self._reports = reports
         self._num_refused: dict[int, int] = {}  # in a row, by rank
         self._num_lossy: dict[int, int] = {}  # since state was sent, by rank
+        self._doubts: dict[int, tuple[Answer, Answer]] = {}  # of this snapshot, by rank
+        self._agreed: set[int] = set()  # to this snapshot
+        self._comparable: set[int] = set()
+        self._accusations: Counter[int] = Counter()
 
     def send(
         self,
@@ -134,7 +215,14 @@ class Followers:
         update, why = lent.update, self._reason(rank, lent, keep_iteration, known)
         gradient_bytes = 0
         if update is not None and not why:
-            gradient_bytes, why = update.num_bytes, put(update)
+            gradient_bytes, answer = update.num_bytes, put(update)
+            if answer.made and not update.is_lossy:  # again: what it does then tells who is wrong
+                first, answer = answer, put(update)
+                gradient_bytes += update.num_bytes
+                self._doubts[rank] = first, answer
+            elif not answer.why and not update.is_lossy and update.num_bytes:
+                self._agreed.add(rank)
+            why = answer.why
             if not why:
                 self._num_refused[rank] = 0
                 self._num_lossy[rank] = self._num_lossy.get(rank, 0) + update.is_lossy
@@ -148,6 +236,30 @@ class Followers:
         put(None)
         self._num_lossy[rank] = 0
         return Sent(state_bytes=state_bytes, gradient_bytes=gradient_bytes, fallback=why)
+
+    def judge(self, owner: int, iteration: int) -> None:
+        """Report whom the answers to a snapshot accuse of wrong bits, once all peers have answered."""
+        doubts, agreed = self._doubts, self._agreed
+        self._doubts, self._agreed = {}, set()
+        self._comparable |= agreed
+        for each in find_suspects(owner, doubts, agreed, self._comparable):
+            self._accusations.update(each.ranks if each.is_decided else ())
+            first = next(
+                why
+                for rank, (why, _) in doubts.items()
+                if rank in each.ranks or owner in each.ranks
+            )
+            self._reports.add(
+                "corruption",
+                iteration,
+                check="replica",
+                ranks=sorted(each.ranks),
+                decided=each.is_decided,
+                where=first.why.removesuffix(" does not match its checksum"),
+                since=iteration - 1,
+                reason=each.reason,
+                times=max(self._accusations[rank] for rank in each.ranks),
+            )
 
     @property
     def can_follow(self) -> bool:

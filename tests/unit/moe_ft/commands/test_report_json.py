@@ -15,6 +15,7 @@ from moe_ft.commands import report_summary
 from moe_ft.commands.report import render
 from moe_ft.commands.report_summary import SCHEMA, Report, as_json
 from moe_ft.events import EventLog
+from moe_ft.loop.stragglers import Straggler
 from moe_ft.planning.time_shares import Spent
 from tests.unit.moe_ft.commands.runs import summarize, write_run
 from tests.unit.moe_ft.commands.test_report_page import REAL, events
@@ -25,7 +26,7 @@ OBJECTS: dict[str, type[msgspec.Struct]] = {
     "": Report,
     "job": report_summary.Job,
     "ranks": report_summary.RankEnd,
-    "slow_ranks": report_summary.Straggler,
+    "slow_ranks": Straggler,
     "recoveries": report_summary.RecoveryFacts,
     "repairs": report_summary.RepairFacts,
     "rank_changes": report_summary.RankChange,

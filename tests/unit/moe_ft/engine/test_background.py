@@ -136,6 +136,27 @@ def test_failure_is_logged_each_time_and_printed_once_in_a_while(
     ]
 
 
+def test_accused_rank_has_a_line_if_it_is_this_one_or_accused_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = of_rank(3)
+    facts = {"where": "rank 3: unit embedding", "reason": "its two tries differ"}
+    for ranks, decided, times in (
+        ([3, 7], False, 0),
+        ([7], True, 1),
+        ([7], True, 2),
+        ([3], True, 1),
+    ):
+        told.reports.add("corruption", 5, ranks=ranks, decided=decided, times=times, **facts)
+        drained(told)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "WARNING moe_ft: rank 3, iteration 5: rank 7 computes or keeps wrong bits (rank 3: unit embedding; "
+        "its two tries differ), found 2 times so far. Training goes on: exclude its node"
+    )
+    assert "rank 3 computes or keeps wrong bits" in second
+
+
 def test_every_failure_at_the_end_of_training_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,18 +1,24 @@
 """A peer that follows a rank by its gradients, over a real connection: its replicas are the rank's state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_ft.engine.clock import Clock
 from moe_ft.engine.links import peers
+from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.updates import adam
+from moe_ft.engine.updates.following import Answer, find_suspects
 from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import lossy_packings
 from tests.unit.moe_ft.followed import SIZES, Owner
+from tests.unit.moe_ft.peer import TOKEN, Peer, no_fault
 
 EXPERT = "layer.0.expert.1"
 
@@ -139,8 +145,10 @@ def test_expert_whose_base_the_peer_lacks_is_sent_as_state_with_everything_and_t
         turning.train()
         turning.save()
         turning.check_replica()
-        sent = turning.sent()
+        *found, last = turning.reports.drain()
+        sent, accused = last.fields, [each.fields["ranks"] for each in found]
         assert (sent["fallbacks"] == {}, sent["followed"]) == (is_followed, int(is_followed))
+        assert accused == ([[7]] if is_damaged and not is_followed else [])
 
 
 def test_replica_after_a_lost_message_is_sent_as_state_and_the_next_one_follows(
@@ -185,28 +193,144 @@ def test_peer_that_has_lost_its_replica_gets_state_in_the_same_message_exchange(
     owner.check_replica()
 
 
-def test_base_that_is_not_what_the_rank_believes_costs_state_and_never_a_wrong_replica(
+def accused_by(owner: Owner) -> list[tuple[list[int], bool, str]]:
+    """Train, save, and return who is accused of wrong bits, whether that is decided, and why."""
+    owner.train()
+    owner.save()
+    reports = owner.reports.drain()
+    found = [each for each in reports if each.event == "corruption"]
+    for each in found:
+        assert (each.iteration, each.fields["check"]) == (owner.iteration, "replica")
+        assert each.fields["since"] == owner.iteration - 1
+        assert each.fields["where"].startswith("rank 3: unit ")
+    return [(each.fields["ranks"], each.fields["decided"], each.fields["reason"]) for each in found]
+
+
+@pytest.fixture
+def doubled(owner: Owner, tmp_path: Path) -> Iterator[Owner]:
+    """Yield a rank with two peers, 7 and 8, both of which follow it."""
+    with closing(Peer(tmp_path / "other", owner.peer.size)) as other:
+        infos = [owner.peer.info, replace(other.info, rank=8)]
+        owner.replicator.close()
+        owner.replicator = PeerReplicator(infos, TOKEN, owner.reports, no_fault, Clock())
+        follow(owner)
+        yield owner
+
+
+def flip_moment(owner: Owner) -> None:
+    """Change a bit of a moment in the memory of the optimizer, after its snapshot."""
+    state = owner.inner.optimizer.state[owner.parameters[1].master]
+    state["exp_avg_sq"].view(torch.int32)[5] ^= 1 << 22
+
+
+def repeat_wrongly(
+    monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int], bool], factor: float = 1 + 2**-20
+) -> None:
+    """Have repetitions of the step, by their numbers from 0, come out otherwise than the owner's."""
+    original, calls = adam.repeat_step, count()
+
+    def repeat_step(before: Any, gradient: torch.Tensor, *rest: Any) -> None:
+        number = next(calls) // len(SIZES)
+        original(before, gradient * (factor if is_wrong(number) else 1), *rest)
+
+    monkeypatch.setattr(adam, "repeat_step", repeat_step)
+
+
+def test_base_that_has_changed_accuses_the_peer_costs_state_and_never_a_wrong_replica(
     owner: Owner,
 ) -> None:
     follow(owner)
     (base,) = (each for each in owner.peer.regions if each.iteration == owner.iteration)
     base.mapping[owner.layout.units[1].offset] ^= 1
+    reason = "the replica that it began with has changed in its memory"
+    assert accused_by(owner) == [([7], True, reason)]
+    owner.check_replica()
+    assert accused_by(owner) == []
+    owner.check_replica()
+
+
+def test_result_that_is_right_when_it_is_repeated_accuses_the_peer_and_costs_no_state(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(owner)
+    repeat_wrongly(monkeypatch, lambda number: number == 0)
     owner.train()
     owner.save()
-    assert "does not match its checksum" in owner.sent()["fallbacks"]["7"]
+    accusation, sent = owner.reports.drain()
+    assert (accusation.fields["ranks"], accusation.fields["decided"]) == ([7], True)
+    assert accusation.fields["reason"] == "its second try gave the owner's bits"
+    assert (sent.fields["fallbacks"], sent.fields["state_bytes"]) == ({}, 0)
     owner.check_replica()
+
+
+def test_moment_that_has_changed_in_the_owner_accuses_both_with_one_peer(owner: Owner) -> None:
+    follow(owner)
+    flip_moment(owner)
+    reason = "twice the same other bits, and no further peer that decides"
+    assert accused_by(owner) == [([3, 7], False, reason)]
+    owner.check_replica()
+    assert accused_by(owner) == []  # the peer has the same state now, right or wrong
+
+
+def test_moment_that_has_changed_in_the_owner_accuses_it_where_two_peers_agree(
+    doubled: Owner,
+) -> None:
+    flip_moment(doubled)
+    assert accused_by(doubled) == [([3], True, "all its peers give the same other bits")]
+
+
+def test_peer_that_gives_other_bits_than_another_one_is_accused_and_counted(
+    doubled: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat_wrongly(monkeypatch, lambda number: number % 3 != 0)  # rank 7 is the first of both
+    for times in (1, 2):
+        doubled.train()
+        doubled.save()
+        (found,) = (each for each in doubled.reports.drain() if each.event == "corruption")
+        assert (found.fields["ranks"], found.fields["decided"]) == ([8], True)
+        assert found.fields["reason"] == "rank 7 gives the owner's bits"
+        assert found.fields["times"] == times
+
+
+def answers(first: str, second: str) -> tuple[Answer, Answer]:
+    return Answer(why="x", made=first), Answer(why="x", made=second)
+
+
+# By case: answers of peers, those that have ever agreed, and who is accused, decided or not.
+SUSPECTS: dict[str, tuple[dict[int, tuple[Answer, Answer]], set[int], list[Any]]] = {
+    "different results": (
+        {7: answers("a", "a"), 8: answers("b", "b")},
+        {7, 8},
+        [((3, 7, 8), False)],
+    ),
+    "one peer never agreed": (
+        {7: answers("a", "a"), 8: answers("a", "a")},
+        {7},
+        [((3, 7, 8), False)],
+    ),
+    "results that change": (
+        {7: answers("a", "b"), 8: answers("c", "c")},
+        {7, 8},
+        [((7,), True), ((3, 8), False)],
+    ),
+    "nothing the second time": ({7: answers("a", "")}, {7}, [((3, 7), False)]),
+}
+
+
+@pytest.mark.parametrize("case", SUSPECTS)
+def test_owner_is_accused_alone_only_by_equal_results_of_peers_that_round_like_it(
+    case: str,
+) -> None:
+    doubts, comparable, expected = SUSPECTS[case]
+    found = find_suspects(3, doubts, (), comparable)
+    assert [(each.ranks, each.is_decided) for each in found] == expected
 
 
 def test_peer_whose_processor_computes_other_bits_gets_state_after_three_tries(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow(owner)
-    original = adam.repeat_step
-
-    def repeat_step(before: Any, gradient: torch.Tensor, *rest: Any) -> None:
-        original(before, gradient * (1 + 2**-20), *rest)
-
-    monkeypatch.setattr(adam, "repeat_step", repeat_step)
+    repeat_wrongly(monkeypatch, lambda _: True)
     gradients = []
     for _ in range(5):
         owner.train()
