@@ -88,7 +88,7 @@ class Faults(LoopListener):
 
     def _flip(self, fault: FaultSpec, target: FlipTarget) -> None:
         """Flip a bit of a tensor as soon as that is there; if it was awaited before, only now."""
-        self._call_off.pop(fault, _do_nothing)()
+        self._call_off.pop(fault, lambda: None)()
         number = fault.rank + fault.iteration
 
         def flip(name: str, tensor: torch.Tensor) -> None:
@@ -131,10 +131,6 @@ class Faults(LoopListener):
                 os.kill(pid, signal.SIGTERM)
             return
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _lose(node: Node) -> None:

@@ -10,7 +10,9 @@ all weights to the CPU, compares with the first replica alone, and names no rank
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ from moe_ft.loop.listeners import Built, EndedIteration, LoopListener, LoopState
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.saying import warn
 from moe_ft.state import rest
+from moe_ft.state.parameters import name_in_model
 
 _GROUPS = {
     "dp_cp": "data-parallel ranks",
@@ -90,7 +93,7 @@ class WeightCheck(LoopListener):
     def end_iteration(self, ended: EndedIteration) -> None:
         """Sum up the new state, if it is due."""
         if self._built is not None and ended.iteration % self._interval == 0:
-            self._before = self._sum_up()
+            self._before = rest.bit_sums(rest.tensors_at_rest(self._built[0], self._built[1]))
 
     def before_step(self) -> None:
         """Compare, if sums were taken after the step before. Called by all ranks.
@@ -101,25 +104,27 @@ class WeightCheck(LoopListener):
         if self._built is None or self._before is None:
             return
         before, self._before = self._before, None
-        changed = next(
-            (name for name, each in self._sum_up().items() if each != before.get(name)), ""
-        )
-        copies = {
-            key: rest.bit_sums(tensors)
-            for key, tensors in rest.copied_parameters(self._built[0]).items()
+        model, optimizer, _ = self._built
+        copies = rest.copies(model)
+        now = rest.bit_sums(chain(rest.tensors_at_rest(model, optimizer), *copies.values()))
+        changed = next((name for name in before if before[name] != now.get(name)), "")
+        shared = {
+            key: {name: now[name] for name, _ in tensors}
+            for key, tensors in copies.items()
             if getattr(self._groups, key, None) is not None
         }
-        own = {key: (self._ranks(key)[0], _fold(sums)) for key, sums in copies.items()}
-        met = exchange.meet((_short(changed), own), _EXCHANGED)
+        own = {key: (self._ranks(key)[0], _fold(sums.values())) for key, sums in shared.items()}
+        met = exchange.meet((self._place(changed), own), _EXCHANGED)
         finding = self._of_memory([name for name, _ in met])
-        finding = finding or self._of_copies([sums for _, sums in met], copies)
+        finding = finding or self._of_copies([sums for _, sums in met], shared)
         if finding is not None:
             accuse(self._log, self._loop, finding)
         self._passed = self._loop.iteration
 
-    def _sum_up(self) -> dict[str, int]:
+    def _place(self, name: str) -> str:
+        """Return a name as it is in the whole model, or its end: all ranks exchange it."""
         assert self._built is not None
-        return rest.bit_sums(rest.tensors_at_rest(self._built[0], self._built[1]))
+        return name and name_in_model(self._built[0], name)[-_MOST_CHARACTERS:]
 
     def _ranks(self, key: str) -> list[int]:
         return dist.get_process_group_ranks(getattr(self._groups, key))
@@ -137,7 +142,7 @@ class WeightCheck(LoopListener):
         )
 
     def _of_copies(
-        self, met: Sequence[Mapping[str, Sum]], copies: Mapping[str, Mapping[str, int]]
+        self, met: Sequence[Mapping[str, Sum]], shared: Mapping[str, Mapping[str, int]]
     ) -> Finding | None:
         """Find who has other weights. Called by all ranks, which all know whether anybody has."""
         groups = {key: sums for key, sums in _by_group(met) if suspects_of(sums)[0]}
@@ -147,8 +152,8 @@ class WeightCheck(LoopListener):
         shown = next(key for key, sums in groups.items() if not {*ranks}.isdisjoint(sums))
         name, first = shown
         is_in = self._log.rank in groups[shown]
-        place = self._first_difference(name, copies[name]) if is_in else ""
-        places = exchange.meet(_short(place), _PLACE)
+        place = self._first_difference(name, shared[name]) if is_in else ""
+        places = exchange.meet(self._place(place), _PLACE)
         return Finding(
             check=Check.EQUAL,
             ranks=ranks,
@@ -176,12 +181,5 @@ def _by_group(met: Sequence[Mapping[str, Sum]]) -> Iterator[tuple[tuple[str, int
     yield from found.items()
 
 
-def _fold(sums: Mapping[str, int]) -> int:
-    found = 0
-    for each in sums.values():
-        found = (found * _MIX + each) % (1 << 64)
-    return found
-
-
-def _short(name: str) -> str:
-    return name.replace("module.", "")[-_MOST_CHARACTERS:]
+def _fold(sums: Iterable[int]) -> int:
+    return reduce(lambda found, each: (found * _MIX + each) % (1 << 64), sums, 0)

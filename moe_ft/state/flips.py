@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_ft.faults import FlipTarget
-from moe_ft.state.parameters import home_part
+from moe_ft.state.parameters import home_part, name_in_model
 from moe_ft.state.quantized import is_quantized, quantized_parts
 from moe_ft.state.tensors import named_optimizer_tensors
 
@@ -41,15 +41,19 @@ def arm(target: FlipTarget, built: Any, number: int, flip: Flip) -> CallOff:
         A function that calls it off, if it has not happened.
     """
     model, optimizer, _ = built
+
+    def flip_named(name: str, tensor: torch.Tensor) -> None:
+        flip(name_in_model(model, name), tensor)
+
     if target is FlipTarget.MOMENT:
-        flip(*_pick([*_moments(model, optimizer)], number))
-        return _do_nothing
+        flip_named(*_pick([*_moments(model, optimizer)], number))
+        return lambda: None
     if target is FlipTarget.ACTIVATION:
-        return _flip_output(*_pick([*_layers(model)], number), flip)
+        return _flip_output(*_pick(_layers(model), number), flip_named)
     name, (module, parameter) = _pick([*_parameters(model)], number)
     if target is FlipTarget.GRADIENTS:
-        return _flip_gradient(name, parameter, flip)
-    return _flip_weight(name, module, parameter, flip)
+        return _flip_gradient(name, parameter, flip_named)
+    return _flip_weight(name, module, parameter, flip_named)
 
 
 def flip_bit(tensor: torch.Tensor, number: int, bit: int | None = None) -> tuple[int, int]:
@@ -92,36 +96,30 @@ def _pick[Kind](named: Sequence[tuple[str, Kind]], number: int) -> tuple[str, Ki
     return of_part[number // len(parts) % len(of_part)]
 
 
-def _parameters(
-    model: Sequence[Any],
-) -> Iterator[tuple[str, tuple[torch.nn.Module, torch.nn.Parameter]]]:
-    """Yield trained parameters that forward uses, with their modules; homes of experts are none."""
+def _modules(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     for chunk_index, chunk in enumerate(model):
-        for path, module in chunk.named_modules():
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and home_part(parameter) is None:
-                    yield _name(chunk_index, f"{path}.{key}"), (module, parameter)
+        yield from ((f"chunk{chunk_index}.{path}", each) for path, each in chunk.named_modules())
 
 
-def _layers(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the layers of this rank, or the chunks of a rank without any."""
-    named = [
-        (_name(i, path), each)
-        for i, chunk in enumerate(model)
-        for path, each in chunk.named_modules()
-    ]
-    layers = [(name, each) for name, each in named if _LAYER.search(name)]
-    yield from layers or [(_name(i, "output"), chunk) for i, chunk in enumerate(model)]
+def _parameters(model: Sequence[Any]) -> Iterator[tuple[str, tuple[Any, torch.nn.Parameter]]]:
+    """Yield trained parameters that forward uses, with their modules; homes of experts are none."""
+    for path, module in _modules(model):
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and home_part(parameter) is None:
+                yield f"{path}.{key}", (module, parameter)
+
+
+def _layers(model: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the layers of this rank, or the chunks of a rank without any."""
+    named = [*_modules(model)]
+    layers = [each for each in named if _LAYER.search(each[0])] or named[:1]
+    return [(f"{path}.output", module) for path, module in layers]
 
 
 def _moments(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in named_optimizer_tensors(model, optimizer):
         if not name.endswith(("/param", "/master_param", "/step", ".scale")) and tensor.numel():
-            yield name.replace("module.", ""), tensor
-
-
-def _name(chunk_index: int, path: str) -> str:
-    return f"chunk{chunk_index}.{path}".replace("module.", "")
+            yield name, tensor
 
 
 def _flip_weight(
@@ -164,7 +162,3 @@ def _flip_output(name: str, module: torch.nn.Module, flip: Flip) -> CallOff:
 
     call_off: CallOff = module.register_forward_hook(hook).remove
     return call_off
-
-
-def _do_nothing() -> None:
-    pass

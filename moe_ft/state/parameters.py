@@ -225,6 +225,17 @@ def global_name(local_name: str, modules: Mapping[str, torch.nn.Module]) -> tupl
     return UnitId(kind=kind, block=block, layer=layer), name
 
 
+def name_in_model(model: Sequence[torch.nn.Module], name: str) -> str:
+    """Return a name of `named_parameters` as it is in the whole model; what follows a slash stays."""
+    chunk, _, rest = name.partition(".")
+    local_name, *key = rest.split("/", 1)
+    modules = dict(model[int(chunk.removeprefix("chunk"))].named_modules())
+    try:
+        return "/".join((global_name(local_name, modules)[1], *key))
+    except ConfigError:  # of a layer that does not know its number
+        return name
+
+
 def modules_config(model: Sequence[torch.nn.Module]) -> Any:
     """Return the TransformerConfig of the model."""
     chunk: Any = model[0]

@@ -47,11 +47,11 @@ def check_kind(model: Sequence[Any], optimizer: Any) -> None:
 def left_out(model: Sequence[Any]) -> list[str]:
     """Return in words which weights of a model are not checked, or only in part."""
     found = []
-    if model[0].ddp_config.overlap_param_gather:
+    if _arrives_later(model):
         found.append("weights of other ranks at rest (--overlap-param-gather brings them later)")
     if any(is_slot(each) for chunk in model for each in chunk.parameters()):
         found.append("slots of experts (they are copies of homes, which are checked)")
-    of_tp = copied_parameters(model).get("tp", [])
+    of_tp = copies(model).get("tp", [])
     whole = [each for _, each in named_parameters(model) if _is_whole(each)]
     if modules_config(model).tensor_model_parallel_size > 1 and len(of_tp) < len(whole):
         found.append(
@@ -62,31 +62,30 @@ def left_out(model: Sequence[Any]) -> list[str]:
 
 def tensors_at_rest(model: Sequence[Any], optimizer: Any) -> NamedTensors:
     """Yield what nothing may change from the end of an optimizer step to the next one, by name."""
-    arrives_later = bool(model[0].ddp_config.overlap_param_gather)
-    owned = _owned_slices(optimizer) if arrives_later else {}
-    staged = {
-        parameter
-        for inner in inner_optimizers(optimizer)
-        if getattr(inner.config, "reuse_grad_buf_for_mxfp8_param_ag", False)
-        for parameter, *_ in owned_parameters(inner)
-    }
+    inner = inner_optimizers(optimizer)
+    owned: dict[torch.Tensor, tuple[int, int] | None]
+    owned = {parameter: part for each in inner for parameter, _, part in owned_parameters(each)}
+    is_staged = any(
+        getattr(each.config, "reuse_grad_buf_for_mxfp8_param_ag", False) for each in inner
+    )
     for name, parameter in named_parameters(model):
-        if not (arrives_later and parameter.requires_grad):
-            yield from () if parameter in staged else _raw(name, parameter)
-        elif parameter in owned and parameter not in staged and not is_quantized(parameter):
-            yield name, parameter.detach().reshape(-1)[owned[parameter]]
+        if not (parameter.requires_grad and (is_staged or _arrives_later(model))):
+            yield from raw_weight(name, parameter)
+        elif parameter in owned and not is_staged and not is_quantized(parameter):
+            yield (
+                f"{name}/own",
+                parameter.detach().reshape(-1)[slice(*(owned[parameter] or (None,)))],
+            )
     yield from named_optimizer_tensors(model, optimizer)
 
 
-def _owned_slices(optimizer: Any) -> dict[torch.Tensor, slice]:
-    return {
-        parameter: slice(*(slice_ or (None,)))
-        for inner in inner_optimizers(optimizer)
-        for parameter, _, slice_ in owned_parameters(inner)
-    }
+def _arrives_later(model: Sequence[Any]) -> bool:
+    """Return whether weights of other ranks come after the step, while forward runs."""
+    return bool(model[0].ddp_config.overlap_param_gather)
 
 
-def _raw(name: str, parameter: torch.Tensor) -> NamedTensors:
+def raw_weight(name: str, parameter: torch.Tensor) -> NamedTensors:
+    """Yield a weight, or the bytes and scales of one in few bits, by name."""
     if not is_quantized(parameter):
         yield name, parameter
         return
@@ -95,7 +94,7 @@ def _raw(name: str, parameter: torch.Tensor) -> NamedTensors:
             yield f"{name}/{part}", tensor
 
 
-def copied_parameters(model: Sequence[Any]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+def copies(model: Sequence[Any]) -> dict[str, list[tuple[str, torch.Tensor]]]:
     """Return the weights that all ranks of a group must have, by the group's name in ProcessGroupCollection.
 
     Tensor-parallel ranks that compute gradients of the same weights each for themselves are compared only
@@ -106,14 +105,14 @@ def copied_parameters(model: Sequence[Any]) -> dict[str, list[tuple[str, torch.T
     for name, parameter in named_parameters(model):
         if home_part(parameter) is not None:  # type: ignore[arg-type]
             continue
-        names = ["dp_cp" if getattr(parameter, "allreduce", True) else "expt_dp"]
+        groups = ["dp_cp" if getattr(parameter, "allreduce", True) else "expt_dp"]
         is_same = is_exact or any(getattr(parameter, mark, False) for mark in _REDUCED)
         if _is_whole(parameter) and (is_same or parameter.device.type == "cpu"):
-            names.append("tp")
+            groups.append("tp")
         if getattr(parameter, "shared_embedding", False) and "embd" not in found:
-            names.append("embd")
-        for group in names:
-            found.setdefault(group, []).extend(_raw(name, parameter))
+            groups.append("embd")
+        for group in groups:
+            found.setdefault(group, []).extend(raw_weight(name, parameter))
     return found
 
 
@@ -125,7 +124,7 @@ def _is_whole(parameter: torch.Tensor) -> bool:
 
 def bit_sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Return the exact sum of each tensor's bits, by name. Waits for the device."""
-    sums = {name: bit_sum(tensor) for name, tensor in tensors}
+    sums = {name: bit_sum(tensor) for name, tensor in dict(tensors).items()}
     if not sums:
         return {}
     device = next(iter(sums.values())).device

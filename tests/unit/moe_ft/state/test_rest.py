@@ -8,7 +8,7 @@ import torch
 
 from moe_ft.errors import ConfigError
 from moe_ft.state.parameters import mark_slot
-from moe_ft.state.rest import bit_sums, check_kind, copied_parameters, tensors_at_rest
+from moe_ft.state.rest import bit_sums, check_kind, copies, tensors_at_rest
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64)
@@ -80,8 +80,8 @@ def test_masters_moments_and_all_weights_rest() -> None:
 def test_only_the_own_slice_rests_where_other_weights_come_after_the_step() -> None:
     rank = Rank(overlap=True)
     found = rank.names()
-    assert "chunk0.bias" not in found and "chunk0.extra" in found
-    assert torch.equal(found["chunk0.weight"], rank.chunk.weight.detach().reshape(-1)[2:5])
+    assert "chunk0.weight" not in found and "chunk0.bias" not in found and "chunk0.extra" in found
+    assert torch.equal(found["chunk0.weight/own"], rank.chunk.weight.detach().reshape(-1)[2:5])
 
 
 def test_copies_are_of_the_group_that_megatron_marks() -> None:
@@ -89,7 +89,7 @@ def test_copies_are_of_the_group_that_megatron_marks() -> None:
     chunk.bias.allreduce = False
     chunk.weight.tensor_model_parallel = True
     chunk.weight.shared_embedding = True
-    found = {key: [name for name, _ in each] for key, each in copied_parameters([chunk]).items()}
+    found = {key: [name for name, _ in each] for key, each in copies([chunk]).items()}
     assert found == {
         "dp_cp": ["chunk0.weight", "chunk0.extra"],
         "embd": ["chunk0.weight"],
@@ -101,11 +101,11 @@ def test_copies_are_of_the_group_that_megatron_marks() -> None:
 def test_tensor_parallel_ranks_that_add_up_nothing_are_compared_only_where_bits_repeat() -> None:
     chunk: Any = Rank(overlap=False).chunk.to("meta")
     mark_slot(chunk.slot)
-    assert "tp" not in copied_parameters([chunk])
+    assert "tp" not in copies([chunk])
     chunk.bias.sequence_parallel = True
-    assert [name for name, _ in copied_parameters([chunk])["tp"]] == ["chunk0.bias"]
+    assert [name for name, _ in copies([chunk])["tp"]] == ["chunk0.bias"]
     chunk.config.deterministic_mode = True
-    assert len(copied_parameters([chunk])["tp"]) == 3
+    assert len(copies([chunk])["tp"]) == 3
 
 
 def test_state_that_moves_between_steps_is_refused() -> None:
