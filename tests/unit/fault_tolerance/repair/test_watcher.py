@@ -16,9 +16,11 @@ from megatron.fault_tolerance.repair import watcher as watchers
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.own_errors import OwnErrors
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
+from moe_ft.cluster.member import Member
 from moe_ft.cluster.rounds import Entry, Rounds
 from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.listeners import LoopState
+from moe_ft.verdicts import Failure, FailureKind
 from tests.unit.fault_tolerance.repair.members import Watched
 from tests.waiting import wait_for
 
@@ -233,6 +235,20 @@ def test_death_that_is_known_begins_a_repair_and_ends_the_connections(
     assert capfd.readouterr().err == (
         "WARNING moe_ft: rank 0 has left its iteration: a rank has died (Connection closed by peer)\n"
     )
+
+
+def test_device_that_fails_for_good_is_reported_before_the_process_ends(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[Failure | str]()
+    monkeypatch.setattr(Member, "report_failure", lambda self, failure: told.append(failure))
+    monkeypatch.setattr(watchers, "end_process", told.append)
+    lost = RuntimeError("NCCL error: Cuda failure 700 'an illegal memory access was encountered'")
+    rank.lose_the_other()
+    rank.deaths.notice_or_raise(lost)
+    failure, reason = told
+    assert isinstance(failure, Failure) and (failure.rank, failure.kind) == (0, FailureKind.DEVICE)
+    assert failure.what == reason == "an illegal memory access was encountered"
 
 
 def test_no_news_are_awaited_after_an_exception_that_no_death_explains(
