@@ -112,6 +112,16 @@ def comes_again(failure: Failure | None, before: Failure | None) -> bool:
     return failure.is_same(before)
 
 
+def is_repeated(failures: Sequence[Failure], before: Failure | None) -> bool:
+    """Return whether the first failure of a start comes again.
+
+    It is that of the start before, or its rank was replaced for it in this one, and has failed again.
+    """
+    first = first_of(failures)
+    again = [each for each in failures if first and each is not first and first.is_same(each)]
+    return any(comes_again(first, each) for each in (before, *again))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """Verdict on an end of training.

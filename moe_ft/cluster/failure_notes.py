@@ -57,5 +57,4 @@ class FailureNotes:
 
 def left_out_by(failures: Iterable[Mapping[str, Any]]) -> dict[int, Failure]:
     """Return the iterations that are left out, each with a failure that its batch has led to."""
-    found = map(Failure.of, failures)
-    return {each.iteration: each for each in found}
+    return {each.iteration: each for each in map(Failure.of, failures)}

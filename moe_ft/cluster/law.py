@@ -48,7 +48,7 @@ from moe_ft.cluster.membership import (
     Wake,
 )
 from moe_ft.config.lost_nodes import FLAG
-from moe_ft.verdicts import Failure, FailureKind, comes_again, first_of
+from moe_ft.verdicts import Failure, FailureKind, first_of, is_repeated
 
 GATHER_S = 3.0  # for further nodes to come, or to be told to end
 MISSING_S = 30.0  # for a node to come, after the last one that came
@@ -411,8 +411,8 @@ def _end(job: Job) -> Done:
             return replace(job, is_asking=True), [] if job.is_asking else [HearAll()]
         first = first_of(job.failures)
         words = f": {first.words}" if first else ""
-        if code not in _REFUSED and comes_again(first, job.last_failure):
-            return _over(job, 1, f"another start would end like the last two{words}")
+        if code not in _REFUSED and is_repeated(job.failures, job.last_failure):
+            return _over(job, 1, f"another start would end in the same way{words}")
         if code not in _REFUSED and answers.can_restart(job):
             return _begin(job, f"a rank has failed with exit code {code}{words}")
         return _over(job, code, f"a rank has failed{words}")

@@ -97,11 +97,10 @@ def test_evaluations_storage_and_upstream_logs_continue_after_a_repair(
 @pytest.mark.parametrize(
     "faults",
     [
-        ("exception:1@4:backward",),
         ("kill:3@4:forward", "exception:1@3:recovery"),
         ("kill:1@0:backward",),
     ],
-    ids=["exception", "exception in a repair", "kill before any state"],
+    ids=["exception in a recovery", "kill before any state"],
 )
 def test_failure_that_cannot_be_repaired_is_restarted(
     repaired: RepairedJob, faults: Sequence[str]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import RepairedJob
+from tests.jobs import RepairedJob, fault_flags
 from tests.kept_nodes import KeptNodes
 from tests.namespaces import Namespaces, why_none
 from tests.waiting import wait_for
@@ -235,10 +235,13 @@ def test_job_that_is_to_wait_for_a_spare_continues_when_the_lost_node_comes_back
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("moment", ["1:before-step", "4:forward"])
-def test_all_ranks_begin_again_after_one_has_failed(repaired: RepairedJob, moment: str) -> None:
-    faults = ("--moe-ft-inject-fault", f"exception:2@{moment}")
-    with repaired.kept_nodes(*faults, train_iters=12, max_restarts=1) as nodes:
+@pytest.mark.parametrize(
+    "faults", [("exception:2@0:before-step",), ("kill:3@4:forward", "exception:2@3:recovery")]
+)
+def test_all_ranks_begin_again_after_one_has_failed_where_it_is_not_replaced(
+    repaired: RepairedJob, faults: tuple[str, ...]
+) -> None:
+    with repaired.kept_nodes(*fault_flags(faults), train_iters=12, max_restarts=1) as nodes:
         nodes.start("node0", "node1")
         assert nodes.wait() == {"node0": 0, "node1": 0}, nodes.log("node0")[-3000:]
         log = nodes.log("node0")
