@@ -190,6 +190,13 @@ class Repair(Line, frozen=True, kw_only=True, tag_field="event", tag="repair"):
     played: dict[str, Int] = {}
 
 
+class SkippedBatch(Line, frozen=True, kw_only=True, tag_field="event", tag="skipped_batch"):
+    """Iteration that all ranks have left out, since a rank has failed twice with its batch."""
+
+    failed_rank: Int
+    what: str
+
+
 class Fault(Line, frozen=True, kw_only=True, tag_field="event", tag="fault_injected"):
     """Fault that the run inflicted on itself."""
 
@@ -257,6 +264,7 @@ _Known = (
     | Elastic
     | SlotTables
     | Repair
+    | SkippedBatch
     | Fault
     | Hang
     | Stopped

@@ -111,6 +111,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.corruptions:
         accused = (f"{num} of rank {rank}" for rank, num in report.corruptions.items())
         yield "findings of corruption", ", ".join(accused)
+    if skipped := report.skipped_batches:
+        yield "batches left out", f"{len(skipped)}: {_list(skipped, 'iteration {0} ({1})')}"
     yield from _checkpoints(report)
     yield "events", report.event_log
 

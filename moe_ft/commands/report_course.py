@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
 
-from moe_ft.event_lines import AtRisk, Elastic, Iteration, Line, Recovery, Repair, Replicate, Start
+from moe_ft.event_lines import (
+    AtRisk,
+    Elastic,
+    Iteration,
+    Line,
+    Recovery,
+    Repair,
+    Replicate,
+    SkippedBatch,
+    Start,
+)
 
 _NUM_AROUND_RECOVERY = 5
 _NUM_KEPT = 50_000  # samples for a median, and losses for recoveries to go back to
@@ -65,6 +75,9 @@ class Course:
         self.last_start: Start | None = None
         self.recoveries: list[Around] = []
         self.repairs: list[Repair] = []
+        self.skipped: dict[
+            int, str
+        ] = {}  # iterations, with failures that their batches have led to
         self.changes: list[Elastic] = []  # of the number of ranks
         self.points: dict[int, Point] = {}
         self._per_point = max(1, -(-last_iteration // _NUM_POINTS))
@@ -81,10 +94,14 @@ class Course:
             Iteration: self._iterate,
             Recovery: self._recover,
             Repair: self.repairs.append,
+            SkippedBatch: self._skip,
             Elastic: self.changes.append,
             Replicate: self._replicate,
             AtRisk: self._risk,
         }
+
+    def _skip(self, event: SkippedBatch) -> None:
+        self.skipped[str(event.iteration)] = f"rank {event.failed_rank}: {event.what}"
 
     def take(self, event: Line) -> None:
         """Take the next event, of any kind."""

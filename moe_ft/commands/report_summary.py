@@ -152,6 +152,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ]
     recoveries: Annotated[tuple[RecoveryFacts, ...], Meta(description="in their order")]
     repairs: Annotated[tuple[RepairFacts, ...], Meta(description="in their order")]
+    skipped_batches: Annotated[
+        dict[int, str],
+        Meta(description="by iteration that was left out: the failure that came twice"),
+    ]
     rank_changes: Annotated[tuple[RankChange, ...], Meta(description="in their order")]
     verdict: Annotated[
         str | None,
@@ -204,6 +208,7 @@ def summarize_run(run: Run, directory: Path) -> Report:
         slow_ranks=tuple(run.stragglers),
         recoveries=tuple(map(_recovery, course.recoveries)),
         repairs=tuple(map(_repair, course.repairs)),
+        skipped_batches=course.skipped,
         rank_changes=tuple(
             RankChange(
                 iteration=each.iteration,

@@ -313,7 +313,7 @@ def _lost_rank(kept: Protection) -> list[str]:
     restart = _restart(kept.starter)
     if kept.lost_rank is Answer.REPAIR:
         return [
-            "is replaced in place, from memory; before the first iteration, in a save, after an exception",
+            "is replaced in place, from memory; not before the first iteration or in a save: then",
             restart,
         ]
     if kept.lost_rank is Answer.RESTART:

@@ -35,7 +35,7 @@ def check(job: RepairedJob, *, num_starts: int, repairs: Sequence[int] = (1,)) -
 
 
 @pytest.mark.rest
-def test_exception_before_anything_can_be_repaired_restarts_the_ranks_of_two_nodes_and_a_death_after_it_is_repaired(
+def test_exception_in_the_first_iteration_restarts_two_nodes_and_a_death_after_it_is_repaired(
     repaired: RepairedJob,
 ) -> None:
     repaired.run_under_torchrun("exception:1@0:backward", "kill:0@5:backward", **TWO_NODES)

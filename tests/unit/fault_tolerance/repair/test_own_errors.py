@@ -1,4 +1,4 @@
-"""An exception of this rank alone ends its process while it can be replaced; others wait for news of a death."""
+"""An exception of this rank alone ends its process; of others it waits for news of a death first."""
 
 import os
 from argparse import Namespace

@@ -141,9 +141,14 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
         taken_over={"node1": "node9"},
         played={"2": 0},
     )
+    for _ in range(2):  # once more in another start
+        log = write_run(tmp_path, 0, [4.0], incarnation=3)
+        log.write("skipped_batch", 7, failed_rank=1, kind="data", what="ValueError: sample 3")
     summary = summarize(tmp_path)
     lines = render(summary).splitlines()
-    assert "starts                          3, 1 of them repairs in place" in lines
+    assert "starts                          4, 1 of them repairs in place" in lines
+    left_out = "1: iteration 7 (rank 1: ValueError: sample 3)"
+    assert f"batches left out                {left_out}" in lines
     head = lines.index(
         "start  replaced ranks  that hung  nodes            played  in iteration  seconds"
     )
