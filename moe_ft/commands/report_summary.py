@@ -153,7 +153,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: Annotated[tuple[RecoveryFacts, ...], Meta(description="in their order")]
     repairs: Annotated[tuple[RepairFacts, ...], Meta(description="in their order")]
     skipped_batches: Annotated[
-        dict[int, str],
+        dict[str, str],
         Meta(description="by iteration that was left out: the failure that came twice"),
     ]
     rank_changes: Annotated[tuple[RankChange, ...], Meta(description="in their order")]
