@@ -75,9 +75,7 @@ class Course:
         self.last_start: Start | None = None
         self.recoveries: list[Around] = []
         self.repairs: list[Repair] = []
-        self.skipped: dict[
-            int, str
-        ] = {}  # iterations, with failures that their batches have led to
+        self.skipped: dict[str, str] = {}  # by iteration: what its batch has led to
         self.changes: list[Elastic] = []  # of the number of ranks
         self.points: dict[int, Point] = {}
         self._per_point = max(1, -(-last_iteration // _NUM_POINTS))
