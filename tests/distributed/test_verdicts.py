@@ -27,7 +27,7 @@ def test_sample_that_cannot_be_read_ends_the_job_after_two_starts_that_name_it(
     text = log.read_text()
     assert (result.code, result.num_restarts) == (1, 1), text[-3000:]
     found = "in iteration 2: data: ValueError: sample 42 is damaged"
-    assert "another start would end like the last two: rank 1 (node " in text
+    assert "another start would end in the same way: rank 1 (node " in text
     assert "heard nothing" not in text, "the others only wait"
     assert text.count("verdict: rank 1 (node ") == 2
     verdicts = [each for rank in range(2) for each in events(tmp_path, rank, "verdict")]
