@@ -15,7 +15,7 @@ from moe_ft.loop.metrics import values_of
 from tests.jobs import CheckpointJob
 
 NUM_ITERATIONS, SLOW, SLOW_S = 25, 3, 0.15
-SMALL = {"num_layers": 2, "hidden_size": 32, "moe_ffn_hidden_size": 32, "global_batch_size": 4}
+SMALL = {"num_layers": 2, "hidden_size": 32, "moe_ffn_hidden_size": 32}
 
 
 def train_slowly(flags: list[str]) -> None:
@@ -38,12 +38,13 @@ def test_slow_rank_is_named_in_its_stage_and_nobody_in_the_other(
     job: CheckpointJob, layout: Mapping[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.train = train_slowly
-    job.set_model(4, layout, train_iters=NUM_ITERATIONS, **SMALL)
+    num_peers = 4 // layout.get("pp", 1)
+    job.set_model(4, layout, train_iters=NUM_ITERATIONS, global_batch_size=2 * num_peers, **SMALL)
     job.run("--moe-ft-strategy", "none").check()
     assert main(["watch", str(job.events_dir), "--once"]) == 0
     watched = capsys.readouterr().out
     assert main(["report", str(job.events_dir)]) == 0
-    stage = SLOW // (4 // layout.get("pp", 1))
+    stage = SLOW // num_peers
     words = f"rank {SLOW} is the slowest of stage {stage}: "
     for text in (watched, capsys.readouterr().out):
         assert text.count("is the slowest of stage") == text.count(words) == 1, text

@@ -37,7 +37,7 @@ from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadli
 from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates import following
-from moe_ft.engine.updates.following import Answer, Followers, LentUpdate, Sent
+from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.files.progress import waiting
@@ -110,7 +110,7 @@ class PeerConnection:
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None = None,
-    ) -> Answer:
+    ) -> Reply:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
@@ -132,7 +132,7 @@ class PeerConnection:
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None,
-    ) -> Answer:
+    ) -> Reply:
         connection, index = self._connected(), replica.index
         if update is not None and update.is_lossy and replica.lent is not None:
             update = msgspec.structs.replace(update, checksum=checksum(replica.lent.gradients))
@@ -174,7 +174,7 @@ class PeerConnection:
         reply = REPLY.decode(receive_header(connection, Deadline(check_s)))
         if reply.error and not reply.wants_state:
             raise CorruptStateError(reply.error)
-        return Answer(why=reply.error, made=reply.made, is_base_damaged=reply.is_base_damaged)
+        return reply
 
     def get(self, path: str, offset: int = 0, num_bytes: int = -1) -> memoryview:
         """Return a range of a file in the peer's node memory; raises OSError if that fails."""

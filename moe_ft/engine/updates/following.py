@@ -14,6 +14,7 @@ from threading import Event
 from typing import Any
 
 from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.links.messages import Reply
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.updates import Update
 
@@ -21,22 +22,7 @@ _MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for 
 MOST_LOSSY_STEPS = 100  # that a peer repeats with other rounding before it gets state again
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Answer of a peer to an update.
-
-    Attributes:
-        why: it wants state; empty if it has committed the replica.
-        made: checksum of what it has made, where that is not the owner's state.
-        is_base_damaged: whether the state that it began with has changed in its memory.
-    """
-
-    why: str = ""
-    made: str = ""
-    is_base_damaged: bool = False
-
-
-Put = Callable[[Update | None], Answer]
+Put = Callable[[Update | None], Reply]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,21 +36,20 @@ class Suspicion:
 
 def find_suspects(
     owner: int,
-    doubts: Mapping[int, tuple[Answer, Answer]],
+    doubts: Mapping[int, tuple[Reply, Reply]],
     agreed: Collection[int],
     comparable: Collection[int],
 ) -> Iterator[Suspicion]:
     """Yield whom one step accuses that did not come out as the owner's at some peers.
 
     Args:
-        doubts: by peer, what it made of the same gradients, twice.
-        agreed: peers that made the owner's bits at once.
-        comparable: peers that have ever made them, so that their CPUs round like the owner's.
+        doubts: by peer, its answers to the same step, which it was sent twice.
+        agreed, comparable: peers that made the owner's bits at once, and that ever did: they round alike.
     """
     steady = {}
     for rank, (first, second) in doubts.items():
         accused = partial(Suspicion, ranks=(rank,), is_decided=True)
-        if not second.why:
+        if not second.error:
             yield accused(reason="its second try gave the owner's bits")
         elif second.is_base_damaged:
             yield accused(reason="the replica that it began with has changed in its memory")
@@ -183,7 +168,7 @@ class Followers:
         self._reports = reports
         self._num_refused: dict[int, int] = {}  # in a row, by rank
         self._num_lossy: dict[int, int] = {}  # since state was sent, by rank
-        self._doubts: dict[int, tuple[Answer, Answer]] = {}  # of this snapshot, by rank
+        self._doubts: dict[int, tuple[Reply, Reply]] = {}  # of this snapshot, by rank
         self._agreed: set[int] = set()  # to this snapshot
         self._comparable: set[int] = set()
         self._accusations: Counter[int] = Counter()
@@ -220,9 +205,9 @@ class Followers:
                 first, answer = answer, put(update)
                 gradient_bytes += update.num_bytes
                 self._doubts[rank] = first, answer
-            elif not answer.why and not update.is_lossy and update.num_bytes:
+            elif not answer.error and not update.is_lossy and update.num_bytes:
                 self._agreed.add(rank)
-            why = answer.why
+            why = answer.error
             if not why:
                 self._num_refused[rank] = 0
                 self._num_lossy[rank] = self._num_lossy.get(rank, 0) + update.is_lossy
@@ -255,7 +240,7 @@ class Followers:
                 check="replica",
                 ranks=sorted(each.ranks),
                 decided=each.is_decided,
-                where=first.why.removesuffix(" does not match its checksum"),
+                where=first.error.removesuffix(" does not match its checksum"),
                 since=iteration - 1,
                 reason=each.reason,
                 times=max(self._accusations[rank] for rank in each.ranks),

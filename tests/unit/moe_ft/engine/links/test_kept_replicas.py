@@ -23,7 +23,6 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
 from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.updates.following import Answer
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
@@ -311,7 +310,7 @@ class PoolSender:
         self.sent: list[tuple[str, ...]] = []
         put = self.connection.put
 
-        def record(replica: Replica, slots: Sequence[str], *rest: Any) -> Answer:
+        def record(replica: Replica, slots: Sequence[str], *rest: Any) -> Reply:
             self.sent.append(tuple(sorted(slots)))
             return put(replica, slots, *rest)
 
