@@ -117,7 +117,7 @@ docs-serve: .venv/installed
 BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
     partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
     other_layout object_store kernel_code streams touch job_store many_ranks paper_tables gradient_replicas replica_sources simulator_vs_measured \
-    report_speed spare_nodes elastic_nodes played_roles replica_regions parity_speed
+    report_speed spare_nodes elastic_nodes played_roles replica_regions parity_speed corruption_checks
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
