@@ -102,7 +102,15 @@ class CorruptionError(MoeFtError, RuntimeError):
     """A rank computes or holds other bits than it must: its results must not be used.
 
     A RuntimeError, so that a rank that raises it looks whether another one is replaced for it.
+
+    Attributes:
+        sound: the latest iteration whose state surely lacks the damage; None if that of the last one does, or
+            nobody knows.
     """
+
+    def __init__(self, text: str, sound: int | None = None) -> None:
+        super().__init__(text)
+        self.sound = sound
 
 
 class LinksEndedError(MoeFtError, RuntimeError):

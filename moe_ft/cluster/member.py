@@ -60,6 +60,7 @@ class Position:
             do after the first optimizer step of the loop.
         evaluations_draw: whether evaluations draw random numbers.
         done: parts of that iteration that are finished, if it was broken off later.
+        sound: the latest iteration whose state lacks damage that a check has found; None for any.
     """
 
     iteration: int
@@ -68,6 +69,7 @@ class Position:
     gathers_weights: bool
     evaluations_draw: bool
     done: int = Done.NOTHING
+    sound: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -250,6 +252,11 @@ class Member:
         """Tell at the next meeting what of the iteration is finished on this rank."""
         assert self.position is not None
         self.position = replace(self.position, done=done)
+
+    def note_sound(self, iteration: int | None) -> None:
+        """Tell at the next meeting which state is the latest that may be recovered; None for any."""
+        assert self.position is not None
+        self.position = replace(self.position, sound=iteration)
 
     @property
     def has_met(self) -> bool:

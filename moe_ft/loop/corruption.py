@@ -53,6 +53,15 @@ class Finding:
     where: str
     since: int | None
 
+    def sound_in(self, iteration: int) -> int | None:
+        """Return the latest iteration whose state surely lacks the damage; None for any, or if nobody knows.
+
+        Args:
+            iteration: that runs.
+        """
+        is_new = self.check is Check.AT_REST or self.since == iteration - 1
+        return iteration - 1 if is_new and self.check is not Check.ITERATION else None
+
     def __str__(self) -> str:
         *others, last = map(str, self.ranks)
         link = "and" if self.is_decided else "or"
@@ -98,4 +107,4 @@ def accuse(log: EventLog, loop: LoopState, finding: Finding, *, speaker: int = 0
         report_failure(assignment, failure)  # its node gets no ranks any more
     if log.rank == speaker:
         warn(line)
-    raise CorruptionError(line)
+    raise CorruptionError(line, finding.sound_in(loop.iteration))

@@ -64,11 +64,19 @@ def test_a_rank_that_computes_wrongly_is_named_before_the_optimizer_steps(
         assert not job.events("breakpoint", rank)
 
 
-def test_the_node_of_a_rank_that_computes_wrongly_is_replaced_and_gets_no_ranks_again(
-    repaired: RepairedJob,
+# By case: flags of the check, and the flip. The state that a moment has damaged is not recovered.
+REPLACED = {
+    "computes": ("--moe-ft-check-iterations", "3", "flip:3@8:activation"),
+    "holds": ("--moe-ft-check-weights", "1", "flip:3@8:moment"),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_the_node_of_a_rank_with_wrong_bits_is_replaced_and_gets_no_ranks_again(
+    repaired: RepairedJob, case: str
 ) -> None:
-    flags = ("--moe-ft-check-iterations", "3", "--moe-ft-inject-fault", "flip:3@8:activation")
-    with repaired.kept_nodes(*flags) as nodes:
+    *check, flip = REPLACED[case]
+    with repaired.kept_nodes(*check, "--moe-ft-inject-fault", flip) as nodes:
         nodes.start("node0", "node1", "node2")
         assert nodes.wait() == dict.fromkeys(("node0", "node1", "node2"), 0), nodes.log("node0")
         log = nodes.log("node0")
@@ -76,5 +84,6 @@ def test_the_node_of_a_rank_that_computes_wrongly_is_replaced_and_gets_no_ranks_
     for rank in range(4):
         (repair,) = repaired.events("repair", rank)
         assert repair["taken_over"] == {"node1": "node2"}
+        assert repair["recovered_iteration"] == {"computes": 8, "holds": 7}[case]
         assert [each["ranks"] for each in repaired.events("corruption", rank)] == [[3]]
     assert repaired.digests() == repaired.reference()

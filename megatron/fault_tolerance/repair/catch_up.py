@@ -159,7 +159,10 @@ def recover(
     """
     args = get_args()
     most = most_iteration(positions, args)
-    listeners.loop.most_iteration = most if may_keep else min(each.iteration for each in positions)
+    if not may_keep:
+        most = min(each.iteration for each in positions)
+    sound = [each.sound for each in positions if each.sound is not None]
+    listeners.loop.most_iteration = min([most, *sound])
     try:
         listeners.after_setup(built, args.iteration)
     except (ConfigError, UnrecoverableError) as error:

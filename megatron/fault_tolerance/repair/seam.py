@@ -49,7 +49,7 @@ from moe_ft.cluster.link import Heart
 from moe_ft.cluster.member import Member, Standing, own_member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.errors import RepairError, SnapshotError
+from moe_ft.errors import CorruptionError, RepairError, SnapshotError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.listeners import Built, Listeners
@@ -270,6 +270,8 @@ class RepairSeam:
                     result = step.run(iteration)
             except BaseException as error:
                 noticed_s = self._deaths.notice_or_raise(error)
+                if isinstance(error, CorruptionError):
+                    self._rank.member.note_sound(error.sound)
             else:
                 self._become_replaceable()
                 return result
