@@ -104,13 +104,14 @@ class CorruptionError(MoeFtError, RuntimeError):
     A RuntimeError, so that a rank that raises it looks whether another one is replaced for it.
 
     Attributes:
+        ranks: that have other bits, or may have.
         sound: the latest iteration whose state surely lacks the damage; None if that of the last one does, or
             nobody knows.
     """
 
-    def __init__(self, text: str, sound: int | None = None) -> None:
+    def __init__(self, text: str, ranks: tuple[int, ...] = (), sound: int | None = None) -> None:
         super().__init__(text)
-        self.sound = sound
+        self.ranks, self.sound = ranks, sound
 
 
 class LinksEndedError(MoeFtError, RuntimeError):

@@ -177,6 +177,8 @@ def verdict_of(
     words = [f"{named_ranks(ranks)} wait in {wait}" for wait, ranks in by_wait.items()]
     words += [f"{named_ranks(ranks)} did not join {name}" for name, ranks in (absent or {}).items()]
     ranks: tuple[int, ...] = (first.rank,)
+    if first.kind is FailureKind.CORRUPTION:  # of two that differ nobody knows which one it is
+        ranks = tuple(sorted(each.rank for each in failures if each.kind is first.kind))
     if first.kind in _CAUSED and suspects:
         ranks = tuple(each for each in suspects if each in missing) or suspects
         kind = FailureKind.HANG if timed_out else FailureKind.KILLED

@@ -107,4 +107,4 @@ def accuse(log: EventLog, loop: LoopState, finding: Finding, *, speaker: int = 0
         report_failure(assignment, failure)  # its node gets no ranks any more
     if log.rank == speaker:
         warn(line)
-    raise CorruptionError(line, finding.sound_in(loop.iteration))
+    raise CorruptionError(line, tuple(finding.ranks), finding.sound_in(loop.iteration))

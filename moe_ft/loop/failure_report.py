@@ -128,8 +128,11 @@ class FailureReport(LoopListener):
         exit_within(_EXIT_DEADLINE_S + self._grace_s)  # broken groups may keep it from exiting
         text = _SOURCE_LINE.sub("", " ".join(str(error).split()))
         failure = failure_of(error, **self._place())
-        # All ranks raise that, also those that compute as they must: the check that finds it tells the law.
-        if not isinstance(error, CorruptionError):
+        if isinstance(error, CorruptionError):
+            # All ranks raise it, also those that compute as they must. The law knows already.
+            if failure.rank not in error.ranks:
+                failure = replace(failure, kind=FailureKind.NETWORK)
+        else:
             _tell_law(failure)
         innermost = deque(traceback.walk_tb(error.__traceback__), maxlen=1)
         wait = collective_of(innermost[0][0]) if innermost else ""

@@ -62,6 +62,8 @@ def test_a_rank_that_computes_wrongly_is_named_before_the_optimizer_steps(
         assert (found["iteration"], found["check"]) == (4, "iteration")
         assert (found["ranks"], found["decided"]) == (suspects, decided), found["where"]
         assert not job.events("breakpoint", rank)
+    (verdict,) = (each for rank in range(num_ranks) for each in job.events("verdict", rank))
+    assert (verdict["kind"], verdict["ranks"]) == ("corruption", suspects)
 
 
 # By case: flags of the check, and the flip. The state that a moment has damaged is not recovered.

@@ -18,6 +18,7 @@ BUILTINS = {
     errors.LockLostError: OSError,
     errors.JobStoreError: RuntimeError,
     errors.ExchangeError: RuntimeError,
+    errors.CorruptionError: RuntimeError,
     errors.LinksEndedError: RuntimeError,
     errors.CallOrderError: RuntimeError,
 }
