@@ -21,8 +21,8 @@ from statistics import mean
 
 from benchmarks.conditions import ranks_on_cpu, versions
 from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paired_jobs import COST_HEADERS, LARGE, cost_columns, in_turns, iteration_times
-from benchmarks.sparse_jobs import JobFolder, write_data
+from benchmarks.paired_jobs import COST_HEADERS, cost_columns, in_turns, iteration_times
+from benchmarks.sparse_jobs import Changes, JobFolder, write_data
 from moe_ft.loop.refusing import EXIT_CORRUPTION
 from tests.covering_array import Case, case_of, runs
 from tests.demo_model import event_flags, model_flags
@@ -37,6 +37,12 @@ _CHECKS = {
     "every 4th iteration": ((_ITERATIONS, "4"), "up to 25%"),
     "weights, each iteration": ((_WEIGHTS, "1"), "-"),
     "weights, every 4th": ((_WEIGHTS, "4"), "-"),
+}
+_MODEL: Changes = {
+    "hidden_size": 256,
+    "moe_ffn_hidden_size": 512,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
 }
 _FOUR = 4  # iterations are measured in whole periods of every check
 _NUM_RANKS = 3
@@ -53,7 +59,7 @@ def cost(pairs: int, num_iterations: int, folder: Path) -> str:
 
         def train(job: JobFolder, has_flag: bool, flags: Sequence[str] = flags) -> float:
             given = [*data, *(flags if has_flag else ())]
-            times = iteration_times(job, LARGE, 2, num_iterations, given)
+            times = iteration_times(job, _MODEL, 2, num_iterations, given)
             return mean(times[: len(times) // _FOUR * _FOUR])
 
         rows.append((name, estimate, *cost_columns(*in_turns(folder, pairs, train))))

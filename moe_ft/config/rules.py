@@ -225,6 +225,14 @@ _FOLLOWED = f"{flag_of('replicate')}=gradients"
 OF_SETTINGS = (
     Rule(
         "",
+        flag_of("check_iterations"),
+        lambda config: config.checks.check_iterations > 0 and config.elastic.expert_slots > 0,
+        "ranks at the same place of two replicas of the model then have other experts",
+        "Leave one of the two out",
+        problem=f"cannot be used with {flag_of('expert_slots')}",
+    ),
+    Rule(
+        "",
         "--moe-ft-upstream-log",
         lambda config: config.memory.upstream_log and config.strategy.interval_iterations is None,
         "with --moe-ft-interval=auto the number of iterations that it must hold is not known in advance",

@@ -64,13 +64,15 @@ def _parked(dest: str) -> Rule:
     return Rule(dest, f"{flag} with FP8 moments or another optimizer", is_broken, reason, remedy)
 
 
-def _checked(other: str, is_given: Callable[[Any], bool], reason: str, remedy: str = "") -> Rule:
-    """Return a rule that refuses something with --moe-ft-check-iterations."""
+def _checked(
+    dest: str, other: str, reason: str, is_given: Callable[[Any], bool], remedy: str = ""
+) -> Rule:
+    """Return a rule that refuses a flag, or its absence, with --moe-ft-check-iterations."""
     flag = flag_of("check_iterations")
     return Rule(
-        "moe_ft_check_iterations",
+        dest,
         f"{flag} {other}",
-        lambda args: bool(args.moe_ft_check_iterations) and is_given(args),
+        lambda args: bool(getattr(args, "moe_ft_check_iterations", 0)) and is_given(args),
         reason,
         remedy or "Leave one of the two out",
     )
@@ -262,28 +264,29 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     ),
     # Iterations that ranks repeat for each other.
     _checked(
+        "deterministic_mode",
         "on a GPU without --deterministic-mode",
-        lambda args: not (cpu_device.is_active() or args.deterministic_mode),
         "kernels that add numbers in another order each time give other bits",
+        lambda args: not (cpu_device.is_active() or args.deterministic_mode),
         "Add --deterministic-mode, or leave it out",
     ),
     _checked(
-        "with --cuda-graph-impl", has_graphs, "a graph runs no hooks, and keeps what it gathered"
+        "cuda_graph_impl",
+        "with --cuda-graph-impl",
+        "a graph runs no hooks, and keeps what it has gathered",
+        has_graphs,
     ),
     _checked(
+        "reuse_grad_buf_for_mxfp8_param_ag",
         "with --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False),
-        "gradients of the first run would take the place of gathered weights",
+        "gradients of the first pass would take the place of gathered weights",
+        lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag),
     ),
     _checked(
-        f"with {flag_of('expert_slots')}",
-        lambda args: getattr(args, "moe_ft_expert_slots", 0) > 0,
-        "ranks at the same place of two replicas then have other experts",
-    ),
-    _checked(
+        "use_tp_pp_dp_mapping",
         "with --use-tp-pp-dp-mapping",
-        lambda args: getattr(args, "use_tp_pp_dp_mapping", False),
         "stages are then not the outermost dimension of ranks",
+        lambda args: bool(args.use_tp_pp_dp_mapping),
     ),
     # Features that leave the seams no run to follow.
     refused_flag(

@@ -1,5 +1,6 @@
 """Mistakes about exceptions of single ranks, and nodes that compute wrongly: simulation must find all."""
 
+from dataclasses import replace
 from typing import Any
 
 from moe_ft.cluster import answers, reported
@@ -36,13 +37,14 @@ def same_error_repaired_for_ever(patches: Patches) -> None:
 @error_mutation
 def iterations_left_out_before_unknown_to_replacements(patches: Patches) -> None:
     """A replacement leaves out only iterations for which its own rank was replaced."""
-    original = Entry.__init__
+    original = Member._entry
 
-    def begin(self: Any, *, rank: int, left_out: Any = (), **given: Any) -> None:
-        own = [each for each in left_out if each["rank"] == rank]
-        original(self, rank=rank, left_out=own, **given)
+    def entry(self: Member) -> Entry:
+        made = original(self)
+        own = [each for each in made.left_out if each["rank"] == self.rank]
+        return replace(made, left_out=own)
 
-    patches.set(Entry, "__init__", begin)
+    patches.set(Member, "_entry", entry)
 
 
 @error_mutation

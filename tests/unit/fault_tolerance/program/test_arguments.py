@@ -69,7 +69,7 @@ REFUSED = {
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill": "--moe-ft-inject-fault kill must have the form "
     "KIND:RANK@ITERATION[:PHASE]. Write it like kill:3@20:backward.",
     "--moe-ft-event-log DIR --moe-ft-inject-fault explode:0@1": "--moe-ft-inject-fault explode:0@1: kind "
-    "'explode' must be one of kill, exception, hang, stop, lose-node, terminate. Name one of them.",
+    "'explode' must be one of kill, exception, hang, stop, lose-node, terminate, flip. Name one of them.",
     "--moe-ft-event-log DIR --moe-ft-inject-fault kill:5@3": "--moe-ft-inject-fault kill:5@3:forward: rank 5 "
     "must be less than the world size 2. Name one of the ranks 0 to 1.",
     "--moe-ft-event-log /proc/x": "--moe-ft-event-log=/proc/x cannot be written (No such file or directory): "
