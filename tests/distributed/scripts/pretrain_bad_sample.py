@@ -1,6 +1,7 @@
 """The script with its own data, of which one sample cannot be read: `--bad-sample INDEX`."""
 
 import sys
+from typing import Any
 
 import pretrain_own
 import torch
@@ -15,9 +16,11 @@ read = Sums.__getitem__
 def read_or_raise(self: Sums, index: int) -> dict[str, torch.Tensor]:
     if index == bad_sample:
         raise ValueError(f"sample {index} is damaged")
-    return read(self, index)
+    found: dict[str, torch.Tensor] = read(self, index)
+    return found
 
 
-Sums.__getitem__ = read_or_raise  # type: ignore[method-assign]
+data: Any = Sums
+data.__getitem__ = read_or_raise
 if __name__ == "__main__":
     pretrain_own.main()
