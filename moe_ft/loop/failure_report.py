@@ -349,10 +349,7 @@ def _tell_law(failure: Failure) -> None:
 
 def _verdict_of(notes: Mapping[int, _Note], silent: Sequence[int]) -> Verdict:
     """Return the verdict that some ranks' notes give, of which there is one at least."""
-    failures = [
-        Failure(**{**each.failure, "kind": FailureKind(each.failure["kind"])})
-        for each in notes.values()
-    ]
+    failures = [Failure.of(each.failure) for each in notes.values()]
     first = first_of(failures)
     assert first is not None
     # Ranks that are told to end are where they happen to be.
