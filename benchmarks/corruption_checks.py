@@ -14,6 +14,7 @@ clean   iterations of runs of the covering array (tests/covering_array.txt), wit
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,7 +125,8 @@ def clean_cases() -> Iterator[Case]:
 def clean(num_iterations: int, folder: Path) -> str:
     """Return the table of runs without faults, until so many iterations were checked."""
     counts: dict[str, list[int]] = {}
-    place = Place(write_data(folder), folder, folder, References(folder / "references"))
+    data = [*write_data(folder), "--split", "90,5,5"]  # some evaluate
+    place = Place(data, folder, folder, References(folder / "references"))
     cases = [*clean_cases()]
     each = max(8, -(-num_iterations // len(cases)))
     for case in cases:
@@ -163,12 +165,14 @@ def main() -> None:
     options = parse_options(parser, pairs=1, iterations=7, flips=1, clean=8)
     parts = [f"{ranks_on_cpu()}. {versions()}."]
     with tempfile.TemporaryDirectory(prefix="corruption_") as name:
-        if "cost" in options.parts:
-            parts.append(cost(options.pairs, options.iterations, Path(name)))
-        if "flips" in options.parts:
-            parts.append(flips(options.flips, Path(name)))
-        if "clean" in options.parts:
-            parts.append(clean(options.clean, Path(name)))
+        measured = {
+            "cost": lambda: cost(options.pairs, options.iterations, Path(name)),
+            "flips": lambda: flips(options.flips, Path(name)),
+            "clean": lambda: clean(options.clean, Path(name)),
+        }
+        for part in options.parts:
+            parts.append(measured[part]())
+            print(parts[-1], file=sys.stderr, flush=True)  # a later one may fail
     show(parts, options.output)
 
 
