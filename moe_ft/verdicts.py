@@ -68,13 +68,11 @@ class Failure:
         return f"rank {self.rank}{node} in iteration {self.iteration}: {self.kind}: {self.what}"
 
 
-_RECOVERY = (
-    "setup",
-    "recovery",
-)  # sections in which the next start may continue from another state
+# Sections in which the next start may continue from another state.
+_RECOVERY = ("setup", "recovery")
 # Of one kind and iteration, these come again. All ranks run the same code on data of their own.
 _OF_ANY_RANK = (FailureKind.CODE, FailureKind.DATA)
-_AGAIN = (*_OF_ANY_RANK, FailureKind.OUT_OF_MEMORY)
+LIKELY_AGAIN = (*_OF_ANY_RANK, FailureKind.OUT_OF_MEMORY)
 # Kinds of failures that others cause: a rank is told to end because another one has failed.
 _CAUSED = {FailureKind.NETWORK: 1, FailureKind.TIME_LIMIT: 2}
 _UNLESS = "helps unless the same comes again: then"
@@ -103,7 +101,7 @@ def comes_again(failure: Failure | None, before: Failure | None) -> bool:
 
     Not in a recovery, nor after a rejected result: recovery/failures.py then passes over the state.
     """
-    if failure is None or before is None or failure.kind not in _AGAIN:
+    if failure is None or before is None or failure.kind not in LIKELY_AGAIN:
         return False
     if failure.section in _RECOVERY:
         return False

@@ -11,9 +11,7 @@ from enum import Enum, auto
 from typing import Any
 
 from moe_ft.cluster.signed_store import SignedStore
-from moe_ft.verdicts import Failure, FailureKind
-
-OF_BATCHES = (FailureKind.CODE, FailureKind.DATA, FailureKind.OUT_OF_MEMORY)
+from moe_ft.verdicts import LIKELY_AGAIN, Failure
 
 
 class Answer(Enum):
@@ -48,7 +46,7 @@ class FailureNotes:
 
     def _is_of_batch(self, failure: Failure, may_leave_out: Callable[[], bool]) -> bool:
         is_known = failure.iteration in left_out_by(self.left_out())
-        return failure.kind in OF_BATCHES and (is_known or may_leave_out())
+        return failure.kind in LIKELY_AGAIN and (is_known or may_leave_out())
 
     def left_out(self) -> list[dict[str, Any]]:
         """Return the failures whose iterations are left out, as JSON values."""

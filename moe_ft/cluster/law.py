@@ -109,7 +109,7 @@ def _missed(job: Job, event: Quiet) -> tuple[list[str], str]:
 
 def _note_reports(job: Job, reports: Reports) -> Job:
     returned = {s: n for s, n in job.returned.items() if not 0 < n <= reports.finished}
-    # What a repair has brought back ends no start.
+    # A finished repair has dealt with them: they do not end the start.
     failures = () if reports.finished > job.reports.finished else job.failures
     return replace(job, reports=reports, returned=returned, failures=failures)
 

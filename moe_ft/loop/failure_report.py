@@ -173,8 +173,6 @@ class FailureReport(LoopListener):
     def tell_of_replaced(self, failure: Failure, error: Exception) -> None:
         """Report an exception for which this rank alone is replaced; its process ends next."""
         loop, text = self._loop, "".join(traceback.format_exception(error))
-        if failure.kind is FailureKind.DEVICE:  # the law counts them
-            _tell_law(failure)
         warn(
             f"rank {failure.rank} stopped in iteration {loop.iteration}, phase {loop.phase}, and is to be "
             f"replaced: {failure.what}\n{text}"

@@ -9,7 +9,6 @@ What is summed up is moe_ft/state/rest.py. Megatron's --check-weight-hash-across
 all weights to the CPU, compares with the first replica alone, and names no rank.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
@@ -25,8 +24,10 @@ from moe_ft.events import EventLog
 from moe_ft.loop.corruption import Check, Finding, accuse
 from moe_ft.loop.listeners import Built, EndedIteration, LoopListener, LoopState
 from moe_ft.loop.training_loop import TrainingLoop
+from moe_ft.planning.opinions import right_run
 from moe_ft.saying import warn
 from moe_ft.state import rest
+from moe_ft.state.bit_sums import MIX
 from moe_ft.state.parameters import name_in_model
 
 _GROUPS = {
@@ -36,7 +37,6 @@ _GROUPS = {
     "embd": "stages with the same embedding",
 }
 _MOST_CHARACTERS = 90  # of a name that all ranks exchange
-_MIX = 0x9E3779B97F4A7C15  # odd: no bit is lost by a product
 Sum = tuple[int, int]  # first rank of a group, and the sum of what its ranks must all have
 Sums = Mapping[int, int]  # by rank
 _EXCHANGED = msgspec.json.Decoder(tuple[str, dict[str, Sum]])
@@ -45,12 +45,11 @@ _PLACE = msgspec.json.Decoder(str)
 
 def suspects_of(sums: Sums) -> tuple[set[int], bool]:
     """Return the ranks whose sum is not that of most, and True; without a majority all ranks, and False."""
-    ((most, count), *others) = Counter(sums.values()).most_common()
-    if not others:
-        return set(), True
-    if 2 * count > len(sums):
-        return {rank for rank, each in sums.items() if each != most}, True
-    return {*sums}, False
+    values = [*sums.values()]
+    right = right_run(values)
+    if right is None:
+        return {*sums}, False
+    return {rank for rank, each in sums.items() if each != values[right]}, True
 
 
 def accused(groups: Sequence[Sums]) -> tuple[list[int], bool]:
@@ -182,4 +181,4 @@ def _by_group(met: Sequence[Mapping[str, Sum]]) -> Iterator[tuple[tuple[str, int
 
 
 def _fold(sums: Iterable[int]) -> int:
-    return reduce(lambda found, each: (found * _MIX + each) % (1 << 64), sums, 0)
+    return reduce(lambda found, each: (found * MIX + each) % (1 << 64), sums, 0)

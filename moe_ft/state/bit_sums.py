@@ -8,8 +8,8 @@ import torch
 
 _ROW = 512  # words of 8 bytes
 _BLOCK_BYTES = 1 << 25  # what is copied at a time, where words are not aligned
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: no bit is lost by a product
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: no bit is lost by a product
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,11 +19,11 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
         raw = torch.view_as_real(raw)
     flat, size = raw.contiguous().view(-1), raw.element_size()
     whole = flat.numel() // (8 // size) * (8 // size)
-    total = flat[whole:].view(_WORDS[size]).sum(dtype=torch.int64)
+    total = flat[whole:].view(WORDS[size]).sum(dtype=torch.int64)
     for block in flat[:whole].split(_BLOCK_BYTES // size):
         is_aligned = block.storage_offset() * size % 8 == 0
         words = (block if is_aligned else block.clone()).view(torch.int64)
-        total = total * _MIX + _sum_of_rows(words)
+        total = total * MIX + _sum_of_rows(words)
     return total
 
 

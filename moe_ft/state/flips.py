@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moe_ft.faults import FlipTarget
+from moe_ft.state.bit_sums import WORDS
 from moe_ft.state.parameters import home_part, name_in_model
 from moe_ft.state.quantized import is_quantized, quantized_parts
 from moe_ft.state.tensors import named_optimizer_tensors
@@ -24,7 +25,6 @@ Flip = Callable[[str, torch.Tensor], None]
 CallOff = Callable[[], None]
 _PARTS = (".experts.", ".router.", "embedding", "")
 _LAYER = re.compile(r"\.layers\.\d+$")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 2654435761  # Knuth's multiplicative hash
 
 
@@ -74,7 +74,7 @@ def flip_bit(tensor: torch.Tensor, number: int, bit: int | None = None) -> tuple
     bit %= size
     # The highest one is the sign of the integer.
     mask = 1 << bit if bit < size - 1 or size == 8 else -(1 << bit)
-    data.view(_WORDS[data.element_size()])[_place(index, data)].bitwise_xor_(mask)
+    data.view(WORDS[data.element_size()])[_place(index, data)].bitwise_xor_(mask)
     return index, bit
 
 

@@ -54,8 +54,11 @@ class OwnErrors:
             report: tells people of an exception for which this process ends.
             may_leave_out: returns whether the run may leave out one iteration more, the given one.
         """
-        self._member, self._links, self._loop = member, links, loop
-        self._report, self._has_room = report, may_leave_out
+        self._member = member
+        self._links = links
+        self._loop = loop
+        self._report = report
+        self._has_room = may_leave_out
 
     def _may_leave_out(self, iteration: int) -> bool:
         return self._loop.is_in_iteration and self._has_room(iteration)

@@ -134,7 +134,10 @@ class Deaths:
     """
 
     def __init__(self, member: Member, watcher: Watcher, links: Links, own: OwnErrors) -> None:
-        self._member, self._watcher, self._links, self._own = member, watcher, links, own
+        self._member = member
+        self._watcher = watcher
+        self._links = links
+        self._own = own
 
     def notice_or_raise(self, error: BaseException, *, waits: bool = False) -> float:
         """Return when this rank learned of a death; disarm and raise the error if no rank has died.

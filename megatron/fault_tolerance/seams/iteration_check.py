@@ -64,7 +64,8 @@ class IterationCheck:
         Args:
             accuse: is called by all ranks with what was found, and raises.
         """
-        self._every, self._accuse = every, accuse
+        self._every = every
+        self._accuse = accuse
         self.passed: int | None = None
 
     def install(self, layers: Layers) -> None:
@@ -112,7 +113,8 @@ class _Checked:
 
     def __init__(self, forward_backward: Function, optimizer: Any, config: Any) -> None:
         self._forward_backward = forward_backward
-        self._optimizer, self._config = optimizer, config
+        self._optimizer = optimizer
+        self._config = config
         self._layout = layout_of_job(get_args())
         self._rank = dist.get_rank()
         self._runs: list[list[int]] = []  # sums of each, for the micro-batches of this rank
@@ -123,7 +125,8 @@ class _Checked:
         if self._runs:  # Megatron runs it again, as its own check has rejected a result
             return self._forward_backward(**given)
         model = given["model"]
-        self._given, self._before = given, Before(model)
+        self._given = given
+        self._before = Before(model)
         self._batches = Batches(given["data_iterator"])
         self._trace = Trace(
             model,

@@ -22,13 +22,16 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import FINALIZE, Function, Layer, Layers
 from megatron.fault_tolerance.seams.traces import Trace
+from moe_ft.engine import exchange
 from moe_ft.errors import ConfigError
+from moe_ft.format.records import RecordTensor
 from moe_ft.state import fp8_state
+from moe_ft.state.packed_values import pack, unpack
 from moe_ft.state.random_states import apply_rng, capture_rng, current_rng, restore_rng
 from moe_ft.state.tensors import buffer_places
 
-_TENSOR = "tensor"
-_VALUES = msgspec.msgpack.Decoder()
+_TENSOR = 1  # code of what msgspec does not know
+_RECORD = msgspec.msgpack.Decoder(RecordTensor)
 
 
 def swap(content: bytes, to: int, source: int) -> bytes:
@@ -96,8 +99,8 @@ class Batches:
 def encode(value: Any) -> bytes:
     """Return a micro-batch as bytes; raises ConfigError if it holds anything but tensors and plain values."""
     try:
-        return msgspec.msgpack.encode(_packed(value))
-    except TypeError as error:
+        return _ENCODER.encode(value)
+    except (TypeError, KeyError) as error:  # KeyError: a type of numbers that no state has
         raise ConfigError(
             "--moe-ft-check-iterations sends micro-batches to other ranks, and these hold what cannot be "
             f"sent ({error}). Have the data give tensors, numbers and texts, or leave the flag out."
@@ -105,30 +108,22 @@ def encode(value: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return what was encoded, with tensors on the CPU."""
-    return _unpacked(_VALUES.decode(content))
+    """Return what was encoded, with tensors on the CPU and lists for tuples."""
+    return exchange.decode(content, _VALUES)
 
 
-def _packed(value: Any) -> Any:
+def _pack(value: Any) -> msgspec.msgpack.Ext:
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        name = str(value.dtype).removeprefix("torch.")
-        return {_TENSOR: [name, list(value.shape), raw.numpy().tobytes()]}
-    if isinstance(value, dict):
-        return {key: _packed(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_packed(each) for each in value]
-    return value
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(pack(value)))
+    raise TypeError(f"objects of type {type(value).__name__}")
 
 
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, dict) and value.keys() == {_TENSOR}:
-        name, shape, raw = value[_TENSOR]
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0)
-        return flat.view(getattr(torch, name)).view(shape)
-    if isinstance(value, dict):
-        return {key: _unpacked(each) for key, each in value.items()}
-    return [_unpacked(each) for each in value] if isinstance(value, list) else value
+def _unpack(_: int, content: memoryview) -> torch.Tensor:
+    return unpack(_RECORD.decode(content))
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
+_VALUES = msgspec.msgpack.Decoder(ext_hook=_unpack)
 
 
 class Before:
@@ -218,5 +213,4 @@ def _bound(start: Function, group: Any) -> Function:
 
 def exchange_random_numbers(to: int, source: int) -> None:
     """Draw the random numbers of another rank from now on, which draws those of a third. In a ring."""
-    own = msgspec.msgpack.encode(current_rng())
-    apply_rng(_VALUES.decode(swap(own, to, source)))
+    apply_rng(decode(swap(encode(current_rng()), to, source)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_ft.planning.opinions import Depth, Part
-from moe_ft.state.bit_sums import bit_sum
+from moe_ft.state.bit_sums import MIX, bit_sum
 from moe_ft.state.random_states import current_rng
 from moe_ft.state.tensors import buffer_places, named_parameters, raw_tensor
 
@@ -24,7 +24,6 @@ _TRACED = frozenset(
         *("mlp", "final_layernorm", "output_layer", "eh_proj"),
     )
 )
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number: calls of a module do not commute
 
 
 class Trace:
@@ -72,7 +71,7 @@ class Trace:
         def add(module: Any, inputs: Any, output: Any) -> None:  # noqa: ARG001 - torch gives them
             for each in _tensors(output):
                 before = self._sums.get(depth, 0)
-                self._sums[depth] = bit_sum(each) + _MIX * before
+                self._sums[depth] = bit_sum(each) + MIX * before
 
         return add
 
@@ -98,7 +97,7 @@ class Trace:
     def note_losses(self, losses: Any) -> None:
         """Add what forward and backward have returned."""
         for each in _tensors(losses):
-            self._sums["loss"] = bit_sum(each) + _MIX * self._sums.get("loss", 0)
+            self._sums["loss"] = bit_sum(each) + MIX * self._sums.get("loss", 0)
 
     def values(self) -> list[int]:
         """Return the sums of the run, ``[place]``; 0 where nothing came by. Waits for the device."""

@@ -117,6 +117,8 @@ class PeerConnection:
             slots: names of units of the pool, which are sent too.
             update: is sent with its gradients in place of the region and the slots that it makes.
 
+        Returns:
+            The peer's reply. Its error says why it wants the region after all; empty if it has committed.
         """
         try:
             return self._put(replica, slots, phase_hook, update)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.cluster.failure_notes import OF_BATCHES, Answer, FailureNotes, left_out_by
-from moe_ft.verdicts import Failure, FailureKind
+from moe_ft.cluster.failure_notes import Answer, FailureNotes, left_out_by
+from moe_ft.verdicts import LIKELY_AGAIN, Failure, FailureKind
 from tests.unit.signed import LookedAt, signed
 
 BAD = Failure(rank=1, kind=FailureKind.DATA, what="ValueError: sample 7", iteration=4)
@@ -48,7 +48,7 @@ def test_second_rank_that_fails_with_the_same_batch_needs_no_further_room() -> N
 @pytest.mark.parametrize("kind", FailureKind)
 def test_only_failures_of_batches_leave_iterations_out(kind: FailureKind) -> None:
     failure = replace(BAD, kind=kind)
-    last = Answer.LEAVE_OUT if kind in OF_BATCHES else Answer.END
+    last = Answer.LEAVE_OUT if kind in LIKELY_AGAIN else Answer.END
     assert answers(failure, failure, room=9) == [Answer.REPLACE, last]
 
 
