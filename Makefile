@@ -102,6 +102,7 @@ check: .venv/installed docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy moe_ft megatron/fault_tolerance benchmarks tools examples tests pretrain_gpt_moe.py
+	$(BIN)/python -m tools.sizes
 
 # The variable silences an announcement of mkdocs-material. Not --quiet: warnings that are not printed do not fail.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs

@@ -1,8 +1,7 @@
-"""Rules of CONTRIBUTING.md that a machine can check: sizes, users and tests of files, docstrings."""
+"""Rules of CONTRIBUTING.md that a machine can check: tests of files, decoders, pickles, docstrings."""
 
 import ast
 import re
-from collections import Counter
 
 from tests.unit.source import (
     Function,
@@ -11,12 +10,9 @@ from tests.unit.source import (
     module_name,
     product_files,
     python_files,
-    text_of,
     tree_of,
 )
 
-FUNCTION_LINES, FILE_LINES, CLASS_LINES = 60, 450, 300
-LONELY_LINES = 120  # of a file that only one other uses
 QUESTION = re.compile(r"(What|Which|How|Whether|Where|Who|When)\b")
 # Files that no unit test imports and no mutation of the simulation is in, each with the reason.
 TESTED_ELSEWHERE = {
@@ -51,32 +47,6 @@ TESTED_ELSEWHERE = {
     "megatron/fault_tolerance/degraded/deputies.py": "tests/distributed/test_played_roles.py",
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
 }
-# Short files with one importer, each with the reason.
-LONELY = {
-    "pretrain_gpt_moe.py": "a program",
-    "megatron/fault_tolerance/launch/children.py": "watches processes: its user prepares an environment",
-    "megatron/fault_tolerance/program/deepseek_layers.py": "named by --spec, for Megatron to find",
-    "megatron/fault_tolerance/program/projection_norm.py": "named by --spec, for Megatron to find",
-    "megatron/fault_tolerance/bridge/script.py": "must be imported before Bridge: launch.py is after it",
-    "megatron/fault_tolerance/cpu/adam.py": "an optimizer: its user installs it in Megatron",
-    "moe_ft/convert/densify.py": "starts a job: its user converts",
-    "moe_ft/kernels/pack_table.py": "imports Triton late, which imports packing",
-    "moe_ft/config/checks.py": "a part of the settings, as the files next to it",
-    "moe_ft/config/storage.py": "a part of the settings, as the files next to it",
-    "moe_ft/recovery/peers.py": "places peers: its user meets other ranks",
-    "moe_ft/commands/examples.py": "a command: cli.py has a line for each",
-    "moe_ft/commands/flags.py": "a command, and a tool writes docs/flags.md with it",
-    "moe_ft/commands/watch.py": "a terminal: watch_view.py has what it shows",
-    "moe_ft/cluster/planned_end.py": "a clock and signals: its user talks to the store",
-    "megatron/fault_tolerance/repair/store.py": "a class of torch: its user knows Megatron",
-    "megatron/fault_tolerance/program/older_gpt.py": "stands in for a module of newer Megatrons",
-    "moe_ft/loop/reports_training.py": "connects to the job's store: its user only names the order",
-    "moe_ft/loop/state_seam.py": "the simulation moves it past an update",
-    "moe_ft/state/digest.py": "reads Megatron's objects, which its user must not know",
-    "moe_ft/strategies/sparse/kind.py": "a strategy: the registry alone imports it",
-}
-
-
 # Functions that build decoders, each with the reason. Where threads do so for the same types, msgspec may
 # end the process (SIGSEGV).
 BUILDS_DECODERS = {
@@ -100,11 +70,6 @@ UNPICKLES = re.compile(
 )
 
 
-def lines_of(function: Function) -> int:
-    """Return the number of lines from `def` to the end; decorators do not count."""
-    return (function.end_lineno or 0) - function.lineno + 1
-
-
 def imported_by(path: str) -> set[str]:
     """Return the modules of the product that a file imports, itself or names of."""
     modules = {module_name(each) for each in product_files()}
@@ -121,31 +86,6 @@ def is_code(path: str) -> bool:
     return not path.endswith(("/__init__.py", "/__main__.py"))
 
 
-def test_functions_are_short() -> None:
-    wrong = [
-        name
-        for path in python_files()
-        for name, node in definitions(path)
-        if isinstance(node, Function) and lines_of(node) > FUNCTION_LINES
-    ]
-    check_rule(wrong, f"split functions of more than {FUNCTION_LINES} lines")
-
-
-def test_files_are_short() -> None:
-    wrong = [path for path in python_files() if len(text_of(path).splitlines()) > FILE_LINES]
-    check_rule(wrong, f"split files of more than {FILE_LINES} lines by subject")
-
-
-def test_classes_are_short() -> None:
-    wrong = [
-        name
-        for path in product_files()
-        for name, node in definitions(path)
-        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= CLASS_LINES
-    ]
-    check_rule(wrong, f"split classes of more than {CLASS_LINES} lines by responsibility")
-
-
 def test_every_file_of_the_product_is_named_by_a_unit_test_or_a_mutation() -> None:
     readers = [path for path in python_files() if path.startswith("tests/unit/")]
     readers += [path for path in python_files() if re.match(r"tests/simulation/.*mutations", path)]
@@ -153,18 +93,6 @@ def test_every_file_of_the_product_is_named_by_a_unit_test_or_a_mutation() -> No
     wrong = {path for path in product_files() if is_code(path) and module_name(path) not in tested}
     check_rule(wrong - {*TESTED_ELSEWHERE}, "test these, or let the simulation find a mutation")
     check_rule({*TESTED_ELSEWHERE} - wrong, "remove these from TESTED_ELSEWHERE")
-
-
-def test_short_files_have_two_importers() -> None:
-    importers = Counter(each for path in product_files() for each in imported_by(path))
-    wrong = {
-        path
-        for path in product_files()
-        if is_code(path) and len(text_of(path).splitlines()) < LONELY_LINES
-        if importers[module_name(path)] < 2
-    }
-    check_rule(wrong - {*LONELY}, "put these into the file that uses them, or say why in LONELY")
-    check_rule({*LONELY} - wrong, "remove these from LONELY")
 
 
 def builds_a_decoder(call: ast.AST) -> bool:
