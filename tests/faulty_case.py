@@ -164,7 +164,7 @@ def checkpoint_flags(case: Case) -> list[str]:
         *(*STRATEGIES[case.strategy], *ORDERS[case.order], *PACKINGS[case.packing]),
         *LEFT[case.left],
         *("--moe-ft-persist-interval", "1"),
-        # Any false alarm would end the run, and any trace of a repeated pass would change its end. Every third
+        # A false alarm would end the run, and any trace of a repeated pass would change its end. Every third
         # iteration shows that as well as each would, in half the time.
         *("--moe-ft-check-weights", "1"),
         *(() if case.feature == "slots" else ("--moe-ft-check-iterations", "3")),
