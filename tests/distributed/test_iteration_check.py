@@ -7,6 +7,7 @@ import pytest
 from moe_ft.loop.refusing import EXIT_CORRUPTION
 from tests.demo_model import DEEPSEEK, RERUNS
 from tests.jobs import CheckpointJob, RepairedJob
+from tests.shares import share_of
 
 EVERY = ("--moe-ft-check-iterations", "1")
 DROPOUT = {"attention_dropout": 0.1}
@@ -25,7 +26,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], tuple[str, ...]]] = 
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Runs of the covering array are checked too.
+@pytest.mark.parametrize("case", share_of(CASES, "dp3", "pp2-virtual"))
 def test_a_run_whose_iterations_are_all_checked_ends_with_the_same_bits(
     job: CheckpointJob, case: str
 ) -> None:
@@ -49,7 +51,7 @@ FLIPS: dict[str, tuple[int, dict[str, int], str, list[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", FLIPS)
+@pytest.mark.parametrize("case", share_of(FLIPS, "activation", "once", "two"))
 def test_a_rank_that_computes_wrongly_is_named_before_the_optimizer_steps(
     job: CheckpointJob, case: str
 ) -> None:
@@ -73,7 +75,7 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("case", REPLACED)
+@pytest.mark.parametrize("case", share_of(REPLACED, "computes"))
 def test_the_node_of_a_rank_with_wrong_bits_is_replaced_and_gets_no_ranks_again(
     repaired: RepairedJob, case: str
 ) -> None:
