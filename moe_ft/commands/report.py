@@ -11,14 +11,13 @@ from pathlib import Path
 
 from moe_ft.commands.pages import check_page, shares_table, write_page
 from moe_ft.commands.parsers import Commands, add_command
-from moe_ft.commands.report_course import show
 from moe_ft.commands.report_page import Cells, as_html
 from moe_ft.commands.report_run import read_run
 from moe_ft.commands.report_summary import (
-    Job,
     RecoveryFacts,
     RepairFacts,
-    Report,
+    ReportedJob,
+    RunReport,
     as_json,
     summarize_run,
 )
@@ -63,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def render(report: Report, width: int | None = None) -> str:
+def render(report: RunReport, width: int | None = None) -> str:
     """Return the report as text, in lines of a width; ranks are listed if one did not finish."""
     tables = tables_of(report)
     if all(rank.ending == "finished" for rank in report.ranks):
@@ -74,7 +73,7 @@ def render(report: Report, width: int | None = None) -> str:
     return "\n\n".join(filter(None, [facts, shares, *others, left_out]))
 
 
-def tables_of(report: Report) -> dict[str, Cells]:
+def tables_of(report: RunReport) -> dict[str, Cells]:
     """Return headers and rows of each table that has rows: facts, recoveries, repairs, ranks."""
     found: dict[str, Cells] = {"facts": ((), [*_facts(report)])}
     if report.recoveries:
@@ -82,23 +81,23 @@ def tables_of(report: Report) -> dict[str, Cells]:
     if report.repairs:
         found["repairs"] = _REPAIRS, [*map(_repair, report.repairs)]
     ranks = [
-        (each.rank, each.start, each.iteration, each.phase or "", each.ending, show(each.idle_s))
+        (each.rank, each.start, each.iteration, each.phase or "", each.ending, _number(each.idle_s))
         for each in report.ranks
     ]
     return {**found, "ranks": (_RANKS, ranks)}
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield from _job(report.job)
     yield "time", f"{_clock(report.first_event_unix_s)} to {_clock(report.last_event_unix_s)}"
     planned = report.job.train_iterations
     yield "iterations", f"{report.last_iteration}" + (f" of {planned}" if planned else "")
     repairs = f", {len(report.repairs)} of them repairs in place" if report.repairs else ""
     yield "starts", f"{report.num_starts}{repairs}"
-    yield "loss at start", show(report.first_loss)
-    yield "loss at end", show(report.last_loss)
-    yield "seconds per iteration (median)", show(report.iteration_s)
-    yield "tokens per second", show(report.tokens_per_s, ",.0f")
+    yield "loss at start", _number(report.first_loss)
+    yield "loss at end", _number(report.last_loss)
+    yield "seconds per iteration (median)", _number(report.iteration_s)
+    yield "tokens per second", _number(report.tokens_per_s, ",.0f")
     idle = [each.idle_s for each in report.ranks if each.idle_s is not None]
     between = f"{min(idle):.3f} to {max(idle):.3f}" if idle else "-"
     yield "seconds idle, by rank (median)", between
@@ -117,7 +116,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "events", report.event_log
 
 
-def _job(job: Job) -> Iterator[tuple[str, str]]:
+def _job(job: ReportedJob) -> Iterator[tuple[str, str]]:
     """Yield rows on what was run, as far as the log says so."""
     if job.name or job.strategy:
         yield "job", f"{job.name or 'without a name'}, strategy {job.strategy or '-'}"
@@ -146,7 +145,7 @@ def _job(job: Job) -> Iterator[tuple[str, str]]:
         yield "versions", known
 
 
-def _checkpoints(report: Report) -> Iterator[tuple[str, str]]:
+def _checkpoints(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield the numbers of ranks, what one has sent to peers, what failures would have lost, and slots."""
     if report.rank_changes:
         parts = [str(report.rank_changes[0].from_ranks)]
@@ -180,9 +179,9 @@ def _recovery(recovery: RecoveryFacts) -> tuple[object, ...]:
         _list(recovery.lossy, "{0} {1}") or "exact",
         recovery.lost_tokens,
         *(f"{100 * each:.3f}" for each in (recovery.plt, recovery.mtl, recovery.total_plt)),
-        show(recovery.loss_before),
-        show(recovery.loss_after),
-        show(recovery.highest_loss_after),
+        _number(recovery.loss_before),
+        _number(recovery.loss_after),
+        _number(recovery.highest_loss_after),
     )
 
 
@@ -204,3 +203,8 @@ def _list(values: Mapping[str, object], form: str) -> str:
 
 def _clock(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(unix_s))
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    """Return a number as text, a dash where the log does not say."""
+    return "-" if value is None else format(value, form)

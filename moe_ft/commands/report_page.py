@@ -17,11 +17,11 @@ from itertools import accumulate, groupby
 from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, ROW, fill_page, html_table, key_of_colours, label, svg
-from moe_ft.commands.report_course import Course
-from moe_ft.commands.report_rank import MOST_ENDS, NUM_BUCKETS, Frame, Mark, RankSums
-from moe_ft.commands.report_run import Group, Run
+from moe_ft.commands.report_run import ReportedRun, ReportGroup
+from moe_ft.commands.report_sums import MOST_ENDS, NUM_BUCKETS, Frame, JobHistory, TimelineRow
 from moe_ft.config.fields import size_text
-from moe_ft.loop.course import Tier
+from moe_ft.event_lines import Mark, Tier
+from moe_ft.loop.event_fold import TierMoves
 from moe_ft.planning.time_shares import Spent, TimeShares
 
 Cells = tuple[Sequence[str], Sequence[Sequence[object]]]  # headers, and rows
@@ -50,9 +50,10 @@ _SYMBOLS = {
 _LOW, _HIGH, _STEPS = (55, 126, 184), (217, 95, 2), 8
 
 
-def as_html(run: Run, tables: Mapping[str, Cells]) -> str:
+def as_html(run: ReportedRun, tables: Mapping[str, Cells]) -> str:
     """Return the report as a page; it has the tables of the text, and those in it have the same numbers."""
     total = run.total
+    peak = max(each.peak_bytes for each in run.folds.values())
     return fill_page(
         "report.html",
         facts=html_table(*tables["facts"]),
@@ -64,28 +65,26 @@ def as_html(run: Run, tables: Mapping[str, Cells]) -> str:
         uses=key_of_colours([*Spent]),
         keys=[(kind, _MEANINGS[kind]) for kind in (*Tier, *Mark)],
         timeline=_draw_timeline(run.groups, run.frame),
-        sampled=run.frame.sampling.every,
-        loss=_draw_loss(run.course, run.frame),
+        sampled=run.frame.every,
+        loss=_draw_loss(run.history, run.frame),
         tiers=html_table(
             ("to", "times", "bytes", "an iteration", "mean s", "longest s", "bytes/s"),
-            [*_tier_rows(total, run.num_iterations)],
+            [*_tier_rows(run.tiers, run.num_iterations)],
         ),
         traffic=_draw_curves(
-            {
-                tier: [*accumulate(total.traffic[tier].moved)]
-                for tier in Tier
-                if tier in total.traffic
-            },
+            {tier: [*accumulate(total.moved[tier])] for tier in Tier if tier in total.moved},
             run.frame,
         ),
-        read=", ".join(f"{size_text(num)} from {tier}" for tier, num in total.read_bytes.items()),
+        read=", ".join(f"{size_text(num)} from {tier}" for tier, num in run.read_bytes.items()),
         recoveries=_event_table(tables, "recoveries"),
         repairs=_event_table(tables, "repairs"),
-        lost=_draw_lost(run.course),
+        lost=_draw_lost(run.history),
         loads=[*_draw_loads(total)],
         num_layers=len({layer for layers in total.loads.values() for layer in layers}),
-        memory=_draw_curves({"resident": total.resident, "device": total.device}, run.frame),
-        peak=size_text(total.peak_bytes) if total.peak_bytes else "",
+        memory=_draw_curves(
+            {kind: total.memory[kind] for kind in ("resident", "device")}, run.frame
+        ),
+        peak=size_text(peak) if peak else "",
         ranks=html_table(*tables["ranks"]),
         left_out=run.left_out,
     )
@@ -140,12 +139,12 @@ def _draw_shares(shares: TimeShares) -> Markup:
     return svg(1, "".join(parts), aria_label="where the time went")
 
 
-def _draw_timeline(groups: Sequence[Group], frame: Frame) -> Markup:
+def _draw_timeline(groups: Sequence[ReportGroup], frame: Frame) -> Markup:
     """Return a row for each group: training above, checkpoints under it, marks on both."""
     parts = [_time_axis(frame, len(groups))]
     for row, group in enumerate(groups):
         parts.append(label(0, row, group.name if len(group.name) < 34 else f"{group.name[:33]}…"))
-        parts.append(_draw_row(group.sums, ROW * row))
+        parts.append(_draw_row(group.row, ROW * row))
     names = "\n".join(group.name for group in groups)
     return svg(
         len(groups) + 1,
@@ -160,28 +159,28 @@ def _of_time(frame: Frame) -> dict[str, str]:
     return {"data_from": "0", "data_to": f"{NUM_BUCKETS * frame.bucket_s:.6g}", "data_unit": "s"}
 
 
-def _draw_row(sums: RankSums, top: int) -> str:
-    num, parts = max(1, sums.num_ranks), []
-    shown = [use for use in Spent if use in sums.spent and use is not Spent.BLOCKED]
+def _draw_row(row: TimelineRow, top: int) -> str:
+    num, parts = max(1, len(row.ranks)), []
+    shown = [use for use in Spent if use in row.busy and use is not Spent.BLOCKED]
     main = [
-        max(((sums.spent[use][bucket], use) for use in shown), default=(0.0, None))
+        max(((row.busy[use][bucket], use) for use in shown), default=(0.0, None))
         for bucket in range(NUM_BUCKETS)
     ]
     kinds = [use for _, use in main]
     parts.append(_band(kinds, [_level(each / num) for each, _ in main], top + 3, 10))
-    if Spent.BLOCKED in sums.spent:
-        heights = [_height(each / num) for each in sums.spent[Spent.BLOCKED]]
+    if Spent.BLOCKED in row.busy:
+        heights = [_height(each / num) for each in row.busy[Spent.BLOCKED]]
         for height in sorted({*heights} - {0}):
             stalls = [Spent.BLOCKED if each == height else None for each in heights]
             parts.append(_band(stalls, [_LEVELS] * NUM_BUCKETS, top + 13 - height, height))
     for lane, tier in enumerate(Tier):
-        if tier in sums.traffic:
-            levels = [_level(each / num) for each in sums.traffic[tier].busy]
+        if tier in row.busy:
+            levels = [_level(each / num) for each in row.busy[tier]]
             parts.append(_band([tier] * NUM_BUCKETS, levels, top + 15 + 3 * lane, 2))
-    if len(sums.ends) <= MOST_ENDS:
-        parts.append(_path("end", "".join(f"M{LEFT + at:.1f} {top + 3}v10" for at in sums.ends)))
+    if len(row.ends) <= MOST_ENDS:
+        parts.append(_path("end", "".join(f"M{LEFT + at:.1f} {top + 3}v10" for at in row.ends)))
     for (bucket, mark), (count, text) in sorted(
-        sums.marks.items(), key=lambda each: -_ORDER[each[0][1]]
+        row.marks.items(), key=lambda each: -_ORDER[each[0][1]]
     ):
         more = f" and {count - 1} more" if count > 1 else ""
         parts.append(
@@ -251,9 +250,9 @@ def _draw_curves(series: Mapping[str, Sequence[float]], frame: Frame) -> Markup:
     return svg(_CHART_ROWS + 1, "".join(parts), aria_label="bytes over time", **_of_time(frame))
 
 
-def _draw_loss(course: Course, frame: Frame) -> Markup:
+def _draw_loss(history: JobHistory, frame: Frame) -> Markup:
     """Return the mean of the loss, with the range where a point has several, and the recoveries."""
-    points = [point for _, point in sorted(course.points.items())]
+    points = [point for _, point in sorted(history.points.items())]
     finite = [each for point in points for each in (point.low, point.high) if math.isfinite(each)]
     if not finite:
         return Markup()
@@ -269,7 +268,7 @@ def _draw_loss(course: Course, frame: Frame) -> Markup:
         _curve("range", ((x(each.iteration), each.high) for each in points), low, high),
         _curve("loss", ((x(each.iteration), each.mean) for each in points), low, high),
     ]
-    for event in (each.event for each in course.recoveries[-_MOST_EVENTS:]):
+    for event in (each.event for each in history.recoveries[-_MOST_EVENTS:]):
         at, lost = x(event.target_iteration), f"{event.lost_tokens:,} tokens lost"
         text = (
             f"start {event.incarnation} continues from iteration {event.target_iteration}; {lost}"
@@ -289,10 +288,10 @@ def _draw_loss(course: Course, frame: Frame) -> Markup:
     )
 
 
-def _tier_rows(total: RankSums, num_iterations: int) -> Iterator[Sequence[str]]:
+def _tier_rows(tiers: Mapping[Tier, TierMoves], num_iterations: int) -> Iterator[Sequence[str]]:
     for tier in Tier:
-        if tier in total.traffic:
-            found = total.traffic[tier]
+        if tier in tiers:
+            found = tiers[tier]
             rate = f"{size_text(int(found.num_bytes / found.seconds))}/s" if found.seconds else "-"
             yield (
                 _MEANINGS[tier],
@@ -305,7 +304,7 @@ def _tier_rows(total: RankSums, num_iterations: int) -> Iterator[Sequence[str]]:
             )
 
 
-def _draw_loads(total: RankSums) -> Iterator[tuple[str, Markup]]:
+def _draw_loads(total: TimelineRow) -> Iterator[tuple[str, Markup]]:
     """Yield name and heat map of some layers: experts downwards, iterations to the right."""
     iterations = sorted(total.loads)
     layers = sorted({layer for layers in total.loads.values() for layer in layers}, key=_in_order)
@@ -353,9 +352,9 @@ def _shade(ratio: float) -> int:
     return _STEPS + round(_STEPS * max(-2.0, min(2.0, power)) / 2)
 
 
-def _draw_lost(course: Course) -> Markup:
+def _draw_lost(history: JobHistory) -> Markup:
     """Return a map of the tokens that the last lossy recovery cost, layer by layer."""
-    events = (each.event for each in reversed(course.recoveries))
+    events = (each.event for each in reversed(history.recoveries))
     found = next((each for each in events if each.lost_tokens), None)
     if found is None or not found.lost_per_expert:
         return Markup()

@@ -1,30 +1,28 @@
-"""The event log of a run, read once: how each rank ended, and the sums of all ranks.
+"""The event log of a run, read once: a fold of each rank, and the sinks that a report wants.
 
-Files are read by several processes, each line once. report_rank.py has what one file gives. How much of it is
-kept does not depend on the length of the log: ranks are added up by node where there are many.
+Files are read by several processes, each line once. moe_ft/loop/event_fold.py has the fold, report_sums.py
+the sinks. How much of it is kept does not depend on the length of the log: rows are added up by node where
+there are many ranks.
 """
 
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import merge
-from itertools import chain, islice, takewhile
+from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 
 from moe_ft.bars import progress_bar
-from moe_ft.commands.report_course import Course
-from moe_ft.commands.report_events import LeftOut, Sampling
-from moe_ft.commands.report_rank import Frame, RankReader, RankSums
+from moe_ft.commands.report_sums import Frame, JobHistory, TimelineRow, sampled
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import End, Fault, Hang, Iteration, Line, Start, Stopped, Verdict, decode
+from moe_ft.event_lines import IterationLine, Line, RouterLoadLine, StartLine, Tier, decode
 from moe_ft.events import (
     event_path,
     ranks_with_events,
@@ -32,201 +30,234 @@ from moe_ft.events import (
     read_lines_backwards,
     read_progress,
 )
-from moe_ft.loop.stragglers import MOST_TIMES, OwnTimes, Straggler, find_stragglers
+from moe_ft.loop.event_fold import RankFold, TierMoves
+from moe_ft.loop.stragglers import MOST_TIMES, Straggler, find_stragglers
 from moe_ft.planning.time_shares import TimeShares
 from moe_ft.verdicts import named_ranks
 
-_NUM_RECENT = 20  # iterations of a rank, for a median
 _MOST_READ = (
     8 * MOST_TIMES
 )  # iterations that are read for own times, which a GPU tells in one of eight
+_LONGEST_REASON = 60  # letters of it, of a rank that has stopped
 _MOST_ROWS = 64
 _MOST_ITERATIONS = 3_000_000  # of all ranks, whose lines are decoded
 _MOST_LOADS = 88  # iterations whose loads are decoded
 _FEW_BYTES = 32 << 20  # that one process reads as fast as several
+_MAX_FILES_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankSummary:
-    """Course of one rank's last incarnation.
+class RankEnds:
+    """Beginning and end of a rank's file.
 
     Attributes:
-        iteration: the last one that it has done.
+        fold: of the last events of the last incarnation: its end, and the times of its last iterations.
         phase: the last one; empty if it is not known.
-        ending: how it ended.
-        idle_s: median of what it waited for others in its last iterations; None if the log does not say.
-        own: its own times in them.
+        host: where the rank was first.
+        first_s: time of the first event.
     """
 
-    rank: int
-    incarnation: int
-    iteration: int
+    fold: RankFold
     phase: str
-    ending: str
-    idle_s: float | None = None
-    own: OwnTimes | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ends:
-    """Beginning and end of a rank's file."""
-
-    summary: RankSummary
     host: str
     first_s: float
-    last_s: float
     num_bytes: int
-    verdict: Verdict | None
+
+    @property
+    def ending(self) -> str:
+        """End of the rank, in words."""
+        last = self.fold.last_word or self.fold.last
+        assert last is not None
+        return last.ending(_LONGEST_REASON)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+@dataclass(kw_only=True, slots=True)
+class ReportGroup:
     """Ranks that share a row of the timeline."""
 
     name: str
-    ranks: tuple[int, ...]
-    sums: RankSums = field(default_factory=lambda: RankSums(num_ranks=0))
+    ranks: Sequence[int]
+    row: TimelineRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ReportedRun:
     """A run over all its incarnations.
 
     Attributes:
-        ranks: those that left events, ascending.
-        course: of the job, as the last rank of each start tells it.
-        first_sums: sums of the first rank, which every start has.
-        groups: of ranks, with their sums; only the first and last rank's where the others were not read.
-        first_hosts: where all ranks were first.
+        ends: of the files of ranks that left events, ascending.
+        folds: of the ranks that were read as a whole: the first and the last one, or all of them.
+        history: of the job, as the last rank of each start tells it.
+        first: the first rank, which every start has.
+        groups: of ranks that were read, with their rows.
         left_out: a line on each part of the log that could not be read.
-        verdict: on the end of the last start; empty if it has not failed, or nobody has told.
     """
 
     frame: Frame
-    ranks: tuple[RankSummary, ...]
-    course: Course
-    first_sums: RankSums
-    groups: tuple[Group, ...]
-    first_hosts: frozenset[str]
+    ends: dict[int, RankEnds]
+    folds: dict[int, RankFold]
+    history: JobHistory
+    first: int
+    groups: Sequence[ReportGroup]
     left_out: tuple[str, ...]
-    verdict: str
+
+    @property
+    def newest(self) -> list[RankEnds]:
+        """Ends of the ranks of the last start."""
+        newest = max(each.fold.incarnation for each in self.ends.values())
+        return [each for each in self.ends.values() if each.fold.incarnation == newest]
+
+    @property
+    def verdict(self) -> str:
+        """On the end of the last start; empty if it has not failed, or nobody has told."""
+        return "".join(each.fold.verdict for each in self.newest)
 
     @property
     def shares(self) -> TimeShares:
         """Shares of the time from the first iteration to the last."""
-        return TimeShares.of(self.first_sums.seconds)
+        return TimeShares.of(self.folds[self.first].spent.seconds)
 
     @property
     def num_iterations(self) -> int:
         """Iterations that the rank has done that has done most."""
-        return max(each.iteration for each in self.ranks)
-
-    @property
-    def hangs(self) -> dict[str, int] | None:
-        """Hangs by section of the loop; None if not all ranks were read."""
-        total = self.total
-        return dict(total.hangs) if total.num_ranks == len(self.ranks) else None
+        return max(each.fold.iteration for each in self.ends.values())
 
     @property
     def stragglers(self) -> list[Straggler]:
         """The slowest ranks of the last start, as it ended."""
-        start = self.course.last_start
+        start = self.history.last_start
         has_experts = bool(start and start.num_experts)
-        newest = max(each.incarnation for each in self.ranks)
-        own = [each.own for each in self.ranks if each.own and each.incarnation == newest]
+        own = (each.fold.own_times for each in self.newest)
         return find_stragglers(replace(each, has_experts=has_experts) for each in own)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Hosts on which ranks ran, in all starts of those that were read."""
-        return tuple(sorted(self.first_hosts | self.total.hosts))
+        first = {each.host for each in self.ends.values() if each.host}
+        return tuple(sorted(first.union(*(each.hosts for each in self.folds.values()))))
 
     @property
-    def total(self) -> RankSums:
-        """Sums of all ranks that were read."""
-        total = RankSums(num_ranks=0)
+    def tiers(self) -> dict[Tier, TierMoves]:
+        """Snapshots of all ranks that were read, by tier that some have reached."""
+        found: dict[Tier, TierMoves] = {}
+        for fold in self.folds.values():
+            for tier, moves in fold.tiers.items():
+                if moves.num:
+                    total = found.setdefault(tier, TierMoves())
+                    total.num += moves.num
+                    total.num_bytes += moves.num_bytes
+                    total.seconds += moves.seconds
+                    total.longest_s = max(total.longest_s, moves.longest_s)
+        return found
+
+    @property
+    def read_bytes(self) -> Counter[str]:
+        """Bytes that recoveries read, by memory or storage."""
+        return sum((each.read_bytes for each in self.folds.values()), Counter())
+
+    @property
+    def total(self) -> TimelineRow:
+        """Row of all ranks that were read."""
+        total = TimelineRow(frame=self.frame)
         for group in self.groups:
-            total.add(group.sums)
+            total.add(group.row)
         return total
 
 
-def read_run(directory: Path, *, all_ranks: bool) -> Run:
+@dataclass(kw_only=True, slots=True)
+class _LeftOut:
+    """Parts of an event log that could not be read: files and why, and by rank lines that are no events."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    num_lines: dict[int, int] = field(default_factory=dict)
+
+    def describe(self) -> tuple[str, ...]:
+        """Return a line on each part."""
+        lines = [f"{name}: {reason}" for name, reason in self.files.items()][:_MAX_FILES_NAMED]
+        if len(self.files) > len(lines):
+            lines.append(f"{len(self.files) - len(lines)} more files")
+        if num_lines := sum(self.num_lines.values()):
+            what = "line that is no event" if num_lines == 1 else "lines that are no events"
+            lines.append(f"{num_lines} {what}, such as a killed rank leaves")
+        return tuple(lines)
+
+
+def read_run(directory: Path, *, all_ranks: bool) -> ReportedRun:
     """Read the event files of a directory: their ends, the first and last rank's whole, and all if wanted.
 
     Raises:
         ConfigError: if the directory holds no event log, or none that can be read.
     """
-    left_out = LeftOut()
+    left_out = _LeftOut()
     ends = _all_ends(directory, left_out)
     # Every rank has the times; the loss is on the last stage, where the last rank of a start always is.
-    newest = max(each.summary.incarnation for each in ends.values())
-    there = [rank for rank, each in ends.items() if each.summary.incarnation == newest]
+    newest = max(each.fold.incarnation for each in ends.values())
+    there = [rank for rank, each in ends.items() if each.fold.incarnation == newest]
     first, main = min(there), max(there)
     last_of = _last_ranks(directory, first, ends, main)
     last_ranks = {main, *last_of.values()}
     whole = sorted({first, *last_ranks})
     frame = _frame(ends, all_ranks=all_ranks)
-    rows = (
-        _group(ends) if all_ranks else (Group(name=f"rank {each}", ranks=(each,)) for each in whole)
-    )
-    groups = tuple(rows)
-    of_rank = {rank: group for group in groups for rank in group.ranks}
-    course, first_sums = Course(frame.last_iteration), RankSums()
+    rows = _group(ends) if all_ranks else ((f"rank {rank}", [rank]) for rank in whole)
+    groups = [
+        ReportGroup(name=name, ranks=ranks, row=TimelineRow(frame=frame)) for name, ranks in rows
+    ]
+    group_of = {rank: group for group in groups for rank in group.ranks}
+    history, folds = JobHistory(frame.last_iteration), {}
     work = [
         _Work(
             directory=directory,
             rank=rank,
             frame=frame,
             is_whole=rank in whole,
-            has_course=last_ranks == {rank},
+            has_history=last_ranks == {rank},
         )
-        for rank in of_rank
+        for rank in group_of
     ]
-    num_bytes = sum(ends[rank].num_bytes for rank in of_rank)
-    for done in _read_files(work, num_bytes):
-        left_out.num_lines[done.rank] = done.num_others
-        if done.error is not None:
-            left_out.add_file(event_path(directory, done.rank), done.error)
-        of_rank[done.rank].sums.add(done.sums)
-        if done.rank == first:
-            first_sums = done.sums
-        if done.course is not None:
-            course = done.course
+    for done in _read_files(work, sum(ends[rank].num_bytes for rank in group_of)):
+        rank = done.fold.rank
+        folds[rank] = done.fold
+        left_out.num_lines[rank] = done.fold.num_not_read
+        if done.error:
+            left_out.files[event_path(directory, rank).name] = done.error
+        group_of[rank].row.add(done.row)
+        history = done.history or history
     if len(last_ranks) > 1:
-        _join(course, directory, last_of)
-    return Run(
+        _join(history, directory, last_of)
+    return ReportedRun(
         frame=frame,
-        ranks=tuple(each.summary for each in ends.values()),
-        course=course,
-        first_sums=first_sums,
+        ends=ends,
+        folds=folds,
+        history=history,
+        first=first,
         groups=groups,
-        first_hosts=frozenset(each.host for each in ends.values() if each.host),
         left_out=left_out.describe(),
-        verdict="".join(each.words for rank in there if (each := ends[rank].verdict)),
     )
 
 
-def _last_ranks(directory: Path, first: int, ends: dict[int, _Ends], main: int) -> dict[int, int]:
+def _last_ranks(
+    directory: Path, first: int, ends: Mapping[int, RankEnds], main: int
+) -> dict[int, int]:
     """Return the last rank of each start that the first rank knows; the main one if that left nothing."""
     found = {}
     with suppress(OSError):  # reading the whole file says it
         for line in read_lines(event_path(directory, first)):
-            if b'"start"' in line and isinstance(event := decode(line), Start):
+            if b'"start"' in line and isinstance(event := decode(line), StartLine):
                 last = event.world_size - 1
                 found[event.incarnation] = last if last in ends else main
     return found
 
 
-def _join(course: Course, directory: Path, last_of: dict[int, int]) -> None:
-    """Give a course the events of the last rank of each start, where the number of ranks has changed."""
+def _join(history: JobHistory, directory: Path, last_of: Mapping[int, int]) -> None:
+    """Give a history the events of the last rank of each start, where the number of ranks has changed."""
 
     def own(rank: int) -> Iterator[Line]:
-        lines = LeftOut().typed(rank, read_lines(event_path(directory, rank)))
-        return (each for each in lines if last_of.get(each.incarnation) == rank)
+        events = map(decode, read_lines(event_path(directory, rank)))
+        return (each for each in events if each and last_of.get(each.incarnation) == rank)
 
     with suppress(OSError):
         for event in merge(*map(own, {*last_of.values()}), key=attrgetter("incarnation")):
-            course.take(event)
+            history.take(event)
 
 
 def _ranks(directory: Path) -> Sequence[int]:
@@ -246,7 +277,7 @@ def _ranks(directory: Path) -> Sequence[int]:
     return ranks
 
 
-def _all_ends(directory: Path, left_out: LeftOut) -> dict[int, _Ends]:
+def _all_ends(directory: Path, left_out: _LeftOut) -> dict[int, RankEnds]:
     """Return those of all ranks that left events; raise ConfigError if there are none."""
     ends = {
         rank: found
@@ -265,93 +296,65 @@ def _all_ends(directory: Path, left_out: LeftOut) -> dict[int, _Ends]:
     return ends
 
 
-def _read_ends(directory: Path, rank: int, left_out: LeftOut) -> _Ends | None:
+def _read_ends(directory: Path, rank: int, left_out: _LeftOut) -> RankEnds | None:
     """Return how a rank's file begins and how its last incarnation went, None if it holds no events."""
-    path = event_path(directory, rank)
+    path, fold = event_path(directory, rank), RankFold(rank=rank)
     try:
-        first = next(LeftOut().typed(rank, read_lines(path)), None)
-        lines = left_out.typed(rank, read_lines_backwards(path))
-        last = next(lines, None)
-        if first is None or last is None:
-            return None
-        own = takewhile(lambda line: line.incarnation == last.incarnation, chain([last], lines))
-        known = (line for line in own if isinstance(line, Start | Iteration | Verdict))
-        recent = list(islice(known, _MOST_READ + 1))
-        verdict = next((each for each in recent if isinstance(each, Verdict)), None)
-        recent = [each for each in recent if each is not verdict]
+        first = next((event for line in read_lines(path) if (event := decode(line))), None)
+        events = _last_events(path, fold)
         num_bytes = path.stat().st_size
     except OSError as error:
-        left_out.add_file(path, error)
+        left_out.files[path.name] = error.strerror or str(error)
         return None
+    left_out.num_lines[rank] = fold.num_not_read
+    if first is None or not events:
+        return None
+    for event in reversed(events):
+        fold.take(event)
     progress = read_progress(directory, rank)
-    iterations = [each for each in recent if isinstance(each, Iteration)]
-    idle = [each.idle_s for each in iterations[:_NUM_RECENT] if each.idle_s is not None]
-    summary = RankSummary(
-        rank=rank,
-        incarnation=last.incarnation,
-        iteration=recent[0].iteration if recent else 0,
-        phase=str(progress.phase) if progress and progress.incarnation == last.incarnation else "",
-        ending=_ending(last),
-        idle_s=median(idle) if idle else None,
-        own=_own_times(rank, iterations, has_first=len(recent) < _MOST_READ),
-    )
-    host = first.host if isinstance(first, Start) else ""
-    return _Ends(
-        summary=summary,
-        host=host,
+    is_last = progress is not None and progress.incarnation == fold.incarnation
+    return RankEnds(
+        fold=fold,
+        phase=str(progress.phase) if progress and is_last else "",
+        host=first.host if isinstance(first, StartLine) else "",
         first_s=first.time,
-        last_s=last.time,
         num_bytes=num_bytes,
-        verdict=verdict,
     )
 
 
-def _own_times(rank: int, iterations: Sequence[Iteration], *, has_first: bool) -> OwnTimes | None:
-    """Return the own times of iterations, the newest first, without the first one of a start."""
-    warm = iterations[:-1] if has_first else iterations
-    known = {each.iteration: each.own_s for each in warm if each.own_s is not None}
-    newest = dict(islice(known.items(), MOST_TIMES))
-    stage = iterations[0].stage if iterations else 0
-    return OwnTimes(rank=rank, stage=stage, has_experts=False, seconds=newest)
+def _last_events(path: Path, fold: RankFold) -> list[Line]:
+    """Return the last events of the last incarnation, the newest first, and count what is no event."""
+    events: list[Line] = []
+    num_iterations = 0
+    for line in read_lines_backwards(path):
+        if (event := decode(line)) is None:
+            fold.num_not_read += 1
+            continue
+        num_iterations += isinstance(event, IterationLine)
+        if num_iterations > _MOST_READ or events and event.incarnation != events[0].incarnation:
+            break
+        if not events or not isinstance(event, RouterLoadLine):  # they are large
+            events.append(event)
+    return events
 
 
-def _ending(last: Line) -> str:
-    match last:
-        case End(reason=reason):
-            return reason
-        case Stopped(reason=reason, silent_ranks=silent):
-            missed = f"; heard nothing from {', '.join(map(str, silent))}" if silent else ""
-            return f"stopped: {reason[:60]}{missed}"
-        case Hang(section=section, silent_s=silent_s, limit_s=limit_s):
-            return (
-                f"hung in its {section}: {silent_s:.0f} s without progress, limit {limit_s:.0f} s"
-            )
-        case Fault(kind=kind):
-            return f"fell silent after an injected {kind}"
-    return "fell silent: running, killed or hung"
-
-
-def _frame(ends: dict[int, _Ends], *, all_ranks: bool) -> Frame:
-    last_iteration = max(each.summary.iteration for each in ends.values())
+def _frame(ends: Mapping[int, RankEnds], *, all_ranks: bool) -> Frame:
+    last_iteration = max(each.fold.iteration for each in ends.values())
     num = last_iteration * len(ends) if all_ranks else 0
     return Frame(
         first_s=min(each.first_s for each in ends.values()),
-        last_s=max(each.last_s for each in ends.values()),
+        last_s=max(each.fold.last.time for each in ends.values() if each.fold.last),
         last_iteration=last_iteration,
-        sampling=Sampling(
-            every=max(1, math.ceil(num / _MOST_ITERATIONS)),
-            loads_every=max(1, math.ceil(last_iteration / _MOST_LOADS)),
-        ),
+        every=max(1, math.ceil(num / _MOST_ITERATIONS)),
+        loads_every=max(1, math.ceil(last_iteration / _MOST_LOADS)),
     )
 
 
-def _group(ends: dict[int, _Ends]) -> Iterator[Group]:
-    """Yield a row for each rank; with many ranks for each node, with many nodes for several ranks."""
+def _group(ends: Mapping[int, RankEnds]) -> Iterator[tuple[str, list[int]]]:
+    """Yield name and ranks of a row: each rank; with many ranks each node, with many nodes several ranks."""
     if len(ends) <= _MOST_ROWS:
         for rank, each in ends.items():
-            yield Group(
-                name=f"rank {rank}" + (f" on {each.host}" if each.host else ""), ranks=(rank,)
-            )
+            yield f"rank {rank}" + (f" on {each.host}" if each.host else ""), [rank]
         return
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, each in ends.items():
@@ -362,7 +365,7 @@ def _group(ends: dict[int, _Ends]) -> Iterator[Group]:
         per_row, all_ranks = math.ceil(len(ends) / _MOST_ROWS), [*ends]
         rows = [("", all_ranks[at : at + per_row]) for at in range(0, len(ends), per_row)]
     for host, ranks in rows:
-        yield Group(name=f"{host} {named_ranks(ranks)}".strip(), ranks=tuple(ranks))
+        yield f"{host} {named_ranks(ranks)}".strip(), ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,18 +376,17 @@ class _Work:
     rank: int
     frame: Frame
     is_whole: bool
-    has_course: bool
+    has_history: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """Sums of a file, as far as it could be read."""
+    """Fold and sinks of a file, as far as it could be read, and why not further."""
 
-    rank: int
-    sums: RankSums
-    course: Course | None
-    num_others: int
-    error: OSError | None
+    fold: RankFold
+    row: TimelineRow
+    history: JobHistory | None
+    error: str
 
 
 _done_bytes: "Synchronized[int] | None" = None  # in a process that reads: how far all of them are
@@ -397,17 +399,17 @@ def _share_progress(done_bytes: "Synchronized[int]") -> None:
 
 def _read_file(work: _Work) -> _Done:
     frame = work.frame
-    if work.is_whole:  # its numbers are the ones that people compare
-        frame = replace(frame, sampling=replace(frame.sampling, every=1))
-    course = Course(frame.last_iteration) if work.has_course else None
-    reader, error = RankReader(work.rank, frame, course), None
+    row = TimelineRow(frame=frame, ranks=(work.rank,))
+    history = JobHistory(frame.last_iteration) if work.has_history else None
+    fold, error = RankFold(rank=work.rank, sinks=(row, *([history] if history else []))), ""
+    every = 1 if work.is_whole else frame.every  # its numbers are the ones that people compare
     try:
-        reader.read(_counting(read_lines(event_path(work.directory, work.rank))))
+        lines = _counting(read_lines(event_path(work.directory, work.rank)))
+        fold.read(sampled(lines, every, frame.loads_every))
     except OSError as caught:
-        error = caught
-    return _Done(
-        rank=work.rank, sums=reader.sums, course=course, num_others=reader.num_others, error=error
-    )
+        error = caught.strerror or str(caught)
+    fold.sinks = ()
+    return _Done(fold=fold, row=row, history=history, error=error)
 
 
 def _counting(lines: Iterator[bytes]) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ goes up where a field changes its meaning or goes. report_run.py reads the log, 
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -13,17 +14,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from moe_ft.commands.report_course import Around
-from moe_ft.commands.report_rank import SlotSums
-from moe_ft.commands.report_run import Run
-from moe_ft.event_lines import Repair, Start
+from moe_ft.commands.report_run import ReportedRun
+from moe_ft.commands.report_sums import LossesAround
+from moe_ft.event_lines import HangLine, RepairLine, StartLine
+from moe_ft.loop.event_fold import SlotSums
 from moe_ft.loop.stragglers import Straggler
 from moe_ft.planning.time_shares import TimeShares
 
 SCHEMA = 1
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedJob(msgspec.Struct, frozen=True, kw_only=True):
     """The job, as its last start has told it."""
 
     name: Annotated[str | None, Meta(description="`--moe-ft-job-id`, or what stands in for it")]
@@ -124,12 +125,12 @@ class ExpertSlots(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: Annotated[int, Meta(description="by the rank that sent most")]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run over all its starts; null where the log does not say."""
 
     schema: Annotated[int, Meta(description="version of this format")] = SCHEMA
     event_log: Annotated[str, Meta(description="the directory")]
-    job: Annotated[Job, Meta(description="name, strategy, model, layout")]
+    job: Annotated[ReportedJob, Meta(description="name, strategy, model, layout")]
     first_event_unix_s: Annotated[float, Meta(description="seconds since 1970")]
     last_event_unix_s: Annotated[float, Meta(description="seconds since 1970")]
     last_iteration: Annotated[int, Meta(description="the furthest that a rank has completed")]
@@ -177,38 +178,42 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Annotated[tuple[str, ...], Meta(description="parts of the log that were not read")]
 
 
-def summarize_run(run: Run, directory: Path) -> Report:
+def summarize_run(run: ReportedRun, directory: Path) -> RunReport:
     """Return what a run comes to."""
-    course, total = run.course, run.total
-    return Report(
+    history = run.history
+    corruptions = set().union(*(group.row.corruptions for group in run.groups))
+    hangs = Counter[str]()
+    for fold in run.folds.values():
+        hangs.update({label: num for (kind, label), num in fold.counts.items() if kind is HangLine})
+    return RunReport(
         event_log=str(directory).encode(errors="backslashreplace").decode(),  # it may be no text
-        job=_job(course.last_start, run.hosts),
+        job=_job(history.last_start, run.hosts),
         first_event_unix_s=run.frame.first_s,
         last_event_unix_s=run.frame.last_s,
         last_iteration=run.num_iterations,
-        num_starts=1 + max(each.incarnation for each in run.ranks),
-        iteration_s=course.iteration_s,
-        tokens_per_s=course.tokens_per_s,
-        first_loss=course.first_loss,
-        last_loss=course.last_loss,
-        is_last_loss_finite=None if course.last_loss is None else math.isfinite(course.last_loss),
+        num_starts=1 + max(each.fold.incarnation for each in run.ends.values()),
+        iteration_s=history.iteration_s.value,
+        tokens_per_s=history.tokens_per_s,
+        first_loss=history.first_loss,
+        last_loss=history.last_loss,
+        is_last_loss_finite=None if history.last_loss is None else math.isfinite(history.last_loss),
         time_shares=run.shares,
         badput_shares={name.lower(): share for name, share in run.shares.badput.items()},
         ranks=tuple(
             RankEnd(
-                rank=each.rank,
-                start=each.incarnation,
-                iteration=each.iteration,
+                rank=rank,
+                start=each.fold.incarnation,
+                iteration=each.fold.iteration,
                 phase=each.phase or None,
                 ending=each.ending,
-                idle_s=each.idle_s,
+                idle_s=each.fold.recent_idle_s,
             )
-            for each in run.ranks
+            for rank, each in run.ends.items()
         ),
         slow_ranks=tuple(run.stragglers),
-        recoveries=tuple(map(_recovery, course.recoveries)),
-        repairs=tuple(map(_repair, course.repairs)),
-        skipped_batches=course.skipped,
+        recoveries=tuple(map(_recovery, history.recoveries)),
+        repairs=tuple(map(_repair, history.repairs)),
+        skipped_batches=history.skipped,
         rank_changes=tuple(
             RankChange(
                 iteration=each.iteration,
@@ -216,11 +221,11 @@ def summarize_run(run: Run, directory: Path) -> Report:
                 to_ranks=each.to,
                 waiting_ranks=each.waiting,
             )
-            for each in course.changes
+            for each in history.changes
         ),
         verdict=run.verdict or None,
-        hangs=run.hangs,
-        corruptions=Counter(rank for _, _, ranks in sorted(total.corruptions) for rank in ranks),
+        hangs=dict(hangs) if len(run.folds) == len(run.ends) else None,
+        corruptions=Counter(rank for _, _, ranks in sorted(corruptions) for rank in ranks),
         tiers={
             tier.value: TierSums(
                 num_snapshots=each.num,
@@ -228,23 +233,23 @@ def summarize_run(run: Run, directory: Path) -> Report:
                 total_s=each.seconds,
                 longest_s=each.longest_s,
             )
-            for tier, each in total.traffic.items()
+            for tier, each in run.tiers.items()
         },
-        read_bytes=dict(total.read_bytes),
-        peer_state_bytes=course.state_bytes,
-        peer_gradient_bytes=course.gradient_bytes,
-        mean_tokens_at_risk=course.mean_tokens_at_risk,
-        expert_slots=_slots(total.slots),
+        read_bytes=dict(run.read_bytes),
+        peer_state_bytes=history.state_bytes,
+        peer_gradient_bytes=history.gradient_bytes,
+        mean_tokens_at_risk=history.mean_tokens_at_risk,
+        expert_slots=_slots([each.slots for each in run.folds.values() if each.slots.num]),
         left_out=run.left_out,
     )
 
 
-def as_json(report: Report) -> str:
+def as_json(report: RunReport) -> str:
     """Return the report for programs."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
 
 
-def _job(start: Start | None, hosts: tuple[str, ...]) -> Job:
+def _job(start: StartLine | None, hosts: tuple[str, ...]) -> ReportedJob:
     known: dict[str, Any] = {} if start is None else msgspec.structs.asdict(start)
     known |= {
         "name": known.get("job"),
@@ -252,13 +257,14 @@ def _job(start: Start | None, hosts: tuple[str, ...]) -> Job:
         **{f"{each}_version": known.get(each) for each in ("moe_ft", "megatron", "torch")},
     }
     # An older log lacks some of them: 0 and an empty text are no sizes and no names.
-    known |= {name: known.get(name) or None for name in Job.__struct_fields__}
-    return Job(
-        **{name: known[name] for name in Job.__struct_fields__ if name != "hosts"}, hosts=hosts
+    known |= {name: known.get(name) or None for name in ReportedJob.__struct_fields__}
+    return ReportedJob(
+        **{name: known[name] for name in ReportedJob.__struct_fields__ if name != "hosts"},
+        hosts=hosts,
     )
 
 
-def _recovery(around: Around) -> RecoveryFacts:
+def _recovery(around: LossesAround) -> RecoveryFacts:
     event, before, after = around.event, around.before, around.after
     return RecoveryFacts(
         start=event.incarnation,
@@ -277,7 +283,7 @@ def _recovery(around: Around) -> RecoveryFacts:
     )
 
 
-def _repair(event: Repair) -> RepairFacts:
+def _repair(event: RepairLine) -> RepairFacts:
     return RepairFacts(
         start=event.incarnation,
         unix_s=event.time,
@@ -290,15 +296,16 @@ def _repair(event: Repair) -> RepairFacts:
     )
 
 
-def _slots(slots: SlotSums) -> ExpertSlots | None:
-    if not slots.num:
+def _slots(ranks: Sequence[SlotSums]) -> ExpertSlots | None:
+    """Return the sums over ranks that have got tables: one of each stage."""
+    if not ranks:
         return None
-    before, after = (most / max(1, slots.mean) for most in slots.most)
+    mean = max(1, sum(each.mean for each in ranks))
     return ExpertSlots(
-        num_tables=slots.num,
-        num_layers=len(slots.layers),
-        num_moved_replicas=slots.num_moved,
-        imbalance_before=before,
-        imbalance_after=after,
-        sent_bytes=slots.sent_bytes,
+        num_tables=sum(each.num for each in ranks),
+        num_layers=len(set().union(*(each.layers for each in ranks))),
+        num_moved_replicas=sum(each.num_moved for each in ranks),
+        imbalance_before=sum(each.most_before for each in ranks) / mean,
+        imbalance_after=sum(each.most_after for each in ranks) / mean,
+        sent_bytes=max(each.sent_bytes for each in ranks),
     )

@@ -1,6 +1,6 @@
 """View of a run that `moe_ft watch` shows: lines on the whole run, and a row for each rank.
 
-It reads what the ranks append, and never from the start again (moe_ft/loop/course.py). watch.py has the
+It reads what the ranks append, and never from the start again (moe_ft/loop/event_fold.py). watch.py has the
 terminal.
 """
 
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ft.errors import ConfigError
+from moe_ft.event_lines import CorruptionLine, DegradedLine, RepairLine, SkippedLine, Tier
 from moe_ft.events import ranks_with_events, read_progress
-from moe_ft.loop.course import FollowedRun, RankCourse, Tier
+from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.loop.stragglers import find_stragglers
 from moe_ft.planning.time_shares import Spent, TimeShares
 from moe_ft.processes import has_ended
@@ -54,9 +55,9 @@ class Watch:
             ConfigError: if the directory holds no event log.
         """
         self._directory = directory
-        self._course = FollowedRun(directory)
+        self._run = FollowedRun(directory)
         self._find_ranks()
-        if not self._course.ranks:
+        if not self._run.ranks:
             raise ConfigError(
                 f"{directory} holds no event log (rank_00000.jsonl, ...). Give the directory that "
                 "--moe-ft-event-log named, once the run has begun."
@@ -64,7 +65,7 @@ class Watch:
 
     def _find_ranks(self) -> None:
         try:
-            self._course.add(ranks_with_events(self._directory))
+            self._run.add(ranks_with_events(self._directory))
         except (FileNotFoundError, NotADirectoryError):
             pass  # no log
         except OSError as error:
@@ -76,13 +77,13 @@ class Watch:
     def look(self) -> bool:
         """Read on; return whether more of the log is there to read."""
         self._find_ranks()
-        self._course.read(_MOST_BYTES)
-        return self._course.unread_bytes > 0
+        self._run.read(_MOST_BYTES)
+        return self._run.unread_bytes > 0
 
     @property
     def has_ended(self) -> bool:
         """True if all ranks have ended, and no restart is to be expected."""
-        ranks = _of_last_start(self._course.ranks)
+        ranks = _of_last_start(self._run.ranks)
         if all(each.is_finished for each in ranks):
             return True
         age_s = time.time() - max(each.time_s for each in ranks)
@@ -96,7 +97,7 @@ class Watch:
         Args:
             height: lines that there are; without a limit at most 16 ranks are shown.
         """
-        ranks = self._course.ranks
+        ranks = self._run.ranks
         head = Table.grid(padding=(0, 2, 0, 0))
         head.add_column(no_wrap=True)
         head.add_column(overflow="fold")
@@ -112,7 +113,7 @@ class Watch:
         foot = Text(" · ".join(note for note in notes if note), style="dim")
         return Group(head, Text(), table, *([foot] if foot else []))
 
-    def _lines(self, ranks: Sequence[RankCourse], width: int) -> Iterator[tuple[str, Text]]:
+    def _lines(self, ranks: Sequence[RankFold], width: int) -> Iterator[tuple[str, Text]]:
         """Yield name and value of what is said of the whole run."""
         yield "run", Text(escape(str(self._directory)))
         yield "state", self._state(ranks)
@@ -120,7 +121,7 @@ class Watch:
         if history := _sparkline(ranks[0], max(1, width - _BESIDE_BARS)):
             yield "seconds of each", Text(history, style="cyan")
         incarnation = max(each.incarnation for each in ranks)
-        num_repairs = max(each.num_repairs for each in ranks)
+        num_repairs = max(each.num(RepairLine) for each in ranks)
         yield "starts", Text(f"{incarnation + 1}, {num_repairs} of them repairs in place")
         yield "last recovery", Text(escape(_recovery(ranks)))
         yield "last repair", Text(_repair(ranks))
@@ -135,10 +136,10 @@ class Watch:
             yield "slowest ranks", Text("\n".join(map(str, slowest)), style="yellow")
         if troubles := [*self._troubles(ranks)]:
             yield "trouble", Text(escape("\n".join(troubles)), style="yellow")
-        if self._course.unread_bytes:
-            yield "log", Text(f"{self._course.unread_bytes / 2**20:,.0f} MiB are still to be read")
+        if self._run.unread_bytes:
+            yield "log", Text(f"{self._run.unread_bytes / 2**20:,.0f} MiB are still to be read")
 
-    def _state(self, ranks: Sequence[RankCourse]) -> Text:
+    def _state(self, ranks: Sequence[RankFold]) -> Text:
         most = max((each.start.world_size for each in ranks if each.start), default=0)
         number = max(each.incarnation for each in ranks)
         expected = max((each.lost_rank for each in ranks if each.lost_rank), default="")
@@ -164,26 +165,28 @@ class Watch:
             return Text(f"nothing has come for {quiet_s:,.0f} s; {usual}", style="yellow")
         return Text(f"running on {len(ranks)} ranks", style="green")
 
-    def _troubles(self, ranks: Sequence[RankCourse]) -> Iterator[str]:
+    def _troubles(self, ranks: Sequence[RankFold]) -> Iterator[str]:
         failed = [each for each in ranks if each.ending and not each.is_finished]
         for each in failed[:_MOST_ENDINGS]:
             yield f"rank {each.rank} {each.ending}"
-        num_degraded = sum(sum(each.degraded.values()) for each in ranks)
-        events = [each.last_degraded for each in ranks if each.last_degraded]
+        for verdict in (each.verdict for each in _of_last_start(ranks) if each.verdict):
+            yield f"verdict: {verdict}"
+        num_degraded = sum(each.num(DegradedLine) for each in ranks)
+        events = [each.degraded for each in ranks if each.degraded]
         if events:
             last = max(events, key=lambda event: event.time)
             reason = last.reason.splitlines()[0] if last.reason else ""
             yield f"{num_degraded} failures of checkpointing, the last of {last.part}: {reason}"
-        if num_found := sum(each.corruptions.total() for each in ranks):
+        if num_found := sum(each.num(CorruptionLine) for each in ranks):
             yield f"{num_found} findings of silent corruption: report says which ranks they accuse"
-        if num_skipped := sum(each.num_skipped for each in ranks):
+        if num_skipped := sum(each.num(SkippedLine) for each in ranks):
             yield f"{num_skipped} snapshots were due and left out"
         if num_lines := sum(each.num_not_read for each in ranks):
             yield f"{num_lines} lines of the log are no events, such as a killed rank leaves"
-        for rank, reason in self._course.problems.items():
+        for rank, reason in self._run.problems.items():
             yield f"the log of rank {rank} cannot be read: {reason}"
 
-    def _table(self, ranks: Sequence[RankCourse], width: int) -> Table:
+    def _table(self, ranks: Sequence[RankFold], width: int) -> Table:
         """Return a row for each rank, with the columns that fit; the state alone is cut short."""
         rows = [self._row(each) for each in ranks]
         widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
@@ -202,7 +205,7 @@ class Watch:
             table.add_row(*(row[name] for name in widths), row["state"])
         return table
 
-    def _row(self, each: RankCourse) -> dict[str, Text]:
+    def _row(self, each: RankFold) -> dict[str, Text]:
         """Return the cells of a rank by column, in the order of the columns."""
         iterations = {
             tier.value: str(traffic.iteration) if traffic.num else "-"
@@ -222,7 +225,7 @@ class Watch:
         state = Text(escape(self._rank_state(each)), style=style)
         return {**{name: Text(cell) for name, cell in cells.items()}, "state": state}
 
-    def _rank_state(self, each: RankCourse) -> str:
+    def _rank_state(self, each: RankFold) -> str:
         if each.ending:
             return each.ending
         progress = read_progress(self._directory, each.rank)
@@ -234,24 +237,24 @@ class Watch:
         return phase
 
 
-def _is_gone(each: RankCourse) -> bool:
+def _is_gone(each: RankFold) -> bool:
     """Return whether the process of a rank is known to have ended; it must be of this host."""
     start = each.start
     return bool(start and start.pid and start.host == socket.gethostname() and has_ended(start.pid))
 
 
-def _of_last_start(ranks: Sequence[RankCourse]) -> list[RankCourse]:
+def _of_last_start(ranks: Sequence[RankFold]) -> list[RankFold]:
     """Return the ranks of the last start, which may have fewer than those before it."""
     newest = max((each.incarnation for each in ranks), default=0)
     return [each for each in ranks if each.incarnation == newest]
 
 
-def _is_silent(each: RankCourse) -> bool:
+def _is_silent(each: RankFold) -> bool:
     usual_s = max(_SILENT_S, _SILENT_ITERATIONS * (each.iteration_s or 0.0))
     return time.time() - each.time_s > usual_s
 
 
-def _is_trouble(each: RankCourse) -> bool:
+def _is_trouble(each: RankFold) -> bool:
     return not each.is_finished and (bool(each.ending) or _is_gone(each) or _is_silent(each))
 
 
@@ -268,7 +271,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {named} have"
 
 
-def _sparkline(rank: RankCourse, most_bars: int) -> str:
+def _sparkline(rank: RankFold, most_bars: int) -> str:
     """Return a bar for each of the last iterations of a rank, as high as its seconds."""
     seconds = [*rank.history][-most_bars:]
     if len(seconds) < 2:
@@ -278,7 +281,7 @@ def _sparkline(rank: RankCourse, most_bars: int) -> str:
     return f"{bars} up to {max(seconds):.3f}"
 
 
-def _speed(ranks: Sequence[RankCourse]) -> str:
+def _speed(ranks: Sequence[RankFold]) -> str:
     """Return how far the run is, and how fast."""
     planned = max((each.start.train_iterations or 0 for each in ranks if each.start), default=0)
     parts = [f"{max(each.iteration for each in ranks)}" + (f" of {planned}" if planned else "")]
@@ -294,7 +297,7 @@ def _speed(ranks: Sequence[RankCourse]) -> str:
     return " · ".join(parts)
 
 
-def _recovery(ranks: Sequence[RankCourse]) -> str:
+def _recovery(ranks: Sequence[RankFold]) -> str:
     events = [each.recovery for each in ranks if each.recovery]
     if not events:
         return "none"
@@ -306,7 +309,7 @@ def _recovery(ranks: Sequence[RankCourse]) -> str:
     )
 
 
-def _stored(ranks: Sequence[RankCourse]) -> str:
+def _stored(ranks: Sequence[RankFold]) -> str:
     """Return the newest checkpoint on storage, and the newest that all ranks have read back."""
     found = [each.read_back for each in ranks]
     known = [each for each in found if each is not None]
@@ -315,7 +318,7 @@ def _stored(ranks: Sequence[RankCourse]) -> str:
     return f"iteration {newest}, and read back by all ranks: {read}"
 
 
-def _repair(ranks: Sequence[RankCourse]) -> str:
+def _repair(ranks: Sequence[RankFold]) -> str:
     events = [each.repair for each in ranks if each.repair]
     if not events:
         return "none"

@@ -1,7 +1,7 @@
 """Prometheus metrics of a node's ranks, for --moe-ft-metrics-port: local rank 0 serves them.
 
-They are sums over the event log of these ranks (course.py). A scrape reads it on, in the server's thread; the
-training thread does nothing for them. docs/metrics.md lists the metrics.
+They are sums over the event log of these ranks (event_fold.py). A scrape reads it on, in the server's thread;
+the training thread does nothing for them. docs/metrics.md lists the metrics.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, override
@@ -21,9 +21,17 @@ from moe_ft.config.fields import flag_of
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.engine.background import BackgroundPart
 from moe_ft.errors import ConfigError
+from moe_ft.event_lines import (
+    CorruptionLine,
+    DegradedLine,
+    Line,
+    RecoveryLine,
+    RepairLine,
+    SkippedLine,
+)
 from moe_ft.events import last_incarnation
 from moe_ft.loop.corruption import Check
-from moe_ft.loop.course import FollowedRun, RankCourse
+from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.loop.listeners import LoopListener
 from moe_ft.saying import warn
 
@@ -38,81 +46,140 @@ _SILENT_S = 5.0  # of a connection, until it is closed
 _GAUGE, _COUNTER = "gauge", "counter"
 # Labels of every metric. Prometheus sets `job` and `instance` itself, so ours have other names.
 LABELS = ("job_name", "node", "rank")
-# By name: the kind, the meaning, and the label besides these.
-METRICS: Mapping[str, tuple[str, str, str]] = {
-    "iteration": (_GAUGE, "last iteration that is complete", ""),
-    "incarnation": (_GAUGE, "number of the start, from 0; a repair begins one too", ""),
-    "last_event_timestamp_seconds": (_GAUGE, "time of the last event", ""),
-    "loss": (_GAUGE, "loss of the last iteration, of ranks that have it", ""),
-    "iterations": (_COUNTER, "iterations, repeated ones included", ""),
-    "tokens": (_COUNTER, "tokens of the whole job, those of repeated iterations included", ""),
-    "iteration_seconds": (_GAUGE, "median of the last 20 iterations", ""),
-    "stall_seconds": (_COUNTER, "time that checkpoints held training up", ""),
-    "idle_seconds": (_COUNTER, "time that the rank waited for other ranks", ""),
-    "own_seconds": (_GAUGE, "median of the own time of the last iterations that tell it", "stage"),
-    "time_seconds": (_COUNTER, "time by use, as moe_ft report divides it", "use"),
-    "snapshot_iteration": (_GAUGE, "iteration of the newest snapshot in a tier", "tier"),
-    "read_back_iteration": (_GAUGE, "newest iteration that was read back from storage", ""),
-    "snapshots": (_COUNTER, "snapshots that have reached a tier", "tier"),
-    "snapshot_bytes": (_COUNTER, "bytes that have gone to a tier", "tier"),
-    "snapshot_seconds": (_COUNTER, "time until snapshots were in a tier", "tier"),
-    "skipped": (_COUNTER, "snapshots that were due and were left out", ""),
-    "degraded": (_COUNTER, "failures of parts of checkpointing", "part"),
+Values = dict[str, float | None]  # by the label besides these; none is left out
+
+
+def _value(name: str) -> Callable[[RankFold], Values]:
+    return lambda fold: {"": getattr(fold, name)}
+
+
+def _once_begun(name: str) -> Callable[[RankFold], Values]:
+    # Before the first event of a process it would fall to 0.
+    return lambda fold: {"": getattr(fold, name) if fold.time_s else None}
+
+
+def _counted(kind: type[Line], labels: Iterable[str] = ("",)) -> Callable[[RankFold], Values]:
+    # Also with 0: increase() misses the birth of a series.
+    return lambda fold: {label: fold.counts[kind, label] for label in labels}
+
+
+def _of_tiers(name: str) -> Callable[[RankFold], Values]:
+    return lambda fold: {tier: getattr(moves, name) for tier, moves in fold.tiers.items()}
+
+
+def _newest_snapshots(fold: RankFold) -> Values:
+    return {tier: moves.iteration for tier, moves in fold.tiers.items() if moves.num}
+
+
+# By name: the kind, the label besides those of all, the values of a rank, and the meaning.
+METRICS: Mapping[str, tuple[str, str, Callable[[RankFold], Values], str]] = {
+    "iteration": (_GAUGE, "", _once_begun("iteration"), "last iteration that is complete"),
+    "incarnation": (
+        _GAUGE,
+        "",
+        _once_begun("incarnation"),
+        "number of the start, from 0; a repair begins one too",
+    ),
+    "last_event_timestamp_seconds": (_GAUGE, "", _once_begun("time_s"), "time of the last event"),
+    "loss": (_GAUGE, "", _value("loss"), "loss of the last iteration, of ranks that have it"),
+    "iterations": (_COUNTER, "", _value("num_iterations"), "iterations, repeated ones included"),
+    "tokens": (
+        _COUNTER,
+        "",
+        _value("num_tokens"),
+        "tokens of the whole job, those of repeated iterations included",
+    ),
+    "iteration_seconds": (_GAUGE, "", _value("iteration_s"), "median of the last 20 iterations"),
+    "stall_seconds": (
+        _COUNTER,
+        "",
+        _value("total_stall_s"),
+        "time that checkpoints held training up",
+    ),
+    "idle_seconds": (
+        _COUNTER,
+        "",
+        _value("total_idle_s"),
+        "time that the rank waited for other ranks",
+    ),
+    "own_seconds": (
+        _GAUGE,
+        "stage",
+        lambda fold: {str(fold.stage): fold.own_times.median_s},
+        "median of the own time of the last iterations that tell it",
+    ),
+    "time_seconds": (
+        _COUNTER,
+        "use",
+        lambda fold: {use.value: seconds for use, seconds in fold.spent.seconds.items()},
+        "time by use, as moe_ft report divides it",
+    ),
+    "snapshot_iteration": (
+        _GAUGE,
+        "tier",
+        _newest_snapshots,
+        "iteration of the newest snapshot in a tier",
+    ),
+    "read_back_iteration": (
+        _GAUGE,
+        "",
+        _value("read_back"),
+        "newest iteration that was read back from storage",
+    ),
+    "snapshots": (_COUNTER, "tier", _of_tiers("num"), "snapshots that have reached a tier"),
+    "snapshot_bytes": (_COUNTER, "tier", _of_tiers("num_bytes"), "bytes that have gone to a tier"),
+    "snapshot_seconds": (
+        _COUNTER,
+        "tier",
+        _of_tiers("seconds"),
+        "time until snapshots were in a tier",
+    ),
+    "skipped": (
+        _COUNTER,
+        "",
+        lambda fold: {"": fold.num(SkippedLine)},
+        "snapshots that were due and were left out",
+    ),
+    "degraded": (
+        _COUNTER,
+        "part",
+        _counted(DegradedLine, BackgroundPart),
+        "failures of parts of checkpointing",
+    ),
     "corruptions": (
         _COUNTER,
-        "findings of silent corruption, on each rank that knows of it",
         "check",
+        _counted(CorruptionLine, Check),
+        "findings of silent corruption, on each rank that knows of it",
     ),
-    "recoveries": (_COUNTER, "recoveries", ""),
-    "repairs": (_COUNTER, "repairs in place", ""),
-    "repair_seconds": (_COUNTER, "time from deaths until the broken iterations were finished", ""),
-    "lost_tokens": (_GAUGE, "tokens whose updates recoveries dropped, of the whole job", ""),
-    "unread_bytes": (_GAUGE, "bytes of the event log that scrapes have still to read", ""),
+    "recoveries": (_COUNTER, "", _counted(RecoveryLine), "recoveries"),
+    "repairs": (_COUNTER, "", _counted(RepairLine), "repairs in place"),
+    "repair_seconds": (
+        _COUNTER,
+        "",
+        _value("repair_s"),
+        "time from deaths until the broken iterations were finished",
+    ),
+    "lost_tokens": (
+        _GAUGE,
+        "",
+        _once_begun("lost_tokens"),
+        "tokens whose updates recoveries dropped, of the whole job",
+    ),
+    "unread_bytes": (
+        _GAUGE,
+        "",
+        lambda _: {},
+        "bytes of the event log that scrapes have still to read",
+    ),
 }
-
-
-def values_of(course: RankCourse) -> Iterator[tuple[str, str, float]]:
-    """Yield name, label and value of what is known of a rank."""
-    yield "iterations", "", course.num_iterations
-    yield "tokens", "", course.num_tokens
-    yield "stall_seconds", "", course.stall_s
-    yield "idle_seconds", "", course.idle_s
-    yield "skipped", "", course.num_skipped
-    yield "recoveries", "", course.num_recoveries
-    yield "repairs", "", course.num_repairs
-    yield "repair_seconds", "", course.repair_s
-    if course.time_s:  # before the first event of a process they would fall to 0
-        yield "iteration", "", course.iteration
-        yield "incarnation", "", course.incarnation
-        yield "lost_tokens", "", course.lost_tokens
-        yield "last_event_timestamp_seconds", "", course.time_s
-    known = {
-        "loss": course.loss,
-        "iteration_seconds": course.iteration_s,
-        "read_back_iteration": course.read_back,
-    }
-    yield from ((name, "", value) for name, value in known.items() if value is not None)
-    if (own_s := course.own_times.median_s) is not None:
-        yield "own_seconds", str(course.stage), own_s
-    for use, seconds in course.spent.seconds.items():
-        yield "time_seconds", use, seconds
-    for tier, traffic in course.tiers.items():
-        if traffic.num:
-            yield "snapshot_iteration", tier, traffic.iteration
-        yield "snapshots", tier, traffic.num
-        yield "snapshot_bytes", tier, traffic.num_bytes
-        yield "snapshot_seconds", tier, traffic.seconds
-    for part in BackgroundPart:  # also with 0: increase() misses the birth of a series
-        yield "degraded", part.value, course.degraded[part]
-    for check in Check:
-        yield "corruptions", check.value, course.corruptions[check]
 
 
 class _Collector:
     """Reads the log on and returns all metrics. Called by the threads of the server."""
 
-    def __init__(self, course: FollowedRun, job_name: str, node: str) -> None:
-        self._course, self._lock = course, threading.Lock()
+    def __init__(self, run: FollowedRun, job_name: str, node: str) -> None:
+        self._run, self._lock = run, threading.Lock()
         self._place = job_name, node
 
     def collect(self) -> Iterator[Any]:
@@ -122,16 +189,17 @@ class _Collector:
         kinds = {_GAUGE: GaugeMetricFamily, _COUNTER: CounterMetricFamily}
         families = {
             name: kinds[kind](f"moe_ft_{name}", text, labels=[*LABELS, *([label] if label else [])])
-            for name, (kind, text, label) in METRICS.items()
+            for name, (kind, label, _, text) in METRICS.items()
         }
         with self._lock:
-            self._course.read(_MOST_BYTES)
-            for each in self._course.ranks:
+            self._run.read(_MOST_BYTES)
+            for each in self._run.ranks:
                 common = [*self._place, str(each.rank)]
-                for name, label, value in values_of(each):
-                    further = [label] if METRICS[name][2] else []
-                    families[name].add_metric([*common, *further], value)
-                families["unread_bytes"].add_metric(common, self._course.unread_bytes_of(each.rank))
+                for name, (_, label, values, _) in METRICS.items():
+                    for key, value in values(each).items():
+                        if value is not None:
+                            families[name].add_metric([*common, *([key] if label else [])], value)
+                families["unread_bytes"].add_metric(common, self._run.unread_bytes_of(each.rank))
         yield from families.values()
 
 
@@ -195,12 +263,12 @@ class Metrics(LoopListener):
             return
         directory, first = Path(self._config.event_log), self._rank
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        course = FollowedRun(directory, range(first, first + num_local), is_from_end=True)
+        run = FollowedRun(directory, range(first, first + num_local), is_from_end=True)
         address, interface = _LOOPBACK, self._config.metrics_interface
         try:
             if interface is not None:
                 address = address_of(flag_of("metrics_interface"), interface)
-            self._serve(course, address)
+            self._serve(run, address)
         except OSError as error:
             warn(
                 f"no metrics are served: {flag_of('metrics_port')}={self._config.metrics_port} "
@@ -212,7 +280,7 @@ class Metrics(LoopListener):
                 raise
             warn(f"no metrics are served: {error}")  # on a spare node, of a run that has begun
 
-    def _serve(self, course: FollowedRun, address: str) -> None:
+    def _serve(self, run: FollowedRun, address: str) -> None:
         """Listen; retry for a while where the port is taken."""
         try:
             from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -223,7 +291,7 @@ class Metrics(LoopListener):
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         node = self._memory.resolve_node_id(os.environ, socket.gethostname())
-        registry.register(_Collector(course, job_name(self._memory), node))
+        registry.register(_Collector(run, job_name(self._memory), node))
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:

@@ -2,7 +2,7 @@
 
 Ranks of a stage do equal work, but for the tokens that routers send to their experts. So a rank is compared
 with the others of its stage, by its own time: an iteration without what it waited for others in it.
-course.py and report_run.py collect the times; metrics.py serves them, and PromQL compares those of all nodes.
+event_fold.py collects the times; metrics.py serves them, and PromQL compares those of all nodes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moe_ft.commands.report_run import read_run
-from moe_ft.commands.report_summary import Report, summarize_run
+from moe_ft.commands.report_summary import RunReport, summarize_run
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 
@@ -21,6 +21,6 @@ def write_run(directory: Path, rank: int, losses: list[float], incarnation: int 
     return log
 
 
-def summarize(directory: Path) -> Report:
+def summarize(directory: Path) -> RunReport:
     """Return the summary that `moe_ft report` prints."""
     return summarize_run(read_run(directory, all_ranks=False), directory)

@@ -9,9 +9,9 @@ import pytest
 
 from moe_ft.cli import main
 from moe_ft.commands.report import render
-from moe_ft.commands.report_course import Course, Median
 from moe_ft.commands.report_run import read_run
 from moe_ft.commands.report_summary import summarize_run
+from moe_ft.commands.report_sums import JobHistory, Median
 from moe_ft.event_lines import decode
 from moe_ft.events import event_path, read_lines
 from moe_ft.faults import Phase
@@ -206,11 +206,11 @@ def test_losses_before_a_recovery_are_those_of_the_history_that_stays(tmp_path: 
     summary = summarize(tmp_path)
     (recovery,) = summary.recoveries
     assert (recovery.loss_before, recovery.loss_after, summary.last_loss) == (8.0, 6.0, 6.0)
-    course = Course(4)
+    history = JobHistory(4)
     for event in map(decode, read_lines(event_path(tmp_path, 0))):
         assert event is not None
-        course.take(event)
-    assert [point.mean for point in course.points.values()] == [9.0, 8.0, 7.0, 6.0]
+        history.take(event)
+    assert [point.mean for point in history.points.values()] == [9.0, 8.0, 7.0, 6.0]
 
 
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES)
@@ -294,10 +294,10 @@ def test_time_and_losses_are_told_while_ranks_leave_and_come(tmp_path: Path) -> 
         # 24 s. Of 4 s before the first iteration of each other start recoveries replay for 4 s.
         assert run.shares.productive == pytest.approx(8 * 2 / 24)
         assert run.shares.redone == pytest.approx(8 / 24)
-        assert [each.event.incarnation for each in run.course.recoveries] == [1, 2]
-        losses = [run.course.points[n].mean for n in sorted(run.course.points)]
+        assert [each.event.incarnation for each in run.history.recoveries] == [1, 2]
+        losses = [run.history.points[n].mean for n in sorted(run.history.points)]
         assert losses == [2, 2, 1, 1, 1, 1, 2, 2], "ranks that had them"
-    alone = read_run(tmp_path, all_ranks=True).groups[2].sums.seconds
+    alone = read_run(tmp_path, all_ranks=True).folds[2].spent.seconds
     assert alone[Spent.RECOVERING] == 0, "others trained"
 
 
@@ -306,7 +306,7 @@ def test_recovery_counts_where_a_rank_ended_before_it_noted_its_last_iteration(
 ) -> None:
     write_lines(tmp_path, ["start 0 0", "iteration 0 1 5", "start 1 2", "iteration 1 3 13"])
     run = read_run(tmp_path, all_ranks=False)
-    assert run.first_sums.seconds[Spent.RECOVERING] == 6
+    assert run.folds[0].spent.seconds[Spent.RECOVERING] == 6
 
 
 def test_rank_that_comes_later_does_not_hide_what_was_before(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_rank_that_comes_later_does_not_hide_what_was_before(tmp_path: Path) -> 
     write_lines(tmp_path, [*before, *after])
     write_lines(tmp_path, after, 1)
     run = read_run(tmp_path, all_ranks=False)
-    assert run.first_sums.seconds[Spent.PRODUCTIVE] == 6
-    assert run.first_sums.seconds[Spent.RECOVERING] == 4
-    assert sorted(run.course.points) == [1, 2, 3]
+    assert run.folds[0].spent.seconds[Spent.PRODUCTIVE] == 6
+    assert run.folds[0].spent.seconds[Spent.RECOVERING] == 4
+    assert sorted(run.history.points) == [1, 2, 3]
 
 
 def write_lines(directory: Path, lines: list[str], rank: int = 0) -> None:

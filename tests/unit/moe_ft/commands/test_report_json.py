@@ -13,7 +13,7 @@ import pytest
 from moe_ft.cli import main
 from moe_ft.commands import report_summary
 from moe_ft.commands.report import render
-from moe_ft.commands.report_summary import SCHEMA, Report, as_json
+from moe_ft.commands.report_summary import SCHEMA, RunReport, as_json
 from moe_ft.events import EventLog
 from moe_ft.loop.stragglers import Straggler
 from moe_ft.planning.time_shares import Spent
@@ -23,8 +23,8 @@ from tests.unit.moe_ft.commands.test_report_page import REAL, events
 ROOT = Path(__file__).parents[4]
 # By object of the JSON, in the order of the page.
 OBJECTS: dict[str, type[msgspec.Struct]] = {
-    "": Report,
-    "job": report_summary.Job,
+    "": RunReport,
+    "job": report_summary.ReportedJob,
     "ranks": report_summary.RankEnd,
     "slow_ranks": Straggler,
     "recoveries": report_summary.RecoveryFacts,
@@ -73,7 +73,7 @@ def test_fields_are_those_of_the_page_and_numbers_are_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = read_json(REAL, capsys)
-    assert msgspec.convert(found, Report) == msgspec.convert(found, Report, strict=True)
+    assert msgspec.convert(found, RunReport) == msgspec.convert(found, RunReport, strict=True)
     for name, kind in OBJECTS.items():
         part = found[name] if name else found
         values = [*part.values()] if name == "tiers" else part if isinstance(part, list) else [part]

@@ -13,14 +13,13 @@ import pytest
 from moe_ft.cli import main
 from moe_ft.commands import report_run
 from moe_ft.commands.report import tables_of
-from moe_ft.commands.report_events import Sampling
 from moe_ft.commands.report_page import as_html
-from moe_ft.commands.report_rank import Frame, Mark, RankReader, RankSums, new_cells
-from moe_ft.commands.report_run import Run, read_run
+from moe_ft.commands.report_run import ReportedRun, read_run
 from moe_ft.commands.report_summary import summarize_run
-from moe_ft.event_lines import Iteration, RouterLoad
+from moe_ft.commands.report_sums import Frame, TimelineRow, new_cells, sampled
+from moe_ft.event_lines import Mark, Tier
 from moe_ft.events import Event, event_path, read_events, read_lines
-from moe_ft.loop.course import Tier
+from moe_ft.loop.event_fold import RankFold
 from moe_ft.planning.time_shares import Spent
 from tests.unit.moe_ft.commands.runs import write_run
 
@@ -35,7 +34,7 @@ def events(kind: str) -> Iterator[Event]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run() -> ReportedRun:
     return read_run(REAL, all_ranks=True)
 
 
@@ -105,22 +104,23 @@ def test_page_has_the_numbers_of_the_text(page: tuple[str, str]) -> None:
     assert [row[0] for row in ranks[1:]] == ["0", "1", "2", "3"]
 
 
-def test_time_of_every_rank_is_divided_without_a_rest(run: Run) -> None:
+def test_time_of_every_rank_is_divided_without_a_rest(run: ReportedRun) -> None:
     for group in run.groups:
-        spent = group.sums.seconds
         (rank,) = group.ranks
+        spent = run.folds[rank].spent.seconds
         times = [each for each in EVENTS[rank] if each["event"] == "iteration"]
         whole_s = times[-1]["time"] - times[0]["time"] + times[0]["iteration_s"]
         assert sum(spent.values()) == pytest.approx(whole_s)
         assert spent[Spent.RECOVERING] > 0.1
-        for use, cells in group.sums.spent.items():
+        for use in Spent:
+            cells = group.row.busy.get(use, new_cells())
             assert sum(cells) * run.frame.bucket_s == pytest.approx(spent[use])
     assert sum(summarize_run(run, REAL).time_shares[use] for use in Spent) == pytest.approx(1)
 
 
-def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: Run) -> None:
+def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: ReportedRun) -> None:
     marks = {
-        rank: [(mark, text) for (_, mark), (_, text) in sorted(group.sums.marks.items())]
+        rank: [(mark, text) for (_, mark), (_, text) in sorted(group.row.marks.items())]
         for group in run.groups
         for rank in group.ranks
     }
@@ -133,7 +133,9 @@ def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: Run) -> None:
     assert {group.name for group in run.groups} == {f"rank {rank} on vm" for rank in range(4)}
 
 
-def test_loads_are_those_of_all_ranks_and_marked_with_what_the_snapshots_hold(run: Run) -> None:
+def test_loads_are_those_of_all_ranks_and_marked_with_what_the_snapshots_hold(
+    run: ReportedRun,
+) -> None:
     total = run.total
     for layer in ("layer.0", "layer.3"):
         for iteration in (2, 12):
@@ -148,10 +150,10 @@ def test_loads_are_those_of_all_ranks_and_marked_with_what_the_snapshots_hold(ru
         assert all(len(window) < 8 for window in windows)
 
 
-def test_memory_is_the_most_of_any_rank(run: Run) -> None:
+def test_memory_is_the_most_of_any_rank(run: ReportedRun) -> None:
     most = max(each["resident_bytes"] for each in events("iteration"))
-    assert max(run.total.resident) == most > 2**28
-    assert not any(run.total.device)
+    assert max(run.total.memory["resident"]) == most > 2**28
+    assert "device" not in run.total.memory
 
 
 def test_torn_line_is_left_out_on_every_rank(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_torn_line_is_left_out_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_processes_read_what_one_process_reads(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: ReportedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report_run, "_FEW_BYTES", 0)
     shared = read_run(REAL, all_ranks=True)
@@ -179,22 +181,24 @@ def test_processes_read_what_one_process_reads(
 def test_sampling_keeps_the_time_and_leaves_whole_lines_out(tmp_path: Path) -> None:
     seconds = []
     for every in (1, 4):
-        frame = Frame(first_s=0.0, last_s=1e9, last_iteration=14, sampling=Sampling(every=every))
-        reader = RankReader(3, frame, None)
-        reader.read(read_lines(event_path(REAL, 3)))
-        seconds.append(reader.sums.seconds)
+        fold = RankFold(rank=3)
+        fold.read(sampled(read_lines(event_path(REAL, 3)), every, 1))
+        seconds.append(fold.spent.seconds)
     for use in (Spent.PRODUCTIVE, Spent.RECOVERING):
         assert seconds[1][use] == pytest.approx(seconds[0][use], rel=0.02)
     head = b'{"time": 1.5, "rank": 0, "incarnation": 0, "event": '
-    sampling = Sampling(every=4, loads_every=5)
-    iteration, load = (
-        head + b'"iteration", "iteration": 6, ',
-        head + b'"router_load", "iteration": 7, ',
+
+    def kept(*lines: bytes) -> list[int]:
+        return [lines.index(each) for each in sampled(lines, 4, 5)]
+
+    first, other, fourth = (
+        head + b'"iteration", "iteration": %d, "x": 1}\n' % n for n in (5, 6, 8)
     )
-    assert sampling.leaves_out(iteration + b'"x": 1}\n') is Iteration
-    assert sampling.leaves_out(load + b'"x": 1}\n') is RouterLoad
-    assert sampling.leaves_out(iteration + b'"x": 1') is None, "a torn line is counted"
-    assert sampling.leaves_out(iteration.replace(b"6", b"8") + b'"x": 1}\n') is None
+    start, end = (head + b'"%s", "iteration": 6, "x": 1}\n' % kind for kind in (b"start", b"end"))
+    loads = [head + b'"router_load", "iteration": %d, "x": 1}\n' % n for n in (7, 10)]
+    assert kept(start, first, other, fourth, *loads) == [0, 1, 3, 5]
+    assert kept(first, other, end) == [0, 1, 2], "the last one of a start"
+    assert kept(first, other[:-2]) == [0, 1], "a torn line is counted"
 
 
 def test_many_ranks_share_rows_by_node_or_in_order(tmp_path: Path) -> None:
@@ -207,8 +211,8 @@ def test_many_ranks_share_rows_by_node_or_in_order(tmp_path: Path) -> None:
         event_path(tmp_path, rank).write_text("\n".join(text))
     run = read_run(tmp_path, all_ranks=True)
     assert [group.name for group in run.groups][::8] == ["node0 ranks 0-7", "node8 ranks 64-65"]
-    assert [group.sums.num_ranks for group in run.groups] == [8] * 8 + [2]
-    assert max(run.total.resident) == 65
+    assert [len(group.row.ranks) for group in run.groups] == [8] * 8 + [2]
+    assert max(run.total.memory["resident"]) == 65
     for rank in range(66):
         path = event_path(tmp_path, rank)
         path.write_text(path.read_text().replace(f'"node{rank // 8}"', '"one"'))
@@ -257,7 +261,7 @@ def test_directory_without_events_is_refused_before_a_page_is_written(
 def test_replicas_of_earlier_versions_count_once_for_each_peer(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0])
     log.write("replicate", 1, seconds=0.1, num_units=1, bytes=10, peers=[1, 2])
-    assert read_run(tmp_path, all_ranks=True).total.traffic[Tier.PEERS].num_bytes == 20
+    assert read_run(tmp_path, all_ranks=True).tiers[Tier.PEERS].num_bytes == 20
 
 
 def test_span_fills_the_buckets_that_it_covers_and_no_others() -> None:
@@ -273,10 +277,10 @@ def test_span_fills_the_buckets_that_it_covers_and_no_others() -> None:
 
 
 def test_sums_of_ranks_do_not_depend_on_their_order() -> None:
-    parts = [group.sums for group in read_run(REAL, all_ranks=True).groups]
-    sums = RankSums(num_ranks=0), RankSums(num_ranks=0)
+    parts = [group.row for group in read_run(REAL, all_ranks=True).groups]
+    sums = TimelineRow(frame=parts[0].frame), TimelineRow(frame=parts[0].frame)
     for part, other in zip(parts, reversed(parts), strict=True):
         sums[0].add(part)
         sums[1].add(other)
     assert sums[0].loads == sums[1].loads and sums[0].saved == sums[1].saved
-    assert sums[0].num_ranks == 4
+    assert len(sums[0].ranks) == 4

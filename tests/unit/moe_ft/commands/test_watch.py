@@ -151,7 +151,7 @@ def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: 
     path.write_bytes(b"x" * (size - 1) + b"\n" + added[:-20])
     with path.open("r+b"):
         view.look()
-    (rank,) = view._course.ranks
+    (rank,) = view._run.ranks
     assert (rank.incarnation, rank.iteration, rank.num_not_read) == (1, 1, 0)
     with path.open("ab") as file:
         file.write(added[-20:])
@@ -164,7 +164,7 @@ def test_rank_whose_file_appears_later_is_shown(tmp_path: Path) -> None:
     view = watch_view.Watch(tmp_path)
     write_rank(tmp_path, 1)
     view.look()
-    assert [each.rank for each in view._course.ranks] == [0, 1]
+    assert [each.rank for each in view._run.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["empty", "missing", "file"])

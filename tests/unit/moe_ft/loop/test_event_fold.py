@@ -4,19 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_ft.event_lines import End, Other, decode
+from moe_ft.event_lines import EndLine, OtherLine, Tier, decode
 from moe_ft.events import EventLog, EventTail, event_path
-from moe_ft.loop.course import FollowedRun, RankCourse, Tier
+from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.planning.time_shares import Spent
 from tests.unit.moe_ft.commands.runs import write_run
 
 MUCH = 1 << 20
 
 
-def course_of(directory: Path, rank: int = 0) -> RankCourse:
-    course = FollowedRun(directory, [rank])
-    course.read(MUCH)
-    return course.ranks[0]
+def fold_of(directory: Path, rank: int = 0) -> RankFold:
+    fold = FollowedRun(directory, [rank])
+    fold.read(MUCH)
+    return fold.ranks[0]
 
 
 def test_tail_yields_each_line_once_however_the_file_grows(tmp_path: Path) -> None:
@@ -74,25 +74,25 @@ def test_tail_from_the_end_leaves_out_what_is_there(tmp_path: Path) -> None:
     assert (tail.read(MUCH), missing.read(MUCH)) == ([b"new"], [b"new"])
 
 
-def test_course_adds_up_iterations_without_the_warming_up_in_medians(tmp_path: Path) -> None:
+def test_fold_adds_up_iterations_without_the_warming_up_in_medians(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0, 4.0, 3.0])
     log.write(
         "iteration", 4, iteration_s=0.5, stall_s=0.25, idle_s=0.125, loss="nan", num_tokens=100
     )
-    course = course_of(tmp_path)
-    assert (course.iteration, course.num_iterations, course.num_tokens) == (4, 4, 400)
-    assert (course.iteration_s, course.tokens_per_s) == (0.5, 200.0)
-    assert (course.stall_s, course.idle_s, course.recent_idle_s) == (0.25, 0.125, 0.125)
-    assert course.loss is not None and course.loss != course.loss
+    fold = fold_of(tmp_path)
+    assert (fold.iteration, fold.num_iterations, fold.num_tokens) == (4, 4, 400)
+    assert (fold.iteration_s, fold.tokens_per_s) == (0.5, 200.0)
+    assert (fold.total_stall_s, fold.total_idle_s, fold.recent_idle_s) == (0.25, 0.125, 0.125)
+    assert fold.loss is not None and fold.loss != fold.loss
 
 
-def test_course_knows_the_newest_snapshot_of_each_tier_and_its_bytes(tmp_path: Path) -> None:
+def test_fold_knows_the_newest_snapshot_of_each_tier_and_its_bytes(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0])
     for iteration in (1, 2):
         log.write("snapshot", iteration, bytes=100, seconds=0.5)
     log.write("replicate", 1, bytes=60, seconds=1.0, state_bytes=100, gradient_bytes=20)
     log.write("replicate", 2, bytes=60, seconds=1.0, peers=[1, 2])  # of an earlier version
-    tiers = course_of(tmp_path).tiers
+    tiers = fold_of(tmp_path).tiers
     assert [(tiers[each].iteration, tiers[each].num_bytes) for each in Tier] == [
         (2, 200),
         (2, 240),
@@ -101,17 +101,17 @@ def test_course_knows_the_newest_snapshot_of_each_tier_and_its_bytes(tmp_path: P
     assert tiers[Tier.PEERS].seconds == 2.0
 
 
-def test_course_ends_and_begins_again_with_the_next_incarnation(tmp_path: Path) -> None:
+def test_fold_ends_and_begins_again_with_the_next_incarnation(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0])
     log.write("stopped", 1, phase="forward", reason="ValueError: x", silent_ranks=[])
-    course = course_of(tmp_path)
-    assert (course.ending, course.is_finished) == ("stopped: ValueError: x", False)
+    fold = fold_of(tmp_path)
+    assert (fold.ending, fold.is_finished) == ("stopped: ValueError: x", False)
     log.incarnation = 1
     log.write("start", 1, pid=7, host="there", world_size=2, train_iterations=9)
-    course = course_of(tmp_path)
-    assert (course.ending, course.incarnation, course.recent) == ("", 1, course.recent.__class__())
+    fold = fold_of(tmp_path)
+    assert (fold.ending, fold.incarnation, fold.recent) == ("", 1, fold.recent.__class__())
     log.write("end", 9, reason="finished")
-    assert (course_of(tmp_path).ending, course_of(tmp_path).is_finished) == ("finished", True)
+    assert (fold_of(tmp_path).ending, fold_of(tmp_path).is_finished) == ("finished", True)
 
 
 def test_lost_tokens_are_those_of_the_state_that_was_recovered(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_lost_tokens_are_those_of_the_state_that_was_recovered(tmp_path: Path) -
     common: dict[str, Any] = {"target_iteration": 1, "replayed_iterations": 0, "plt": 0.1}
     common["sources"] = {"memory": 3}
     log.write("recovery", 1, **common, lost_tokens=5, total_lost_tokens=12)
-    assert course_of(tmp_path).lost_tokens == 12
+    assert fold_of(tmp_path).lost_tokens == 12
     log.write("recovery", 1, **common, lost_tokens=4, total_lost_tokens=4)
-    assert course_of(tmp_path).lost_tokens == 4
+    assert fold_of(tmp_path).lost_tokens == 4
 
 
 def write_times(directory: Path) -> None:
@@ -164,7 +164,7 @@ def write_times(directory: Path) -> None:
 def test_time_is_divided_as_the_report_divides_it(tmp_path: Path) -> None:
     write_times(tmp_path)
     # 5, and 10 of which 2 are blocked; 40 until the repeated iteration, of which it takes 4 and its replay 3.
-    assert course_of(tmp_path).spent.seconds == {
+    assert fold_of(tmp_path).spent.seconds == {
         Spent.PRODUCTIVE: 5 + 8 + 5,
         Spent.BLOCKED: 2,
         Spent.REDONE: 4 + 3,
@@ -177,28 +177,28 @@ def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0])
     with event_path(tmp_path, 0).open("ab") as file:
         file.write(b'{"event": "iteration", "iteration": 2}\nnothing\n')
-    course = course_of(tmp_path)
-    assert (course.num_not_read, course.iteration) == (2, 1)
+    fold = fold_of(tmp_path)
+    assert (fold.num_not_read, fold.iteration) == (2, 1)
 
 
 def test_rank_that_has_no_file_yet_is_waited_for_and_a_folder_in_its_place_is_said(
     tmp_path: Path,
 ) -> None:
     event_path(tmp_path, 1).mkdir()
-    course = FollowedRun(tmp_path, [0, 1])
-    course.read(MUCH)
-    assert course.problems == {1: "not a regular file"}
+    fold = FollowedRun(tmp_path, [0, 1])
+    fold.read(MUCH)
+    assert fold.problems == {1: "not a regular file"}
     EventLog(tmp_path, 0).start()
     write_run(tmp_path, 0, [5.0])
-    course.read(MUCH)
-    assert course.ranks[0].iteration == 1
+    fold.read(MUCH)
+    assert fold.ranks[0].iteration == 1
 
 
 def test_lines_become_events_of_their_kind_and_none_with_fields_that_are_wrong() -> None:
     common = '"time": 1.5, "rank": 0, "incarnation": 0, "iteration": 3'
     end = decode(f'{{"event": "end", {common}, "reason": "finished"}}'.encode())
-    assert end == End(time=1.5, incarnation=0, iteration=3, reason="finished")
+    assert end == EndLine(time=1.5, incarnation=0, iteration=3, reason="finished")
     assert decode(f'{{"event": "end", {common}}}'.encode()) is None  # without its reason
     other = decode(f'{{"event": "window", {common}, "length": 3}}'.encode())
-    assert other == Other(time=1.5, incarnation=0, iteration=3, event="window")
+    assert other == OtherLine(time=1.5, incarnation=0, iteration=3, event="window")
     assert decode(b'{"event": "window", "time": 1.5, "incarnation": -1, "iteration": 3}') is None
