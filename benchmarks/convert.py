@@ -123,7 +123,7 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
     The peak is that above the memory before.
     """
     from moe_ft.commands.convert import keep_freed_memory
-    from moe_ft.convert.conversion import Request, convert
+    from moe_ft.convert.conversion import Conversion, convert
 
     keep_freed_memory()  # as the command does
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
     before = status_bytes("VmRSS")
     num_read, begin = bytes_read(), time.perf_counter()
     with redirect_stderr(io.StringIO()):
-        convert(Request(**request))
+        convert(Conversion(**request))
     seconds = time.perf_counter() - begin
     return {
         "seconds": seconds,

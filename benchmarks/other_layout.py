@@ -36,7 +36,7 @@ from megatron.training import training
 import pretrain_gpt_moe
 from benchmarks.conditions import conditions
 from benchmarks.output import markdown_table, parse_options, show, spread
-from moe_ft.convert.conversion import Request, convert
+from moe_ft.convert.conversion import Conversion, convert
 from tests import stock_program
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_ranks
@@ -99,7 +99,7 @@ class Bench:
         """Have stock Megatron load the state, which has been converted."""
         converted = self._folder / f"converted_{layout}"
         if not converted.exists():
-            request = Request(
+            request = Conversion(
                 source=str(self.storage),
                 destination=str(converted),
                 to="torch_dist",

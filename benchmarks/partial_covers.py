@@ -26,14 +26,18 @@ from benchmarks.partial_quality import CASE_HEADERS, case_rows
 from benchmarks.partial_sizes import table_3_rows
 from benchmarks.quality_runs import REFERENCE, Case, conditions, quality_options, run_cases
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Part as Options
+from moe_ft.config.fields import ConfigPart as Options
 from moe_ft.config.fields import setting
 from moe_ft.strategies import registry
 from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.partial.kind import Partial
 from moe_ft.units import Part, UnitId, UnitKind
 
-_ROTATING = {"W": (Part.WEIGHTS,), "O": (Part.MOMENTS,), "WO": (Part.WEIGHTS, Part.MOMENTS)}
+_ROTATING = {
+    "W": (Part.WEIGHTS,),
+    "O": (Part.MOMENTS,),
+    "WO": (Part.WEIGHTS, Part.MOMENTS),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, override
 
+from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.commands.convert import add_convert_command
 from moe_ft.commands.directory import add_reading_commands
 from moe_ft.commands.doctor import add_doctor_command
@@ -26,7 +27,6 @@ from moe_ft.commands.report import add_report_command
 from moe_ft.commands.run import add_run_commands, is_given, run_script
 from moe_ft.commands.simulate import add_simulate_command
 from moe_ft.commands.watch import add_watch_command
-from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.errors import MoeFtError
 from moe_ft.installation import describe
 from moe_ft.saying import Escaping

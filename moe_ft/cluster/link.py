@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from moe_ft.command_lines import flag_value
 from moe_ft.faults import Section
 
 _FLAG = "--moe-ft-repair"
@@ -157,16 +158,6 @@ class Pulse:
 def wants_repair(words: Sequence[str]) -> bool:
     """Return whether a command line turns repairs in place on."""
     return flag_value(words, _FLAG) in ("auto", "try")
-
-
-def flag_value(words: Sequence[str], flag: str) -> str:
-    """Return the last value of a flag in a command line; empty if it is not there."""
-    value = ""
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        name, is_joined, rest = word.partition("=")
-        if name == flag:
-            value = rest if is_joined else following
-    return value
 
 
 def exit_signal(words: Sequence[str]) -> signal.Signals | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from moe_ft.cluster.link import flag_value, wants_repair
+from moe_ft.cluster.link import wants_repair
 from moe_ft.cluster.target import (
     BEFORE_BRIDGE,
     BRIDGE,
@@ -20,6 +20,7 @@ from moe_ft.cluster.target import (
     Target,
     check_bridge,
 )
+from moe_ft.command_lines import flag_value
 from moe_ft.errors import ConfigError
 from moe_ft.spelling import hint
 

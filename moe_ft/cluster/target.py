@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
-from moe_ft.config.fields import FLAG_PREFIX
+from moe_ft.command_lines import FLAG_PREFIX, flags_of_moe_ft
 from moe_ft.errors import ConfigError
 
 # These take seconds to import. A script's own modules may need Megatron as moe_ft has wrapped it.
@@ -125,7 +125,7 @@ def check_bridge(arguments: Sequence[str], *, is_there: bool) -> None:
         arguments: of the script.
         is_there: whether Megatron-Bridge is installed.
     """
-    late = [each.partition("=")[0] for each in arguments if each.startswith(FLAG_PREFIX)]
+    late = flags_of_moe_ft(arguments)
     if late:
         raise ConfigError(
             f"{', '.join(late)} after the script of a Megatron-Bridge job would be refused or ignored by the "

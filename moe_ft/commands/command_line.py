@@ -14,9 +14,9 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from moe_ft.cluster.options import GRACE_S, split_options
+from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import FLAG_PREFIX
-from moe_ft.config.flags import add_flags, config_from, part_types
+from moe_ft.config.flags import config_from_words
 from moe_ft.errors import ConfigError
 from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.spelling import explained
@@ -28,7 +28,7 @@ AGENTS = ("launch", "keep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class LaunchedRanks:
     """Ranks that a launcher starts, None where its words do not say how many.
 
     Attributes:
@@ -57,7 +57,7 @@ class TrainingCommand:
         runs_script: whether a script of one's own reads them too.
     """
 
-    launch: Launch
+    launch: LaunchedRanks
     launcher: tuple[str, ...] = ()
     program: str = ""
     flags: tuple[str, ...]
@@ -72,13 +72,8 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         ConfigError: if a flag of moe_ft is unknown or cannot be read.
     """
     launcher, program, flags = _split(words)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
-    option_types = registry.option_types()
-    add_flags(parser, part_types(option_types).values(), {"strategy": registry.names()})
-    args, others = parser.parse_known_args(flags)
-    if unknown := [word for word in others if word.startswith("--moe-ft-")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    choices = {"strategy": registry.names()}
+    config, others = config_from_words(flags, registry.option_types(), choices)
     if {"-h", "--help"} & {*others}:
         raise ConfigError(
             "--help starts no training. For help, leave out the command line of training."
@@ -88,7 +83,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         launcher=tuple(launcher),
         program=program,
         flags=tuple(flags),
-        config=config_from(args, option_types),
+        config=config,
         runs_script=_runs_script(launcher),
     )
 
@@ -157,7 +152,7 @@ def _check_launcher(words: Sequence[str]) -> None:
         )
 
 
-def read_launch(words: Sequence[str]) -> Launch:
+def read_launch(words: Sequence[str]) -> LaunchedRanks:
     """Return the ranks that a launcher starts: torchrun, launch, keep, srun, or Python itself.
 
     Raises:
@@ -165,7 +160,7 @@ def read_launch(words: Sequence[str]) -> Launch:
     """
     names = [PurePath(word).name for word in words]
     torchrun, agent = read_torchrun(words), read_agent(words)
-    by_torchrun = Launch() if torchrun is None else _launch_of(torchrun)
+    by_torchrun = LaunchedRanks() if torchrun is None else _launch_of(torchrun)
     if agent is not None:
         nodes = "1" if torchrun is None else torchrun.nnodes
         kept = _read_agent(agent, nodes, "launch" if "launch" in names else "keep")
@@ -175,8 +170,10 @@ def read_launch(words: Sequence[str]) -> Launch:
     if "srun" in names:
         return _read_srun(dict(_options_of_srun(words[names.index("srun") + 1 :])))
     if any(name.startswith("python") or name == "moe_ft" for name in names):
-        return Launch(world_size=1, ranks_per_node=1)
-    return Launch(reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher")
+        return LaunchedRanks(world_size=1, ranks_per_node=1)
+    return LaunchedRanks(
+        reason=f"{names[0]} is no launcher that plan knows" if names else "no launcher"
+    )
 
 
 def read_torchrun(words: Sequence[str]) -> argparse.Namespace | None:
@@ -206,9 +203,9 @@ def read_agent(words: Sequence[str]) -> Mapping[str, str] | None:
     return None
 
 
-def _launch_of(torchrun: argparse.Namespace) -> Launch:
+def _launch_of(torchrun: argparse.Namespace) -> LaunchedRanks:
     num_nodes, per_node = torchrun.nnodes.rpartition(":")[2], torchrun.nproc_per_node  # the most
-    launch = Launch(
+    launch = LaunchedRanks(
         restarts=torchrun.max_restarts > 0,
         backend="c10d" if torchrun.standalone else torchrun.rdzv_backend,
     )
@@ -221,7 +218,7 @@ def _launch_of(torchrun: argparse.Namespace) -> Launch:
     )
 
 
-def _read_agent(given: Mapping[str, str], nodes: str, name: str) -> Launch:
+def _read_agent(given: Mapping[str, str], nodes: str, name: str) -> LaunchedRanks:
     """Return the ranks that agents start.
 
     Args:
@@ -236,25 +233,27 @@ def _read_agent(given: Mapping[str, str], nodes: str, name: str) -> Launch:
             f"{name} --nodes={num_nodes} --ranks-per-node={per_node} --grace={grace} must be numbers, at "
             "least 1"
         )
-        return Launch(reason=reason)
-    return Launch(
+        return LaunchedRanks(reason=reason)
+    return LaunchedRanks(
         world_size=int(num_nodes) * int(per_node),
         ranks_per_node=int(per_node),
         grace_s=float(grace),
     )
 
 
-def _read_srun(given: dict[str, str]) -> Launch:
+def _read_srun(given: dict[str, str]) -> LaunchedRanks:
     num_nodes, per_node = given.get("--nodes", ""), given.get("--ntasks-per-node", "")
     tasks = given.get("--ntasks", "")
     if _is_number(tasks):
         each = -(-int(tasks) // int(num_nodes)) if _is_number(num_nodes) else None
-        return Launch(
+        return LaunchedRanks(
             world_size=int(tasks), ranks_per_node=int(per_node) if _is_number(per_node) else each
         )
     if _is_number(num_nodes) and _is_number(per_node):
-        return Launch(world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node))
-    return Launch(reason="srun has neither --ntasks nor --nodes with --ntasks-per-node")
+        return LaunchedRanks(
+            world_size=int(num_nodes) * int(per_node), ranks_per_node=int(per_node)
+        )
+    return LaunchedRanks(reason="srun has neither --ntasks nor --nodes with --ntasks-per-node")
 
 
 def _is_number(text: str) -> bool:

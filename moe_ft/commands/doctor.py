@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_ft.commands.command_line import Launch, TrainingCommand, plan_job, read_command
+from moe_ft.commands.command_line import LaunchedRanks, TrainingCommand, plan_job, read_command
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.config.fields import parse_size
 from moe_ft.config.stock_defects import (
@@ -129,7 +129,9 @@ def _unplanned(error: ConfigError) -> Row:
     return refused("plan", "command line", error, Result.WARN, remedy)
 
 
-def _ranks(options: argparse.Namespace, launch: Launch, place: Place) -> tuple[int, int] | None:
+def _ranks(
+    options: argparse.Namespace, launch: LaunchedRanks, place: Place
+) -> tuple[int, int] | None:
     """Return the ranks of the job and of a node: as given, as the launcher says, or as doctor was started."""
     world_size = options.world_size or launch.world_size
     per_node = options.ranks_per_node or launch.ranks_per_node

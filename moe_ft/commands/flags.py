@@ -6,8 +6,8 @@ Their help is made by config/flags.py from the settings, as that of a training s
 import argparse
 import textwrap
 
+from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.commands.parsers import Commands, add_command
-from moe_ft.config.fields import FLAG_PREFIX
 from moe_ft.config.flags import Flag, groups_of, help_of, part_types
 from moe_ft.errors import ConfigError
 from moe_ft.spelling import hint

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_ft.cluster import agent
-from moe_ft.cluster.link import flag_value
 from moe_ft.cluster.options import (
     USAGE,
     KeepOptions,
@@ -26,8 +25,9 @@ from moe_ft.cluster.options import (
 )
 from moe_ft.cluster.own_node import NodeMemory
 from moe_ft.cluster.target import RUN, split_flags
+from moe_ft.command_lines import flag_value
 from moe_ft.commands.run import check_script
-from moe_ft.config.fields import HELP_ALL, NO_NAME, flag_of
+from moe_ft.config.fields import HELP_ALL, flag_of
 from moe_ft.errors import ConfigError
 from moe_ft.loop.refusing import refuse
 from moe_ft.saying import FORMAT_FLAG, choose_format, say, speak_for
@@ -142,6 +142,7 @@ def _default_flags(
     strategy = flag_value(given, flag_of("strategy"))
     if strategy == "none" or {"-h", "--help", HELP_ALL} & {*target}:
         return []
+    from moe_ft.config.config import MemoryConfig
     from moe_ft.strategies.registry import simplest
 
     added = {"strategy": simplest(), "repair": _REPAIR}
@@ -150,9 +151,8 @@ def _default_flags(
         for name, value in added.items()
         if not flag_value(given, flag_of(name))
     ]
-    run = environment.get("TORCHELASTIC_RUN_ID") or "none"
-    has_name = flag_value(given, flag_of("job_id")) or environment.get("SLURM_JOB_ID")
-    if not has_name and NO_NAME.fullmatch(run):
+    job_id = flag_value(given, flag_of("job_id"))
+    if not MemoryConfig(job_id=job_id or None).job_names(environment):
         if "meet" in options or environment.get("GROUP_WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 "--moe-ft-job-id is missing: nodes of a job need one name, by which a restarted job finds "

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from moe_ft.command_lines import as_flag
 from moe_ft.commands.command_line import (
     TrainingCommand,
     plan_job,
@@ -35,7 +36,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
 from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
 from moe_ft.planning.placement import Survival
-from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
+from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.planning.report import boundary_line, slot_lines
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
@@ -104,7 +105,7 @@ def add_plan_command(commands: Commands) -> None:
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page")
     for name, meaning in SECONDS.items():
-        parser.add_argument(flag_of(name), type=float, metavar="S", help=meaning)
+        parser.add_argument(as_flag(name), type=float, metavar="S", help=meaning)
     parser.set_defaults(run=run)
 
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from moe_ft.command_lines import as_flag
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import Costs
 from moe_ft.planning.job_costs import stock_costs
-from moe_ft.planning.planned_job import PlannedJob, flag_of
+from moe_ft.planning.planned_job import PlannedJob
 from moe_ft.planning.time_shares import TimeShares, calculate_shares
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
@@ -233,7 +234,7 @@ class Advisor:
             found = [self._turn(best.name, name, value, factor) for factor in (0.5, 2.0)]
             yield from filter(None, found)
             if not any(found):
-                yield Turn(name=flag_of(name), value=value)
+                yield Turn(name=as_flag(name), value=value)
 
     def _turn(self, best: str, name: str, value: float, factor: float) -> Turn | None:
         """Look for the turn in steps of a factor, and then closely between two of them."""
@@ -249,7 +250,7 @@ class Advisor:
                 near = middle
             else:
                 far, other = middle, found
-        return Turn(name=flag_of(name), value=value, at=far, other=other)
+        return Turn(name=as_flag(name), value=value, at=far, other=other)
 
     def _recommended(self, name: str, value: float) -> str:
         """Return the exact alternative that is recommended with one input changed."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 
-from moe_ft.cluster.link import flag_value
+from moe_ft.command_lines import as_flag, flag_value
 from moe_ft.commands.command_line import TrainingCommand
 from moe_ft.commands.plan_advice import SPEEDS
 from moe_ft.commands.plan_inputs import Cluster, read_run
@@ -14,7 +14,7 @@ from moe_ft.config.fields import parse_size
 from moe_ft.config.flags import as_arguments
 from moe_ft.config.untested import refusals_on_gpus
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob, flag_of
+from moe_ft.planning.planned_job import Measured, PlannedJob
 from moe_ft.tables import table
 
 SECONDS = {
@@ -126,7 +126,7 @@ class Values:
         needed = ["iteration_s", "bandwidth", "mtbf_s"]
         if job.num_nodes > 1:
             needed.append("network_bandwidth" if job.replication_factor else "storage_bandwidth")
-        missing = [flag_of(name) for name in needed if name not in self.found]
+        missing = [as_flag(name) for name in needed if name not in self.found]
         if missing:
             raise ConfigError(
                 f"{', '.join(missing)} must be known to calculate useful time (ETTR). Give them before "

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_ft.config.fields import REPAIR, Bounds, Part, setting
+from moe_ft.config.fields import REPAIR, Bounds, ConfigPart, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChecksConfig(Part):
+class ChecksConfig(ConfigPart):
     """Checks of what ranks compute and hold, and batches that are left out."""
 
     TITLE: ClassVar[str] = "silent corruption and bad batches"

@@ -4,6 +4,7 @@ Field `event_log` becomes `--moe-ft-event-log`; config/flags.py does that. The o
 rules about it, are with the strategy: see moe_ft/strategies/registry.py.
 """
 
+import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -12,12 +13,11 @@ from typing import ClassVar, override
 from moe_ft.config.checks import ChecksConfig
 from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import (
-    NO_NAME,
     PEERS,
     REPAIR,
     STRATEGY,
     Bounds,
-    Part,
+    ConfigPart,
     checked_name,
     flag_of,
     parse_size,
@@ -39,11 +39,14 @@ from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind
 
 # Each user's own, so that none can touch another's. Fixed at import: a process does not change its user.
 DEFAULT_MEMORY_DIR = default_memory_dir()
+# Run ids of torchrun that name no job: its default, and what it draws for each start with --standalone, or on
+# one node without --rdzv-backend. It then ignores --rdzv-id.
+_NO_NAME = re.compile("none|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 _FEWEST_OF_PARITY = 3  # nodes of a group: the XOR of one other state is a copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryConfig(Part):
+class MemoryConfig(ConfigPart):
     """Host memory: a job's own regions, and replicas at peers."""
 
     TITLE: ClassVar[str] = "memory and peers"
@@ -189,21 +192,25 @@ class MemoryConfig(Part):
         """
         return 1 if self.parity_nodes is not None else self.number_or_auto("replication_factor")
 
+    def job_names(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the names that a job has been given, by what has given them; the first counts."""
+        run_id = environment.get("TORCHELASTIC_RUN_ID") or "none"
+        names = {
+            "--moe-ft-job-id": self.job_id,
+            "SLURM_JOB_ID": environment.get("SLURM_JOB_ID"),
+            "torchrun's --rdzv-id": None if _NO_NAME.fullmatch(run_id) else run_id,
+        }
+        return {source: name for source, name in names.items() if name}
+
     def resolve_job_id(self, environment: Mapping[str, str]) -> str:
         """Return the job's name.
 
         Raises:
             ConfigError: if nothing names the job, or the name cannot be a directory's.
         """
+        for source, name in self.job_names(environment).items():
+            return checked_name("job_id", source, name)
         run_id = environment.get("TORCHELASTIC_RUN_ID") or "none"
-        names = {
-            "--moe-ft-job-id": self.job_id,
-            "SLURM_JOB_ID": environment.get("SLURM_JOB_ID"),
-            "torchrun's --rdzv-id": None if NO_NAME.fullmatch(run_id) else run_id,
-        }
-        for source, name in names.items():
-            if name:
-                return checked_name("job_id", source, name)
         drawn = "" if run_id == "none" else f" ({run_id} is drawn at random)"
         raise ConfigError(
             "--moe-ft-job-id is missing: a restarted job finds its memory by name, and neither "
@@ -228,7 +235,7 @@ class MemoryConfig(Part):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecoveryConfig(Part):
+class RecoveryConfig(ConfigPart):
     """Recovery: the state that a start begins with."""
 
     TITLE: ClassVar[str] = "recovery and repair"
@@ -351,7 +358,7 @@ class MoeFtConfig:
     """
 
     strategy: StrategyConfig = StrategyConfig()
-    options: Mapping[str, Part] = field(default_factory=dict)
+    options: Mapping[str, ConfigPart] = field(default_factory=dict)
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     storage: StorageConfig = StorageConfig()
@@ -367,9 +374,9 @@ class MoeFtConfig:
         return answer(self.recovery.without_spare, is_elastic=self.elastic.elastic)
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ConfigPart]:
         """All parts by name, the options of the strategies included."""
-        parts: dict[str, Part] = {}
+        parts: dict[str, ConfigPart] = {}
         for each in fields(self):
             value = getattr(self, each.name)
             parts |= value if each.name == "options" else {each.name: value}

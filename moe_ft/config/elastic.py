@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_ft.config.fields import STRATEGY, Bounds, Part, setting
+from moe_ft.config.fields import STRATEGY, Bounds, ConfigPart, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig(Part):
+class ElasticConfig(ConfigPart):
     """Slots of experts, whose state lies on all ranks; any number of ranks."""
 
     TITLE: ClassVar[str] = "any number of nodes, replicas of experts"

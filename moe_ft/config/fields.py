@@ -1,6 +1,7 @@
 """Building blocks of the configuration: fields that become flags, and checks of their values.
 
-A field states its choices or its range once: argparse offers the choices, and `Part.validate` checks both.
+A field states its choices or its range once: argparse offers the choices, and `ConfigPart.validate` checks
+both.
 """
 
 import re
@@ -8,20 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from moe_ft.command_lines import as_flag
 from moe_ft.errors import ConfigError
 
-FLAG_PREFIX = "--moe-ft-"
 HELP_ALL = "--moe-ft-help-all"
 # Needs of several settings, as `setting` takes them.
 STRATEGY, PEERS, REPAIR = "strategy", "replication_factor!=0", "repair=auto|repair=try"
-# Run ids of torchrun that name no job: its default, and what it draws for each start with --standalone, or on
-# one node without --rdzv-backend. It then ignores --rdzv-id.
-NO_NAME = re.compile("none|[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
 def flag_of(field_name: str) -> str:
     """Return the command-line flag of a config field."""
-    return FLAG_PREFIX + field_name.replace("_", "-")
+    return as_flag(f"moe_ft_{field_name}")
 
 
 def parse_size(flag: str, text: str) -> int:
@@ -121,7 +119,7 @@ def setting(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ConfigPart:
     """Base of the parts of the settings, whose fields become flags.
 
     Attributes:

@@ -7,8 +7,9 @@ from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any, NoReturn, override
 
+from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import FLAG_PREFIX, HELP_ALL, STRATEGY, Part, flag_of
+from moe_ft.config.fields import HELP_ALL, STRATEGY, ConfigPart, flag_of
 from moe_ft.config.lost_nodes import (
     OLD_ANSWER,
     OLD_ANSWERS,
@@ -35,9 +36,9 @@ BASIC = (
 _BASIC_TITLE = "basic"
 
 
-def part_types(option_types: Mapping[str, type[Part]]) -> dict[str, type[Part]]:
+def part_types(option_types: Mapping[str, type[ConfigPart]]) -> dict[str, type[ConfigPart]]:
     """Return the types of all parts of the settings by name, in the order of their flags."""
-    found: dict[str, type[Part]] = {}
+    found: dict[str, type[ConfigPart]] = {}
     for each in fields(MoeFtConfig):
         if each.name == "options":
             found |= option_types
@@ -58,7 +59,7 @@ class Flag:
     """
 
     setting: Any
-    part: type[Part]
+    part: type[ConfigPart]
     choices: Sequence[str]
 
     @property
@@ -134,7 +135,7 @@ def _words_of(need: str) -> str:
 
 
 def groups_of(
-    parts: Iterable[type[Part]], choices: Mapping[str, Sequence[str]] = _NO_CHOICES
+    parts: Iterable[type[ConfigPart]], choices: Mapping[str, Sequence[str]] = _NO_CHOICES
 ) -> dict[str, list[Flag]]:
     """Return the flags of parts by the title of their group; those that most jobs give come first.
 
@@ -156,7 +157,7 @@ def groups_of(
 
 def add_flags(
     parser: argparse.ArgumentParser,
-    parts: Iterable[type[Part]],
+    parts: Iterable[type[ConfigPart]],
     choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
     *,
     is_brief: bool = False,
@@ -213,7 +214,9 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def config_from(args: argparse.Namespace, option_types: Mapping[str, type[Part]]) -> MoeFtConfig:
+def config_from(
+    args: argparse.Namespace, option_types: Mapping[str, type[ConfigPart]]
+) -> MoeFtConfig:
     """Collect the --moe-ft-* values of a parsed command line; a flag that it lacks has its default."""
     given, old, is_elastic = _words_on_lost_nodes(args)
     word = word_of_today(given, old, is_elastic=is_elastic)
@@ -243,7 +246,7 @@ def as_arguments(config: MoeFtConfig) -> dict[str, Any]:
     }
 
 
-def _part_from(args: argparse.Namespace, part: type[Part]) -> Any:
+def _part_from(args: argparse.Namespace, part: type[ConfigPart]) -> Any:
     values = {}
     for each in fields(part):
         value = getattr(args, f"moe_ft_{each.name}", each.default)
@@ -261,7 +264,7 @@ class _Parser(argparse.ArgumentParser):
 
 def config_from_words(
     words: Sequence[str],
-    option_types: Mapping[str, type[Part]],
+    option_types: Mapping[str, type[ConfigPart]],
     choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
 ) -> tuple[MoeFtConfig, list[str]]:
     """Return the settings that a command line holds, and its other words.
@@ -282,7 +285,7 @@ def config_from_words(
 
 def config_from_settings(
     settings: Mapping[str, Any],
-    option_types: Mapping[str, type[Part]],
+    option_types: Mapping[str, type[ConfigPart]],
     choices: Mapping[str, Sequence[str]] = _NO_CHOICES,
 ) -> MoeFtConfig:
     """Return the settings that a mapping holds, by the names of the flags: ``{"persist_dir": "/scratch"}``.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, override
 
-from moe_ft.config.fields import Bounds, Part, flag_of, setting
+from moe_ft.config.fields import Bounds, ConfigPart, flag_of, setting
 from moe_ft.errors import ConfigError
 from moe_ft.faults import FaultSpec, parse_fault
 from moe_ft.saying import FORMATS
@@ -12,7 +12,7 @@ _FIRST_PORT = 1024  # that needs no privilege
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObservabilityConfig(Part):
+class ObservabilityConfig(ConfigPart):
     """Records that a run writes about itself."""
 
     TITLE: ClassVar[str] = "lines, events and metrics"
@@ -68,7 +68,7 @@ class ObservabilityConfig(Part):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FaultConfig(Part):
+class FaultConfig(ConfigPart):
     """Faults that the run inflicts on itself, for testing."""
 
     TITLE: ClassVar[str] = "faults, for testing"

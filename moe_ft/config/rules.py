@@ -17,7 +17,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
-from moe_ft.config.fields import STRATEGY, Part, flag_of
+from moe_ft.config.fields import STRATEGY, ConfigPart, flag_of
 from moe_ft.config.lost_nodes import FLAG
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
@@ -72,7 +72,7 @@ def check_rules(rules: Iterable[Rule], settings: Any) -> None:
 
 
 def unmet_needs(
-    parts: Mapping[str, Part], options: Collection[str], given: Collection[str] = ()
+    parts: Mapping[str, ConfigPart], options: Collection[str], given: Collection[str] = ()
 ) -> Iterator[str]:
     """Yield a refusal of each setting that changes nothing, because what it needs is off.
 

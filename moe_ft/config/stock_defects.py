@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moe_ft.command_lines import as_flag, flag_value
 from moe_ft.errors import ConfigError
 
 FLAG = "--dist-ckpt-optim-fully-reshardable"
@@ -34,11 +35,16 @@ NOT_GATHERED = (
 SHIFTED_REMEDY = f"save without {FLAG} or without --overlap-grad-reduce"
 
 _AFTER_LOADING = "quantize_and_sync_model_params_from_main_params"
-_LENGTHS = [
-    f"{name}-{kind}"
-    for name in ("train", "lr-warmup", "lr-decay", "lr-wsd-decay")
-    for kind in ("iters", "samples")
-]
+_SWITCHES = (
+    *("no_save_optim", "overlap_grad_reduce", "use_distributed_optimizer"),
+    *("no_load_rng", "finetune", _FLAG_NAME),
+)
+_TEXTS = ("save", "load", "lr_decay_style", "optimizer", "ckpt_format")
+_NUMBERS = (
+    *("lr", "lr_warmup_init", "lr_warmup_fraction", "expert_model_parallel_size"),
+    *("train_iters", "lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters"),
+    *("train_samples", "lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
+)
 
 
 def lines_on_defects(args: argparse.Namespace) -> list[str]:
@@ -140,19 +146,12 @@ def check_schedule(args: Any) -> None:
 
 def read_saves(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments that the functions above read, of a command line that starts training."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in (
-        *("--no-save-optim", FLAG, "--overlap-grad-reduce", "--use-distributed-optimizer"),
-        *("--no-load-rng", "--finetune"),
-    ):
-        parser.add_argument(flag, action="store_true")
-    for flag in ("--save", "--load", "--lr-decay-style", "--optimizer"):
-        parser.add_argument(flag, nargs="?")
-    parser.add_argument("--ckpt-format", nargs="?", default="torch_dist")
-    for name in ("lr", "lr-warmup-init", "lr-warmup-fraction", *_LENGTHS):
-        parser.add_argument(f"--{name}", type=_number, nargs="?")
-    parser.add_argument("--expert-model-parallel-size", type=_number, nargs="?", default=1)
-    return parser.parse_known_args(list(words))[0]
+    given = {
+        **{name: as_flag(name) in words for name in _SWITCHES},
+        **{name: flag_value(words, as_flag(name)) or None for name in _TEXTS},
+        **{name: _number(flag_value(words, as_flag(name))) for name in _NUMBERS},
+    }
+    return argparse.Namespace(**{**given, "ckpt_format": given["ckpt_format"] or "torch_dist"})
 
 
 def _number(text: str) -> float | None:

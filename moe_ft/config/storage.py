@@ -6,13 +6,13 @@ from typing import ClassVar
 from moe_ft.config.fields import (
     STRATEGY,
     Bounds,
-    Part,
+    ConfigPart,
     setting,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StorageConfig(Part):
+class StorageConfig(ConfigPart):
     """Storage: checkpoints that outlive all nodes."""
 
     TITLE: ClassVar[str] = "storage"

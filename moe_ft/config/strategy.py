@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, override
 
-from moe_ft.config.fields import STRATEGY, Bounds, Part, flag_of, parse_size, setting
+from moe_ft.config.fields import STRATEGY, Bounds, ConfigPart, flag_of, parse_size, setting
 from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
@@ -19,7 +19,7 @@ _DEFAULT_STAGING = "64MiB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyConfig(Part):
+class StrategyConfig(ConfigPart):
     """Strategy: the state that is checkpointed, and when."""
 
     TITLE: ClassVar[str] = "any strategy"
@@ -84,7 +84,7 @@ class StrategyConfig(Part):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig(Part):
+class PrecisionConfig(ConfigPart):
     """Precision in which state is kept, and its packing."""
 
     TITLE: ClassVar[str] = "precision"

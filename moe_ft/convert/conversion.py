@@ -15,7 +15,7 @@ from moe_ft.convert.huggingface.mapping import flags_of
 from moe_ft.convert.huggingface.release import is_release, open_release
 from moe_ft.convert.huggingface.writing import HuggingFace
 from moe_ft.convert.megatron_checkpoint import is_megatron_checkpoint, open_megatron_checkpoint
-from moe_ft.convert.model import Item, Model, Shards, into_shards, list_items
+from moe_ft.convert.model import Item, Shards, SourceModel, into_shards, list_items
 from moe_ft.convert.run_model import model_of_run
 from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.convert.source import open_source
@@ -28,7 +28,7 @@ from moe_ft.tables import table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class Conversion:
     """A conversion, as the command line gives it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Format(Protocol):
         """Write what makes the shards, with what verifying each has found, one checkpoint."""
 
 
-def convert(request: Request, *, is_dry_run: bool = False) -> str:
+def convert(request: Conversion, *, is_dry_run: bool = False) -> str:
     """Convert a checkpoint, or only list what would be written; return lines for people.
 
     Raises:
@@ -125,7 +125,7 @@ def convert(request: Request, *, is_dry_run: bool = False) -> str:
     return "\n".join(lines)
 
 
-def open_model(directory: str, iteration: int | None = None) -> Model:
+def open_model(directory: str, iteration: int | None = None) -> SourceModel:
     """Return the model in a directory or fsspec URL."""
     folder = path_of(directory)
     if isinstance(folder, Path) and not folder.is_dir():
@@ -146,7 +146,7 @@ def open_model(directory: str, iteration: int | None = None) -> Model:
     return model_of_run(open_source(directory.removeprefix("file://"), iteration))
 
 
-def _with_optimizer(request: Request, model: Model) -> bool:
+def _with_optimizer(request: Conversion, model: SourceModel) -> bool:
     """Return whether masters and moments are converted too."""
     is_possible = model.kind == "moe_ft" and request.to != "hf"
     optimizer = model.settings.get("--optimizer")
@@ -164,7 +164,7 @@ def _with_optimizer(request: Request, model: Model) -> bool:
     return is_possible and request.what != "weights"
 
 
-def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
+def _format(request: Conversion, model: SourceModel, *, with_optimizer: bool) -> Format:
     if request.family is not None and request.to != "hf":
         raise ConfigError(f"--family={request.family} is only for --to hf. Leave it out.")
     if request.to == "torch_dist":
@@ -174,7 +174,9 @@ def _format(request: Request, model: Model, *, with_optimizer: bool) -> Format:
     return SafetensorsSet(model)
 
 
-def _destination(request: Request, model: Model, items: Sequence[Item], what: str) -> Destination:
+def _destination(
+    request: Conversion, model: SourceModel, items: Sequence[Item], what: str
+) -> Destination:
     options = (request.to, what, request.dtype, request.for_ep, request.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
     plan = checksum(repr((options, request.family, model.signature, listed)).encode())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_ft.command_lines import flag_value
 from moe_ft.convert.source import check_is_quiet
 from moe_ft.errors import ConfigError
 from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
@@ -75,13 +76,9 @@ def _check_command(command: Sequence[str], url: str) -> None:
             "--densify needs the command line of the training job, which must follow a --. Write it like "
             "moe_ft convert SRC DST --to torch_dist --densify -- torchrun ... pretrain_gpt_moe.py ..."
         )
-    named = [
-        following if word == _FLAG else word.removeprefix(f"{_FLAG}=")
-        for word, following in zip(command, [*command[1:], ""], strict=True)
-        if word == _FLAG or word.startswith(f"{_FLAG}=")
-    ]
-    if not named or _resolved(named[-1]) != _resolved(url):
-        found = f"names {named[-1]}" if named else "names no directory"
+    named = flag_value(command, _FLAG)
+    if not named or _resolved(named) != _resolved(url):
+        found = f"names {named or 'no directory'}"
         raise ConfigError(
             f"--densify: the job must write to SRC={url}, and its command line {found}. Give "
             f"{_FLAG} SRC there."

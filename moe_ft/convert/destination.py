@@ -24,7 +24,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, override
 
-from moe_ft.convert.verifying import Part, verify_parts
+from moe_ft.convert.verifying import FilePart, verify_parts
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
@@ -185,7 +185,7 @@ class LocalDestination(Destination):
         """Return whether the file of a shard is still what was written."""
         try:
             (path,) = self.work.rglob(noted["file"])
-            verify_parts(path, starmap(Part, noted["parts"]))
+            verify_parts(path, starmap(FilePart, noted["parts"]))
         except (OSError, KeyError, TypeError, ValueError):
             return False
         return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ft.convert.source import Source
+from moe_ft.convert.source import RunState
 from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.tables import table
 from moe_ft.units import UnitId
@@ -44,7 +44,7 @@ class Difference:
         return not self.problem and not self.num_different
 
 
-def compare(first: Source, second: Source, *, with_optimizer: bool) -> Iterator[Difference]:
+def compare(first: RunState, second: RunState, *, with_optimizer: bool) -> Iterator[Difference]:
     """Yield the differences of all units, equal ones included, in their order."""
     sources = (first, second)
     tensors = [{each.name: each for each in find_tensors(source)} for source in sources]
@@ -60,7 +60,7 @@ def compare(first: Source, second: Source, *, with_optimizer: bool) -> Iterator[
 
 
 def _of_unit(
-    sources: tuple[Source, Source],
+    sources: tuple[RunState, RunState],
     unit: UnitId,
     kind: str,
     pairs: Sequence[tuple[GlobalTensor | None, GlobalTensor | None]],

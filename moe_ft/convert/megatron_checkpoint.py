@@ -19,6 +19,7 @@ import torch
 from megatron.core.dist_checkpointing.validation import INTEGRITY_FNAME
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from moe_ft.command_lines import as_flag
 from moe_ft.convert.foreign_files import (
     AnyPath,
     place_in,
@@ -28,7 +29,7 @@ from moe_ft.convert.foreign_files import (
     signature_of,
     size_of,
 )
-from moe_ft.convert.model import MegatronState, Model
+from moe_ft.convert.model import MegatronState, SourceModel
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.convert.torch_metadata import load_object, read_metadata
 from moe_ft.errors import ConfigError, CorruptStateError, MoeFtError
@@ -99,7 +100,7 @@ class _Stored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MegatronCheckpoint(Model):
+class MegatronCheckpoint(SourceModel):
     """The model.
 
     Attributes:
@@ -263,7 +264,7 @@ def _settings(args: argparse.Namespace, place: str) -> Iterator[tuple[str, Any]]
         ConfigError: if one of which much is computed is no number, or too large.
     """
     for name, value in vars(args).items():
-        flag = "--" + str(name).replace("_", "-")
+        flag = as_flag(str(name))
         kinds, most = _NUMBERS.get(name, (object, 0))
         if value is not None and (
             not isinstance(value, kinds) or (most and not 0 <= value <= most)

@@ -65,7 +65,7 @@ def shared_state(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Model:
+class SourceModel:
     """A model in one state, which nothing changes while it is converted. Used by one thread.
 
     Attributes:
@@ -118,7 +118,7 @@ class Item:
         """Size in the destination, without what its format adds."""
         return self.tensor.numel * DTYPE_BYTES[self.dtype]
 
-    def read(self, model: Model) -> torch.Tensor:
+    def read(self, model: SourceModel) -> torch.Tensor:
         """Return the tensor in the type to write."""
         kind = self.kind
         has_more = "master" in self.tensor.iterations and self.tensor.dtype != "F32"
@@ -206,7 +206,7 @@ def into_shards(
     return shards
 
 
-def read_ahead(items: Iterable[Item], model: Model) -> Iterator[tuple[Item, torch.Tensor]]:
+def read_ahead(items: Iterable[Item], model: SourceModel) -> Iterator[tuple[Item, torch.Tensor]]:
     """Yield items with their tensors, in their order.
 
     A thread is one item ahead: besides what the caller has, one more is in memory.

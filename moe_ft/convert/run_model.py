@@ -11,8 +11,8 @@ from typing import Any, override
 
 import torch
 
-from moe_ft.convert.model import MegatronState, Model, shared_state
-from moe_ft.convert.source import Source
+from moe_ft.convert.model import MegatronState, SourceModel, shared_state
+from moe_ft.convert.source import RunState
 from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.errors import ConfigError
 from moe_ft.format.encoding import checksum, encode
@@ -25,10 +25,10 @@ _FULLY_RESHARDABLE = "fully_reshardable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RunModel(Model):
+class RunModel(SourceModel):
     """The model."""
 
-    source: Source
+    source: RunState
     kind: str = "moe_ft"
 
     @override
@@ -50,7 +50,7 @@ class RunModel(Model):
         )
 
 
-def model_of_run(source: Source) -> RunModel:
+def model_of_run(source: RunState) -> RunModel:
     """Return the model of a run in the state of a source."""
     return RunModel(
         place=source.place,
@@ -62,11 +62,11 @@ def model_of_run(source: Source) -> RunModel:
     )
 
 
-def _settings(source: Source) -> dict[str, Any]:
+def _settings(source: RunState) -> dict[str, Any]:
     return {**source.identity.replay_settings, **source.identity.fingerprint}
 
 
-def _facts(source: Source) -> dict[str, Any]:
+def _facts(source: RunState) -> dict[str, Any]:
     """Return what the run is, and the tokens that its experts have lost."""
     facts: dict[str, Any] = {
         "iteration": source.iteration,
@@ -85,13 +85,13 @@ def _facts(source: Source) -> dict[str, Any]:
     return facts
 
 
-def uses_distributed_optimizer(source: Source) -> bool:
+def uses_distributed_optimizer(source: RunState) -> bool:
     """Return whether the run had --use-distributed-optimizer."""
     return bool(source.identity.fingerprint.get("--use-distributed-optimizer"))
 
 
 def common_state(
-    source: Source, *, with_optimizer: bool, for_ep: int | None = None
+    source: RunState, *, with_optimizer: bool, for_ep: int | None = None
 ) -> dict[str, Any]:
     """Return the dictionary that all ranks load.
 
@@ -122,7 +122,7 @@ def common_state(
     return state
 
 
-def rng_states(source: Source) -> Iterator[tuple[tuple[int, int], tuple[int, int], list[Any]]]:
+def rng_states(source: RunState) -> Iterator[tuple[tuple[int, int], tuple[int, int], list[Any]]]:
     """Yield place and number of (pipeline, tensor) ranks, and the random numbers of the first rank there."""
     sizes = _sizes(source)
     pp, tp = sizes["pipeline"], sizes["tensor"]
@@ -134,11 +134,11 @@ def rng_states(source: Source) -> Iterator[tuple[tuple[int, int], tuple[int, int
             yield place, (pp, tp), [rng_values(_record(source, rank).rng)]
 
 
-def _record(source: Source, rank: int) -> IterationRecord:
+def _record(source: RunState, rank: int) -> IterationRecord:
     return source.ranks[rank].index.records[-1]
 
 
-def _sizes(source: Source) -> dict[str, int]:
+def _sizes(source: RunState) -> dict[str, int]:
     settings = source.identity.fingerprint
     return {
         flag.removesuffix("-model"): int(settings.get(f"--{flag}-parallel-size") or 1)
@@ -146,7 +146,7 @@ def _sizes(source: Source) -> dict[str, int]:
     }
 
 
-def _pipeline_rank(source: Source, rank: int, sizes: Mapping[str, int]) -> int:
+def _pipeline_rank(source: RunState, rank: int, sizes: Mapping[str, int]) -> int:
     """Return the stage of a rank in Megatron's order of ranks."""
     inner = sizes["tensor"] * sizes["context"]
     if not source.identity.fingerprint.get("--use-tp-pp-dp-mapping"):
@@ -154,7 +154,7 @@ def _pipeline_rank(source: Source, rank: int, sizes: Mapping[str, int]) -> int:
     return rank // inner % sizes["pipeline"]
 
 
-def _optimizers(source: Source, for_ep: int | None) -> dict[Any, Any]:
+def _optimizers(source: RunState, for_ep: int | None) -> dict[Any, Any]:
     """Return the state of the optimizers that is no tensor, as Megatron names it.
 
     With expert parallelism Megatron chains an optimizer of experts to the others', else there is one.
@@ -204,7 +204,7 @@ def _distributed(groups: list[dict[str, Any]], record: OptimizerRecord) -> dict[
     }
 
 
-def _plain(source: Source, record: OptimizerRecord) -> dict[str, Any]:
+def _plain(source: RunState, record: OptimizerRecord) -> dict[str, Any]:
     """Return the state of one optimizer that all data-parallel ranks hold."""
     inner = {"param_groups": _groups(record), "state": {"common_step": _step(record)}}
     settings = source.identity.fingerprint

@@ -17,9 +17,9 @@ import msgspec
 import torch
 
 from moe_ft.convert.foreign_files import AnyPath, read_range, size_of
-from moe_ft.convert.model import Item, Model, read_ahead
+from moe_ft.convert.model import Item, SourceModel, read_ahead
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.convert.verifying import Part, WrittenFile
+from moe_ft.convert.verifying import FilePart, WrittenFile
 from moe_ft.engine.memory.layout import encode_header
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.encoding import checksum
@@ -63,7 +63,7 @@ class Stack(Description):
         return self.shape[0]
 
 
-class Piece(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor with a name, or its entry with a number along the first dimension."""
 
     name: str
@@ -74,9 +74,9 @@ class Piece(NamedTuple):
 def write_tensors(
     path: Path,
     described: Mapping[str, Description],
-    pieces: Iterable[Piece],
+    pieces: Iterable[NamedTensor],
     metadata: Mapping[str, str],
-) -> list[Part]:
+) -> list[FilePart]:
     """Write a file with the tensors that are described, in any order; return its parts.
 
     Each piece is written before the next one is asked for.
@@ -94,18 +94,18 @@ def write_tensors(
             "data_offsets": [offsets[name], end],
         }
     header = encode_header(declared)
-    parts: dict[tuple[str, int], Part] = {}
+    parts: dict[tuple[str, int], FilePart] = {}
     with path.open("wb") as file:
         file.write(header)
         for name, tensor, number in pieces:
             content, each = content_of(tensor), described[name]
             assert len(content) * each.num_pieces == each.num_bytes
             part = f"{name}[{number}]" if each.num_pieces > 1 else name
-            parts[name, number] = Part(part, len(content), checksum(content))
+            parts[name, number] = FilePart(part, len(content), checksum(content))
             file.seek(len(header) + offsets[name] + number * len(content))
             file.write(content)
     listed = [parts[name, number] for name in names for number in range(described[name].num_pieces)]
-    return [Part("the header", len(header), checksum(header)), *listed]
+    return [FilePart("the header", len(header), checksum(header)), *listed]
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:
@@ -126,7 +126,7 @@ _DESCRIBED = msgspec.json.Decoder(_Described)
 
 
 @dataclass(frozen=True, slots=True)
-class Place(Description):
+class StoredTensor(Description):
     """A tensor in a file, and where its bytes begin there."""
 
     path: AnyPath
@@ -136,11 +136,11 @@ class Place(Description):
         """Return the tensor; `name` is for messages."""
         return read_tensor(name, self)
 
-    def at(self, index: int) -> "Place":
+    def at(self, index: int) -> "StoredTensor":
         """Return the place of an entry along the first dimension."""
         shape = self.shape[1:]
         start = self.start + index * prod(shape) * DTYPE_BYTES[self.dtype]
-        return Place(self.dtype, shape, self.path, start)
+        return StoredTensor(self.dtype, shape, self.path, start)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _reading(what: str) -> Iterator[None]:
         raise CorruptStateError(f"{what} cannot be read: {error}") from error
 
 
-def list_tensors(path: AnyPath) -> dict[str, Place]:
+def list_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name."""
     with _reading(str(path)):
         size = size_of(path)
@@ -172,18 +172,18 @@ def list_tensors(path: AnyPath) -> dict[str, Place]:
     return found
 
 
-def _place(path: AnyPath, name: str, each: _Described, start: int) -> tuple[Place, int]:
+def _place(path: AnyPath, name: str, each: _Described, start: int) -> tuple[StoredTensor, int]:
     """Return the place of a tensor, and where it ends after the header."""
     first, last = each.data_offsets
     if each.dtype not in DTYPES:
         raise ValueError(f"{name} has the type {each.dtype}, which is not known")
-    place = Place(each.dtype, each.shape, path, start + first)
+    place = StoredTensor(each.dtype, each.shape, path, start + first)
     if min(first, *each.shape, 0) < 0 or last - first != place.num_bytes:
         raise ValueError(f"{name} has {last - first} bytes, and its shape {list(each.shape)}")
     return place, last
 
 
-def read_tensor(name: str, place: Place) -> torch.Tensor:
+def read_tensor(name: str, place: StoredTensor) -> torch.Tensor:
     """Return a tensor."""
     with _reading(f"{place.path}: {name}"):
         content = read_range(place.path, place.start, place.num_bytes)
@@ -197,7 +197,7 @@ def read_tensor(name: str, place: Place) -> torch.Tensor:
 class SafetensorsSet:
     """Writes the set."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: SourceModel) -> None:
         self._model = model
 
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
@@ -228,7 +228,8 @@ class SafetensorsSet:
             self._name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
         pieces = (
-            Piece(self._name_of(item), tensor) for item, tensor in read_ahead(items, self._model)
+            NamedTensor(self._name_of(item), tensor)
+            for item, tensor in read_ahead(items, self._model)
         )
         return write_file(folder, number, count, described, pieces, self._model)
 
@@ -242,8 +243,8 @@ def write_file(
     number: int,
     count: int,
     described: Mapping[str, Description],
-    pieces: Iterable[Piece],
-    model: Model,
+    pieces: Iterable[NamedTensor],
+    model: SourceModel,
 ) -> WrittenFile:
     """Write one file of a set, as `write_tensors` does, with the facts that `write_index` needs."""
     path = folder / f"model-{number + 1:05d}-of-{count:05d}.safetensors"
@@ -264,7 +265,7 @@ def write_index(folder: Path, shards: Sequence[Any], facts: Mapping[str, Any]) -
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def facts_of(model: Model, items: Sequence[Item]) -> Mapping[str, Any]:
+def facts_of(model: SourceModel, items: Sequence[Item]) -> Mapping[str, Any]:
     """Return where a state is from, the ages of units, and what was lost; if noted before, that."""
     if not model.facts:
         return {}

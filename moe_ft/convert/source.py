@@ -25,7 +25,7 @@ _WATCH_S = LOCK_RENEWAL_S + 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Source:
+class RunState:
     """The state of one iteration.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
     ranks: Sequence[StateReader]
 
 
-def open_source(directory: str, iteration: int | None = None) -> Source:
+def open_source(directory: str, iteration: int | None = None) -> RunState:
     """Return the state of an iteration, or the newest one, checked as far as its indexes go.
 
     Args:
@@ -106,12 +106,12 @@ def check_is_quiet(directory: str, storage: Storage) -> None:
         )
 
 
-def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:
+def _stored(place: str, storage: Storage, manifest: Manifest) -> RunState:
     indexes = {
         file.data: read_file(storage, manifest, file) for file in (*manifest.files, *manifest.older)
     }
     check_references(manifest, indexes)
-    return Source(
+    return RunState(
         place=place,
         iteration=manifest.iteration,
         identity=manifest.identity,
@@ -122,7 +122,7 @@ def _stored(place: str, storage: Storage, manifest: Manifest) -> Source:
     )
 
 
-def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> Source:
+def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> RunState:
     """Return the newest state of the chosen run that all ranks have in memory on this machine."""
     identity = chosen.identity
     assert identity is not None
@@ -151,7 +151,7 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
         reader = MemoryReader(path, where=str(path))
         check_region(reader.index, path)
         ranks.append(_checked(reader))
-    return Source(place=directory, iteration=max(whole), identity=identity, ranks=ranks)
+    return RunState(place=directory, iteration=max(whole), identity=identity, ranks=ranks)
 
 
 def _checked(reader: StateReader) -> StateReader:
@@ -159,7 +159,7 @@ def _checked(reader: StateReader) -> StateReader:
     return reader
 
 
-def _check_is_one_state(source: Source, whole: int | None) -> None:
+def _check_is_one_state(source: RunState, whole: int | None) -> None:
     """Refuse a window, whose units are of different iterations; name the newest whole state instead."""
     window = source.ranks[0].index.window
     if window > 1:

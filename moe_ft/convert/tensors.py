@@ -39,7 +39,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from moe_ft.convert.source import Source
+from moe_ft.convert.source import RunState
 from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import ConfigError, CorruptStateError, PlanError
 from moe_ft.format.entries import UNCUT, GlobalPlace, ParameterEntry, TensorEntry, tensor_bytes
@@ -128,7 +128,7 @@ class GlobalTensor:
         return dtype
 
 
-def find_tensors(source: Source) -> tuple[GlobalTensor, ...]:
+def find_tensors(source: RunState) -> tuple[GlobalTensor, ...]:
     """Return the tensors of the model, ordered by unit and name."""
     unit_of = {
         entry.parameter: parse_unit(name).whole
@@ -171,7 +171,7 @@ def _kind_of(entry: TensorEntry) -> str:
     return _KIND_OF[entry.key]
 
 
-def _check_is_described(source: Source, unit_of: Mapping[str, UnitId]) -> None:
+def _check_is_described(source: RunState, unit_of: Mapping[str, UnitId]) -> None:
     """Raise an error for parameters that have no place, were never saved, or are not described."""
     entries = [each for state in source.ranks for each in state.index.parameters.items()]
     names = {name for name, _ in entries}
@@ -267,7 +267,7 @@ def _moves(tensor: GlobalTensor, kind: str) -> list[Move]:
     return [move for _, move in plan.moves.get(None, ())]
 
 
-def _buffers(source: Source) -> Iterator[GlobalTensor]:
+def _buffers(source: RunState) -> Iterator[GlobalTensor]:
     """Yield the buffers that Megatron's checkpoints hold, such as the routers' biases."""
     seen: set[str] = set()
     for rank, state in enumerate(source.ranks):
@@ -328,7 +328,7 @@ def _unit_named(key: str) -> UnitId:
     )
 
 
-def read_tensor(source: Source, tensor: GlobalTensor, kind: str = "weight") -> torch.Tensor:
+def read_tensor(source: RunState, tensor: GlobalTensor, kind: str = "weight") -> torch.Tensor:
     """Return a tensor of the model on the CPU, in one of its kinds; its weights in their own type."""
     if kind not in tensor.iterations:
         raise ConfigError(
@@ -358,7 +358,7 @@ def _view(flat: torch.Tensor, box: Box) -> torch.Tensor:
     return torch.as_strided(flat, box.lengths, box.strides, box.at)
 
 
-def _read_slice(source: Source, each: Slice, target: torch.Tensor) -> None:
+def _read_slice(source: RunState, each: Slice, target: torch.Tensor) -> None:
     entry, state = each.entry, source.ranks[each.rank]
     scales = (scale for inner in state.index.records[-1].optimizers for scale in inner.scales)
     if entry.dtype == "I16" or f"{entry.parameter}/{entry.key}" in scales:

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization_config
 
-from moe_ft.convert.model import Item, Model, read_ahead
+from moe_ft.convert.model import Item, SourceModel, read_ahead
 from moe_ft.convert.safetensors_set import facts_of
 from moe_ft.convert.tensors import GlobalTensor
-from moe_ft.convert.verifying import Part, WrittenFile
+from moe_ft.convert.verifying import FilePart, WrittenFile
 from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.slices import DTYPES
 
@@ -54,7 +54,9 @@ _RELEASE = "release"
 class TorchDist:
     """Writes the checkpoint."""
 
-    def __init__(self, model: Model, *, with_optimizer: bool, for_ep: int | None = None) -> None:
+    def __init__(
+        self, model: SourceModel, *, with_optimizer: bool, for_ep: int | None = None
+    ) -> None:
         self._model, self._with_optimizer = model, with_optimizer
         self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
         self._keys = {"master": self._state.master}
@@ -191,12 +193,12 @@ class _HashedFiles(FileSystem):
             hashed.tell()
             self.parts[Path(path)] = hashed.parts
 
-    def parts_of(self, path: Path, names: Mapping[int, str]) -> list[Part]:
+    def parts_of(self, path: Path, names: Mapping[int, str]) -> list[FilePart]:
         """Return the parts of a file; `names` are those of parts by position."""
         found, name = [], "its beginning"
         for start, num_bytes, checksum in self.parts[path]:
             name = names.get(start, name)
-            found.append(Part(name, num_bytes, checksum))
+            found.append(FilePart(name, num_bytes, checksum))
         return found
 
 
@@ -229,7 +231,7 @@ class _HashedStream:
 class _Reader(DefaultSavePlanner):
     """Gives torch's writer the tensors of a shard when it comes to them."""
 
-    def __init__(self, model: Model, items: Sequence[Item]) -> None:
+    def __init__(self, model: SourceModel, items: Sequence[Item]) -> None:
         super().__init__()
         self._tensors = read_ahead(items, model)
 

@@ -16,7 +16,7 @@ from moe_ft.errors import CorruptStateError
 _PIECE_BYTES = 8 << 20
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file: what it is, for messages, and its bytes."""
 
     name: str
@@ -35,7 +35,7 @@ class WrittenFile:
     """
 
     path: Path
-    parts: Sequence[Part]
+    parts: Sequence[FilePart]
     facts: Mapping[str, Any]
     with_sha256: bool = False
 
@@ -76,7 +76,7 @@ def write_and_verify(
                 note_first()
 
 
-def verify_parts(path: Path, parts: Iterable[Part], *, with_sha256: bool = False) -> str:
+def verify_parts(path: Path, parts: Iterable[FilePart], *, with_sha256: bool = False) -> str:
     """Compare all parts of a file with it, reading it once; return its SHA-256 if asked for."""
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "moe_ft-sha") as hasher:
         whole, pending = hashlib.sha256(), Future[None]()

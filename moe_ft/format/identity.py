@@ -7,6 +7,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from moe_ft.command_lines import as_flag
+
 # A file of somebody else may name any number, of which much is built.
 MOST_RANKS = 1 << 17
 # A setting besides the flags that decides which slices a rank has, such as the sizes of buckets.
@@ -24,7 +26,7 @@ _SLOTS = "--moe-ft-expert-slots"
 # Settings that decide how state is divided among ranks and in which order numbers are summed up, not what the
 # state is: of the fingerprint, then of the replay settings.
 _LAYOUT = frozenset(
-    "--" + name.replace("_", "-")
+    as_flag(name)
     for name in [
         "context_parallel_size",
         "expert_model_parallel_size",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_ft.arithmetic import round_up
+from moe_ft.command_lines import as_flag
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic, most_log_bytes
@@ -57,7 +58,7 @@ class Measured:
             )
         for name in ("bandwidth", "storage_bandwidth"):
             if getattr(self, name) is not None and self.iteration_s is None:
-                flag = flag_of(name)
+                flag = as_flag(name)
                 raise ConfigError(
                     f"{flag}={getattr(self, name):g} needs --iteration-s: the time of a copy is compared "
                     f"with an iteration. Give it, or leave {flag} out."
@@ -70,7 +71,7 @@ class Measured:
             return
         fits = 0 <= value < math.inf if above is None else above < value < math.inf
         if not fits:
-            raise ConfigError(f"{flag_of(name)}={value} must be {rule}. Give a measured value.")
+            raise ConfigError(f"{as_flag(name)}={value} must be {rule}. Give a measured value.")
 
     @property
     def hidden_s(self) -> float:
@@ -81,11 +82,6 @@ class Measured:
     def budget_bytes(self) -> float | None:
         """Bytes that a rank can copy during forward and backward; None if that is not known."""
         return None if self.bandwidth is None else self.bandwidth * self.hidden_s
-
-
-def flag_of(name: str) -> str:
-    """Return the flag that gives a value, as people write it."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

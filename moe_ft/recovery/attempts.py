@@ -11,7 +11,7 @@ from moe_ft.errors import MoeFtError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RankError:
     """Error of one rank, as all ranks raise it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Failure:
         return kind(self.text) if is_error else RuntimeError(self.text)
 
 
-def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Failure:
+def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | RankError:
     """Return what a rank finds, or its error, where others would wait for it in vain. Not collective.
 
     Args:
@@ -41,7 +41,7 @@ def attempt[Answer](find: Callable[[], Answer], where: str = "") -> Answer | Fai
         # Of a library's own kind the nearest one that a text is enough for.
         ours = ("builtins", MoeFtError.__module__)
         kind = next(each for each in type(error).__mro__ if each.__module__ in ours)
-        return Failure(kind=kind.__name__, text=f"{where}{error}")
+        return RankError(kind=kind.__name__, text=f"{where}{error}")
     except Exception as error:  # a mistake of ours: the place is what helps
         text = "".join(traceback.format_exception(error)).rstrip()
-        return Failure(kind="RuntimeError", text=f"{where}{text}")
+        return RankError(kind="RuntimeError", text=f"{where}{text}")

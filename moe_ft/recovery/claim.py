@@ -18,12 +18,12 @@ from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.files.storage import Storage
 from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
-from moe_ft.recovery.attempts import Failure
+from moe_ft.recovery.attempts import RankError
 from moe_ft.recovery.job_memory import check_memory, claim_memory, leave_place
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.persist_directory import (
     LateLock,
-    Opened,
+    PersistDirectory,
     Trouble,
     open_storage,
     origin_of,
@@ -36,7 +36,7 @@ from moe_ft.saying import warn
 from moe_ft.strategies.registry import chosen
 from moe_ft.topology import Topology
 
-_TROUBLE = Decoder(tuple[Trouble | None] | Failure)
+_TROUBLE = Decoder(tuple[Trouble | None] | RankError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def claim(met: Met, opened: ExitStack, mappings: Mappings | None = None) -> Clai
     warn_of_inexactness(site, is_deterministic=met.facts.is_deterministic)
     met.ranks.check_together(lambda: opened.callback(leave_place, site, claim_memory(site)))
 
-    def open_persist_directory() -> tuple[Opened, tuple[Trouble | None]]:
+    def open_persist_directory() -> tuple[PersistDirectory, tuple[Trouble | None]]:
         directory = open_storage(site)
         if directory.lock is not None:  # at once: another rank may refuse
             opened.push(_unlocking(directory.lock))

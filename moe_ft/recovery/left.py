@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     checksum: str
 
 
-class Held(NamedTuple):
+class SavedTensor(NamedTuple):
     """One tensor of a saved unit, by its number in the unit."""
 
     copy: Copy
@@ -159,7 +159,7 @@ class Left:
         self.copies[position, name].append(copy)
         for number, tensor in enumerate(unit.tensors):
             blocks = self._blocks(index.parameters.get(tensor.parameter), tensor)
-            for part in cut(Held(copy, number), blocks, tensor.start, tensor.end):
+            for part in cut(SavedTensor(copy, number), blocks, tensor.start, tensor.end):
                 self.parts[position, part.block.tensor][unit.version].append(part)
 
     def parts_of(

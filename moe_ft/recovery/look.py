@@ -22,7 +22,7 @@ from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.planning.remains import Place
-from moe_ft.recovery.attempts import Failure, attempt
+from moe_ft.recovery.attempts import RankError, attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.failures import Attempt, failed_locally, failed_too_often, read_attempts
@@ -116,7 +116,7 @@ class _Sight(msgspec.Struct, frozen=True, array_like=True):
     inventory: bytes = b""
 
 
-_SIGHT = msgspec.msgpack.Decoder(_Sight | Failure)
+_SIGHT = msgspec.msgpack.Decoder(_Sight | RankError)
 _FOUND = msgspec.msgpack.Decoder(Found)
 
 
@@ -127,10 +127,10 @@ def look(met: Met, claimed: Claimed) -> Found:
     sights = ranks.everyone.collect(attempt(lambda: _look_here(met), where), _SIGHT)
     found: list[Found] = []
 
-    def join() -> Found | Failure:
+    def join() -> Found | RankError:
         assert sights is not None
         for each in sights:
-            if isinstance(each, Failure):
+            if isinstance(each, RankError):
                 return each
         found.append(_join([each for each in sights if isinstance(each, _Sight)], met, claimed))
         return replace(found[0], inventory=found[0].inventory.summary())

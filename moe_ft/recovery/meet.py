@@ -37,7 +37,7 @@ from moe_ft.recovery.assembly import (
     measure_sizes,
     slice_assignment,
 )
-from moe_ft.recovery.attempts import Failure, attempt
+from moe_ft.recovery.attempts import RankError, attempt
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.peers import place_peers
 from moe_ft.recovery.site import Site
@@ -55,8 +55,8 @@ from moe_ft.topology import RankInfo, Topology
 # Model chunks, Megatron's outermost optimizer and its scheduler.
 Built = tuple[Any, Any, Any]
 
-_PROBLEM = Decoder(Failure | None)
-_OUTCOME = Decoder(Failure | bytes)
+_PROBLEM = Decoder(RankError | None)
+_OUTCOME = Decoder(RankError | bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,32 +72,32 @@ class Ranks:
         return self.find_together(lambda: (check(), None), _PROBLEM)[0]
 
     def find_together[Own, Told](
-        self, find: Callable[[], tuple[Own, Told]], decoder: Decoder[Told | Failure]
+        self, find: Callable[[], tuple[Own, Told]], decoder: Decoder[Told | RankError]
     ) -> tuple[Own, list[Told]]:
         """Return what this rank finds, and what all tell the others of it; raises as `check_together`."""
-        told: Told | Failure
+        told: Told | RankError
         try:
             own, told = find()
         except (ConfigError, BusyError) as error:
-            told = Failure(kind=type(error).__name__, text=str(error))
+            told = RankError(kind=type(error).__name__, text=str(error))
         everyone: list[Told] = []
         for each in self.everyone.gather(told, decoder):
-            if isinstance(each, Failure):
+            if isinstance(each, RankError):
                 raise each.error
             everyone.append(each)
         return own, everyone
 
     def on_first[Answer](
-        self, find: Callable[[], Answer | Failure], decoder: Decoder[Answer]
+        self, find: Callable[[], Answer | RankError], decoder: Decoder[Answer]
     ) -> Answer:
         """Return on all ranks what rank 0 finds; if that fails, raise its error on all."""
 
-        def content() -> bytes | Failure:
+        def content() -> bytes | RankError:
             answer = find()
-            return answer if isinstance(answer, Failure) else exchange.encode(answer)
+            return answer if isinstance(answer, RankError) else exchange.encode(answer)
 
         found = self.everyone.broadcast(attempt(content) if self.rank == 0 else b"", _OUTCOME)
-        if isinstance(found, Failure):
+        if isinstance(found, RankError):
             raise found.error
         return exchange.decode(found, decoder)
 
@@ -178,9 +178,9 @@ class Met:
 
 # Of a rank: its stage; the first rank of its data-parallel group, and its numbers in that and in its
 # expert-parallel one; a token and names; and of rank 0 the settings of the files that the job reads.
-_Hello = tuple[int, tuple[int, int, int], str, StartNames, bytes | Failure | None]
-_HELLO = Decoder(_Hello | Failure)
-_INFO = Decoder(tuple[RankInfo, str] | Failure)
+_Hello = tuple[int, tuple[int, int, int], str, StartNames, bytes | RankError | None]
+_HELLO = Decoder(_Hello | RankError)
+_INFO = Decoder(tuple[RankInfo, str] | RankError)
 _DOMAINS = Decoder(dict[str, str])
 _PIPELINE = Decoder(tuple[tuple[int, ...], tuple[bool, ...]])
 
@@ -264,9 +264,9 @@ def _introduce(
     return (job_id, node, host, live), (facts.stage, place, *_draw_names(), settings)
 
 
-def _decode(settings: bytes | Failure | None) -> dict[str, Any]:
+def _decode(settings: bytes | RankError | None) -> dict[str, Any]:
     """Return the settings of files that rank 0 has found; raise its error if it could not read them."""
-    if isinstance(settings, Failure):
+    if isinstance(settings, RankError):
         raise settings.error
     assert settings is not None, "rank 0 reads the files"
     return exchange.decode(settings, exchange.SETTINGS)

@@ -64,7 +64,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class PersistDirectory:
     """The persist directory of a start.
 
     Attributes:
@@ -78,7 +78,7 @@ class Opened:
     trouble: Trouble | None = None
 
 
-def open_storage(site: Site) -> Opened:
+def open_storage(site: Site) -> PersistDirectory:
     """Return the persist directory after a trial write, and its lock on rank 0.
 
     The lock of an earlier start that is over is left until `take_lock`: this start may still be refused.
@@ -88,22 +88,22 @@ def open_storage(site: Site) -> Opened:
     """
     url = site.config.storage.persist_dir
     if url is None:
-        return Opened()
+        return PersistDirectory()
     storage = Storage(url, PATIENCE_S, is_apart=True)
     try:
         if site.is_lowest_on_node:
             try_writing(storage)
         if site.rank != 0:
-            return Opened(storage=storage)
+            return PersistDirectory(storage=storage)
         origin, seen = origin_of(site), StorageLock(storage).look()
         is_ours = seen is not None and seen.is_over(origin)
-        return Opened(
+        return PersistDirectory(
             storage=storage, lock=None if is_ours else take_lock(site.job_id, storage, origin)
         )
     except ConfigError:
         raise
     except Exception as error:  # fsspec raises whatever its back ends raise
-        return Opened(storage=storage, trouble=trouble_of(site, error))
+        return PersistDirectory(storage=storage, trouble=trouble_of(site, error))
 
 
 def try_writing(storage: Storage) -> None:

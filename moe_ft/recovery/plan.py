@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.command_lines import as_flag
 from moe_ft.config.flag_table import FLAGS, names_in
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.format.identity import (
@@ -23,7 +24,6 @@ from moe_ft.format.identity import (
     without_layout,
 )
 from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
-from moe_ft.planning.planned_job import flag_of
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
 from moe_ft.planning.remains import Place, place_of
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
@@ -38,7 +38,7 @@ from moe_ft.strategies.registry import chosen
 _MOST_UNREAD = 3  # named in a message
 # Flags of the data and the tokenizer, those of evaluations too.
 _DATA = {
-    flag_of(name)
+    as_flag(name)
     for heading in ("fingerprint", "fingerprint untested")
     for name in names_in(FLAGS["data"][heading])
 } - {"--seed"} | {"dataset.blend", "dataset.blend_per_split[train]", "dataset.mock"}

@@ -33,7 +33,7 @@ from moe_ft.format.identity import Identity, Start
 from moe_ft.planning.branches import continue_history, names_to_supersede, number_of_next
 from moe_ft.planning.recovery import Plan
 from moe_ft.recovery.agree import Agreed, fetch_together
-from moe_ft.recovery.attempts import Failure
+from moe_ft.recovery.attempts import RankError
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
@@ -54,7 +54,7 @@ from moe_ft.strategies.registry import chosen
 
 _WAIT_S = 300.0  # for storage that may hold what is needed
 _PAUSE_S = 5.0  # between two looks
-_STATE = Decoder(tuple[int, str] | Failure)
+_STATE = Decoder(tuple[int, str] | RankError)
 
 
 def start(

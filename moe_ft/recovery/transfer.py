@@ -33,7 +33,7 @@ from moe_ft.planning.transfer import (
     plan_transfer,
     runs_of,
 )
-from moe_ft.recovery.left import Copy, Held, Left, Position, model_blocks, own_blocks
+from moe_ft.recovery.left import Copy, Left, Position, SavedTensor, model_blocks, own_blocks
 from moe_ft.recovery.overview import number_of
 from moe_ft.recovery.readers import FetchedUnit, read_unit
 from moe_ft.state.catalog import UnitCatalog
@@ -159,7 +159,7 @@ class Transfer:
         """Return the bytes that moves take of what is stored."""
         total = 0
         for _, move in (each for found in moves for each in found):
-            held = cast(Held, move.source.owner)
+            held = cast(SavedTensor, move.source.owner)
             saved = self._left.units[held.copy].tensors[held.number]
             if not saved.is_absent:
                 total += tensor_bytes(saved) * move.num_elements // (saved.end - saved.start)
@@ -391,14 +391,14 @@ def _put_together(
     """
     placed = _placed(tensors)
     content = zeros(placed[-1].offset + tensor_bytes(placed[-1]))
-    flat: dict[Held, torch.Tensor] = {}
+    flat: dict[SavedTensor, torch.Tensor] = {}
     for number, (entry, found) in enumerate(zip(placed, moves, strict=True)):
         target = torch.frombuffer(
             content, dtype=DTYPES[entry.dtype], count=entry.end - entry.start, offset=entry.offset
         )
         are_absent = set()
         for _, move in found:
-            held = cast(Held, move.source.owner)
+            held = cast(SavedTensor, move.source.owner)
             whole, read = contents[held.copy]
             saved = whole.tensors[held.number]
             are_absent.add(saved.is_absent)

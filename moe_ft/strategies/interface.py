@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from msgspec.msgpack import Decoder
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Part
+from moe_ft.config.fields import ConfigPart
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.costs import Costs
@@ -345,7 +345,7 @@ class StrategyKind(ABC):
     """
 
     name: str
-    options: type[Part] | None = None
+    options: type[ConfigPart] | None = None
     is_exact: bool = True
     replays: bool = False
     leaves_out_frozen: bool = False

@@ -1,7 +1,7 @@
 """The list of strategies: the only place outside a strategy's own folder that names it."""
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Part, one_of
+from moe_ft.config.fields import ConfigPart, one_of
 from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.dense import DENSE
@@ -38,7 +38,7 @@ def names() -> tuple[str, ...]:
     return (NO_STRATEGY, *_kinds)
 
 
-def option_types() -> dict[str, type[Part]]:
+def option_types() -> dict[str, type[ConfigPart]]:
     """Return the type of the options of each strategy that has some, by name of the strategy."""
     return {kind.name: kind.options for kind in kinds() if kind.options is not None}
 

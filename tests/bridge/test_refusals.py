@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,7 +230,7 @@ _WITHOUT_FIELD = {
 def _texts() -> Iterator[str]:
     for rule in (*SCRIPT_REFUSALS, *played._RULES):
         yield rule.message(Namespace())
-    yield from (*repair._RULES, *repair._RULES_ON_GPUS)
+    yield from starmap(repair.flag_in, (*repair._RULES, *repair._RULES_ON_GPUS))
     yield from (each.what for each in renewals.HELD)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import pretrain_gpt_moe
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Bounds, Part, setting
+from moe_ft.config.fields import Bounds, ConfigPart, setting
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import (
@@ -31,7 +31,7 @@ TURNS = ("--moe-ft-strategy", "turns")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TurnsConfig(Part):
+class TurnsConfig(ConfigPart):
     """Layers in turn: how many snapshots make a window."""
 
     num_turns: int = setting(

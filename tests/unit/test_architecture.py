@@ -25,6 +25,7 @@ BASE = (
     "bars",
     "errors",
     "calls",
+    "command_lines",
     "config",
     "units",
     "topology",

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks.output import STAMP, git
 from moe_ft import cli
-from moe_ft.config.fields import FLAG_PREFIX
+from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.config.flag_table import FLAGS, NEWER, names_in
 from moe_ft.strategies.registry import kinds
 from tests.unit.source import ROOT, check_rule, product_files, text_files, text_of, tree_of

@@ -16,7 +16,6 @@ from megatron.training import training
 from torch.distributed.elastic.multiprocessing import errors
 
 from megatron.fault_tolerance.bridge.refusals import check_overrides
-from megatron.fault_tolerance.launch.arguments import words_of_moe_ft
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
     prepare_environment,
@@ -25,6 +24,7 @@ from megatron.fault_tolerance.launch.environment import (
 from megatron.fault_tolerance.launch.pretraining import run_prepared
 from moe_ft.cluster.member import own_assignment
 from moe_ft.cluster.target import RUN
+from moe_ft.command_lines import flags_of_moe_ft
 from moe_ft.loop.refusing import refuse, refusing
 
 _LAUNCH = "megatron.fault_tolerance.bridge.launch"
@@ -77,7 +77,7 @@ def _check_has_trained(
     if not has_trained():
         refuse(
             f"{Path(words[0]).name} ended without calling pretrain of megatron.bridge.training.pretrain, so "
-            f"{', '.join(words_of_moe_ft(flags))} had no effect. Train with it, or start the script without "
+            f"{', '.join(flags_of_moe_ft(flags))} had no effect. Train with it, or start the script without "
             "moe_ft."
         )
 
@@ -85,7 +85,7 @@ def _check_has_trained(
 def _refuse_megatron(flags: Sequence[str], *args: Any, **kwargs: Any) -> NoReturn:
     """Stand in for the `pretrain` of Megatron-LM, which takes its flags from the arguments of the script."""
     refuse(
-        f"{', '.join(words_of_moe_ft(flags))} in front of the script mean a job of Megatron-Bridge, and the "
+        f"{', '.join(flags_of_moe_ft(flags))} in front of the script mean a job of Megatron-Bridge, and the "
         "script calls megatron.training.pretrain. Put the flags after the script."
     )
 

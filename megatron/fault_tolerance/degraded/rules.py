@@ -9,6 +9,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.degraded.roles import Place, layout_of_job
 from moe_ft.arithmetic import ceil_div
+from moe_ft.command_lines import as_flag
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.planning.lost_ranks import RoleMemory
@@ -34,7 +35,7 @@ def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy:
     """Return a rule against a flag, by default if it is given at all."""
     return Rule(
         dest,
-        flag or "--" + dest.replace("_", "-"),
+        flag or as_flag(dest),
         is_broken or (lambda args: bool(getattr(args, dest, None))),
         reason,
         remedy or "Leave it out",

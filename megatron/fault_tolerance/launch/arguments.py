@@ -27,12 +27,13 @@ from megatron.fault_tolerance.seams.settings import (
     own_parser,
 )
 from megatron.fault_tolerance.seams.versions import later
+from moe_ft.command_lines import FLAG_PREFIX, flags_of_moe_ft
+from moe_ft.config.fields import flag_of
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.loop.refusing import refuse, refusing
 from moe_ft.saying import warn
 from moe_ft.spelling import explained
 
-PREFIX = "--moe-ft-"
 # Variables that defaults of flags are read from, each with what it is for Megatron without it. They differ
 # from rank to rank, so a parser that is made before has numbers in their place.
 _STAND_INS = {-71: ("RANK", "0"), -72: ("LOCAL_RANK", "0"), -73: ("WORLD_SIZE", "1")}
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Where there is no GPU this also makes the process train on the CPU. A --moe-ft-* flag that is misspelled
     ends the process, even where the script ignores unknown flags.
     """
-    if PREFIX + "strategy" in parser._option_string_actions:
+    if flag_of("strategy") in parser._option_string_actions:
         return parser
     prepare_environment()
     add_moe_ft_flags(parser)
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         found, others = parse(*args, **kwargs)
-        if unknown := [word for word in others if word.startswith(PREFIX)]:
+        if unknown := [word for word in others if word.startswith(FLAG_PREFIX)]:
             _refuse(parser, f"unrecognized arguments: {' '.join(unknown)}")
         setattr(found, SCRIPT_FLAGS, _script_flags(parser))
         if os.environ.get("RANK", "0") == "0" and not is_off(found):
@@ -79,7 +80,7 @@ def parse_args(
         return add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
 
     with refusing():
-        if words_of_moe_ft(sys.argv):
+        if flags_of_moe_ft(sys.argv):
             check_yaml(sys.argv[1:])
         args = original(add, ignore_unknown_args)
         if elastic.fit(args):
@@ -88,11 +89,6 @@ def parse_args(
             prepare_restarts()
             checked_config(args)
     return args
-
-
-def words_of_moe_ft(command_line: Sequence[str]) -> list[str]:
-    """Return the --moe-ft-* flags of a command line, without their values."""
-    return [word.partition("=")[0] for word in command_line if word.startswith(PREFIX)]
 
 
 def unread_flags(command_line: Sequence[str], args: argparse.Namespace) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
-from moe_ft.cluster.link import flag_value
+from moe_ft.command_lines import flag_value
 from moe_ft.doctor.place import tasks_on_node
 from moe_ft.errors import ConfigError
 from moe_ft.launches import launch_of, shares_store

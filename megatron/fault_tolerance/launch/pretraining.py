@@ -25,7 +25,6 @@ from megatron.fault_tolerance.launch.arguments import (
     parse_args,
     prepare_parsers,
     unread_flags,
-    words_of_moe_ft,
 )
 from megatron.fault_tolerance.launch.environment import (
     WholeErrorFile,
@@ -48,6 +47,7 @@ from megatron.fault_tolerance.seams.settings import (
 from moe_ft import saying
 from moe_ft.cluster.forked_rank import run_script
 from moe_ft.cluster.target import BRIDGE
+from moe_ft.command_lines import flags_of_moe_ft
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import HELP_ALL
 from moe_ft.errors import ConfigError
@@ -248,6 +248,6 @@ def check_has_trained(words: list[str]) -> None:
         if BRIDGE in sys.modules
         else "Train with pretrain, or use megatron.fault_tolerance.Checkpointer in another loop."
     )
-    if unused := words_of_moe_ft(words):
+    if unused := flags_of_moe_ft(words):
         refuse(f"{problem}, so {', '.join(unused)} had no effect. {remedy}")
     saying.warn(f"{problem}: moe_ft did nothing. {remedy}")

@@ -45,6 +45,7 @@ from megatron.fault_tolerance.seams.settings import (
     void_settings,
     warn,
 )
+from moe_ft.command_lines import as_flag
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.errors import ConfigError
@@ -300,7 +301,7 @@ def _check_data(args: argparse.Namespace) -> None:
             "Leave --tokenizer-type out."
         )
     for flag in PATH_LISTS:
-        _check_prefixes("--" + flag.replace("_", "-"), getattr(args, flag) or [])
+        _check_prefixes(as_flag(flag), getattr(args, flag) or [])
 
 
 def _check_prefixes(flag: str, words: list[str]) -> None:

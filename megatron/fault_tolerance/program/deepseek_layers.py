@@ -24,6 +24,7 @@ from megatron.training import global_vars
 
 from megatron.fault_tolerance.program import model
 from megatron.fault_tolerance.program.local_attention import LatentAttention
+from moe_ft.command_lines import as_flag
 from moe_ft.errors import ConfigError
 
 TopK = tuple[torch.Tensor, torch.Tensor]
@@ -66,7 +67,7 @@ class BestOfGroupsRouter(TopKRouter):  # type: ignore[misc]
         super().__init__(config=config, **options)
         for flag in ("moe_router_fusion", "moe_enable_routing_replay"):
             if getattr(config, flag):
-                name = "--" + flag.replace("_", "-")
+                name = as_flag(flag)
                 raise ConfigError(f"{name} must be off with --spec {__name__} layer_spec.")
         self.router_replay = BestOfGroups()
 

@@ -53,6 +53,7 @@ from megatron.fault_tolerance.seams.settings import (
 )
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import Member
+from moe_ft.command_lines import as_flag
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import as_arguments
 from moe_ft.config.rules import Rule
@@ -64,7 +65,6 @@ from moe_ft.planning.planned_job import (
     Measured,
     PlannedJob,
     PlannedModel,
-    flag_of,
 )
 from moe_ft.spelling import hint
 from moe_ft.state.tensors import inner_optimizers
@@ -353,19 +353,19 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
     for name in _REQUIRED:
         if getattr(args, name) is None:
             raise ConfigError(
-                f"{flag_of(name)} not given: the sizes of the model follow from the flags of training. Give "
+                f"{as_flag(name)} not given: the sizes of the model follow from the flags of training. Give "
                 "the whole command line after the --."
             )
     for name in _AT_LEAST_1:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(
-                f"{flag_of(name)}={getattr(args, name)} must be a whole number, at least 1. Give a "
+                f"{as_flag(name)}={getattr(args, name)} must be a whole number, at least 1. Give a "
                 "larger one."
             )
     for name, most in _AT_MOST.items():
         if (getattr(args, name) or 0) > most:
             raise ConfigError(
-                f"{flag_of(name)}={getattr(args, name)} must be at most {most}: a plan lists all. Lower it."
+                f"{as_flag(name)}={getattr(args, name)} must be at most {most}: a plan lists all. Lower it."
             )
     if args.use_checkpoint_args or args.use_mp_args_from_checkpoint_args:
         raise ConfigError(
@@ -375,7 +375,7 @@ def _check(args: argparse.Namespace, refusals: Sequence[Rule]) -> None:
     check_refusals(args, refusals)
     check_settings(args, on_gpus=False, allows_void=True)
     missing = [
-        flag_of(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
+        as_flag(name) for name in ("seq_length", "micro_batch_size") if not getattr(args, name)
     ]
     if missing and args.moe_ft_upstream_log:
         raise ConfigError(

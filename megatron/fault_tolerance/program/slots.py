@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.fault_tolerance.seams.refusals import SLOTS
 from megatron.fault_tolerance.seams.settings import config_from_arguments
+from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.elastic.slot_layer import with_slots
@@ -41,7 +42,7 @@ def _refused(
 
 
 def _refused_flag(dest: str, reason: str = _UNTESTED, flag: str = "") -> Rule:
-    flag = flag or "--" + dest.replace("_", "-")
+    flag = flag or as_flag(dest)
     return _refused(lambda args: getattr(args, dest, None), f"cannot be used with {flag}", reason)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 
@@ -10,34 +10,49 @@ from megatron.fault_tolerance.degraded.rules import check_job
 from megatron.fault_tolerance.repair import renewals
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from moe_ft.cluster.member import Member
+from moe_ft.command_lines import as_flag
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
 from moe_ft.config.lost_nodes import FLAG
 from moe_ft.config.untested import UNTESTED
 from moe_ft.errors import ConfigError
 
-# A flag, perhaps with the one value that is meant, and why it is refused.
-_RULES: Mapping[str, str] = {
-    "--dataloader-type external": "how to set its position is not known",
-    "--dataloader-type batch": "iterations that run again do not divide its batches",
-    "--async-save": "all ranks wait together for a save that a new process does not know of",
-    "--ckpt-assume-constant-structure": (
+# An argument, perhaps with the one value that is meant, and why it is refused.
+_RULES: Mapping[tuple[str, str], str] = {
+    ("dataloader_type", "external"): "how to set its position is not known",
+    ("dataloader_type", "batch"): "iterations that run again do not divide its batches",
+    ("async_save", ""): "all ranks wait together for a save that a new process does not know of",
+    ("ckpt_assume_constant_structure", ""): (
         "a new process plans checkpoints that the others have planned already"
     ),
-    "--phase-transition-iterations": "the position in the data is counted from the transition",
-    "--skip-train": "nothing is trained",
-    "--qk-clip": "it changes weights after the optimizer step, with which ranks take them to be done",
-    "--hybrid-context-parallel": "its iterator is not renewed",
+    ("phase_transition_iterations", ""): "the position in the data is counted from the transition",
+    ("skip_train", ""): "nothing is trained",
+    (
+        "qk_clip",
+        "",
+    ): "it changes weights after the optimizer step, with which ranks take them to be done",
+    ("hybrid_context_parallel", ""): "its iterator is not renewed",
     # Fields of Megatron-Bridge.
-    "ft.enable_ft_package": "ft_launcher takes a repair for a hang, and starts all ranks again",
-    "nvrx_straggler.enabled": "it reports after iterations that each process has counted itself",
-    "tensor_inspect.enabled": "it reports in iterations that each process has counted itself",
+    (
+        "ft.enable_ft_package",
+        "",
+    ): "ft_launcher takes a repair for a hang, and starts all ranks again",
+    (
+        "nvrx_straggler.enabled",
+        "",
+    ): "it reports after iterations that each process has counted itself",
+    ("tensor_inspect.enabled", ""): "it reports in iterations that each process has counted itself",
 }
-_RULES_ON_GPUS: Mapping[str, str] = {
-    "--use-nccl-ub": "its memory is registered with communicators that are not there any more",
-    "--use-sharp": "its groups have to be the first ones that NCCL makes, which a repair does not know",
-    "--pipeline-model-parallel-comm-backend ucc": "only backends of NCCL and gloo are renewed",
+_RULES_ON_GPUS: Mapping[tuple[str, str], str] = {
+    ("nccl_ub", ""): "its memory is registered with communicators that are not there any more",
+    (
+        "use_sharp",
+        "",
+    ): "its groups have to be the first ones that NCCL makes, which a repair does not know",
+    ("pipeline_model_parallel_comm_backend", "ucc"): "only backends of NCCL and gloo are renewed",
 }
+
+_SPELLED = {"nccl_ub": "--use-nccl-ub"}
 
 # Of addresses that ranks read in a repair, at 164 bytes and 8 for each member, for each of its members.
 _MOST_ADDRESS_BYTES = 4e9
@@ -87,7 +102,7 @@ def check_job_is_repairable(
             "the job with it (python -m moe_ft launch --ranks-per-node N SCRIPT FLAGS), or leave the flag "
             "out."
         )
-    refused = {what: why for what, why in _RULES.items() if _is_used(args, what)}
+    refused = dict(_used(args, _RULES))
     if dist.is_initialized():
         refused["process groups of the script's own"] = "how they were made is not known"
     if args.world_size == 1 and not args.moe_ft_elastic:  # which may have more later
@@ -97,7 +112,7 @@ def check_job_is_repairable(
             "connections that gloo makes later are not ended when a rank dies, and the others wait for it"
         )
     if on_gpus:
-        refused |= {what: why for what, why in _RULES_ON_GPUS.items() if _is_used(args, what)}
+        refused |= dict(_used(args, _RULES_ON_GPUS))
         refused |= renewals.reasons(args)
     for what, reason in refused.items():
         raise ConfigError(f"{asked} does not work with {what}: {reason}. Leave one of them out.")
@@ -141,12 +156,21 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
     return answer
 
 
-def _is_used(args: argparse.Namespace, what: str) -> bool:
-    flag, _, value = what.partition(" ")
-    name = "nccl_ub" if flag == "--use-nccl-ub" else flag.removeprefix("--").replace("-", "_")
-    # A field of Megatron-Bridge is nowhere else.
-    given = getattr(args, name, None) if "." in name else getattr(args, name)
-    return given == value if value else bool(given) and given != "none"
+def flag_in(name: str, value: str) -> str:
+    """Return an argument of the tables above, with its value, as people write it."""
+    flag = name if "." in name else _SPELLED.get(name, as_flag(name))
+    return f"{flag} {value}".rstrip()
+
+
+def _used(
+    args: argparse.Namespace, rules: Mapping[tuple[str, str], str]
+) -> Iterator[tuple[str, str]]:
+    """Yield which arguments in a table a job has, and why each is refused."""
+    for (name, value), reason in rules.items():
+        # A field of Megatron-Bridge is nowhere else.
+        given = getattr(args, name, None) if "." in name else getattr(args, name)
+        if given == value if value else bool(given) and given != "none":
+            yield flag_in(name, value), reason
 
 
 def checked_heartbeat_s(config: MoeFtConfig, args: argparse.Namespace) -> float:

@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType
 
 from moe_ft.calls import looks_again
+from moe_ft.command_lines import as_flag
 from moe_ft.config.flag_table import PATHS, Kind, flag_classes
 from moe_ft.errors import ConfigError
 from moe_ft.format.identity import CONTENTS
-from moe_ft.planning.planned_job import flag_of
 from moe_ft.saying import warn
 
 # With weights between the paths. Those of evaluations decide nothing of the state: a change is only said.
@@ -83,8 +83,8 @@ def add_files(
         **{name: found for name, found in listed.items() if found is not None},
         **{name: [str(path)] for name in PATHS if is_path(path := getattr(args, name, None))},
     }
-    replayed = {flag_of(name) for name in words if flag_classes()[name].kind is Kind.REPLAY}
-    words = {flag_of(name): found for name, found in words.items()} | dict(further or {})
+    replayed = {as_flag(name) for name in words if flag_classes()[name].kind is Kind.REPLAY}
+    words = {as_flag(name): found for name, found in words.items()} | dict(further or {})
     paths = [
         word
         for found in words.values()
@@ -103,7 +103,7 @@ def add_files(
     for name, of_file in listed.items():
         # As versions without contents noted them, which took a protocol for a word.
         parts = [last_part(part) for word in of_file or () for part in word.split("://")]
-        of_state[flag_of(name)] = None if of_file is None else parts
+        of_state[as_flag(name)] = None if of_file is None else parts
     return {"fingerprint": of_state, "replay_settings": of_replays}
 
 
@@ -115,7 +115,7 @@ def _listed(name: str, path: str | None) -> list[str] | None:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{flag_of(name)}={path} cannot be read ({error}): it must be a text file that lists data sets. "
+            f"{as_flag(name)}={path} cannot be read ({error}): it must be a text file that lists data sets. "
             "Name a file that rank 0 can read."
         ) from error
     return re.findall(r"[^\s\"\[\]{}:,]+(?:://[^\s\"\[\]{},]+)?", text)

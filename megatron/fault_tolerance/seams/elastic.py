@@ -25,6 +25,7 @@ from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.cluster import job_store
 from moe_ft.cluster.member import own_member
 from moe_ft.cluster.store_client import JobStore
+from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError, RepairError
@@ -49,7 +50,7 @@ def _refused(
 
 
 def _refused_flag(dest: str, reason: str = _DEPENDS) -> Rule:
-    flag = "--" + dest.replace("_", "-")
+    flag = as_flag(dest)
     problem = f"cannot be used with {flag}"
     return _refused(
         dest, lambda args: getattr(args, dest, None), problem, reason, "Leave one of the two out"

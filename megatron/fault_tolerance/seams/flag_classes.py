@@ -31,6 +31,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from megatron.fault_tolerance.seams.contents import LISTING_FILES, PATH_LISTS, is_path, last_part
+from moe_ft.command_lines import as_flag
 from moe_ft.config.flag_table import (
     DERIVED,
     FLAGS,
@@ -42,7 +43,6 @@ from moe_ft.config.flag_table import (
     names_in,
 )
 from moe_ft.format.identity import digest_setting
-from moe_ft.planning.planned_job import flag_of
 
 # The attribute of Megatron's arguments that names the flags of the script, by ``dest``.
 SCRIPT_FLAGS = "moe_ft_script_flags"
@@ -189,7 +189,7 @@ def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> d
     names = {*getattr(args, SCRIPT_FLAGS, ()), *itertools.chain.from_iterable(of_scripts)}
     missing = object()
     return {
-        flag_of(name): digest_setting(flag_of(name), _as_text(value))
+        as_flag(name): digest_setting(as_flag(name), _as_text(value))
         for name in sorted(names)
         if (value := getattr(args, name, missing)) is not missing
         if value != getattr(defaults, name, missing)
@@ -205,7 +205,7 @@ def _as_text(value: Any) -> str:
 def settings_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     """Return the settings of a class, by flag, as JSON values."""
     return {
-        flag_of(name): as_json(getattr(args, name))
+        as_flag(name): as_json(getattr(args, name))
         for name in names_of(kind)
         if hasattr(args, name)
     }
@@ -213,7 +213,7 @@ def settings_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
 
 def _settings_as_used(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     return {  # what a Megatron does not have is left out, so that it is compared with nothing
-        flag_of(name): _as_used(name, _setting(name, getattr(args, name)), args)
+        as_flag(name): _as_used(name, _setting(name, getattr(args, name)), args)
         for name in names_of(kind)
         if hasattr(args, name) and name not in LISTING_FILES
     }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.fault_tolerance.cpu import device as cpu_device
+from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
 from moe_ft.config.untested import GRAPHS
@@ -30,7 +31,7 @@ def refused_flag(
     dest: str, reason: str, remedy: str = "Leave it out", strategies: Strategies | None = None
 ) -> Rule:
     """Return a rule that refuses a flag whose default is false or None."""
-    flag = "--" + dest.replace("_", "-")
+    flag = as_flag(dest)
     return Rule(
         dest, flag, lambda args: bool(getattr(args, dest, None)), reason, remedy, strategies
     )
@@ -39,7 +40,7 @@ def refused_flag(
 def _sharded(name: str, size: str) -> Rule:
     """Return a rule that refuses more shards of weights than tensor-parallel ranks."""
     dest = f"{name}_num_weight_shards"
-    flag, of_size = ("--" + each.replace("_", "-") for each in (dest, size))
+    flag, of_size = (as_flag(each) for each in (dest, size))
 
     def is_broken(args: Any) -> bool:
         given = getattr(args, size)
@@ -58,7 +59,7 @@ def _parked(dest: str) -> Rule:
         few_bits = "fp8" in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
         return bool(getattr(args, dest)) and (few_bits or args.optimizer != "adam")
 
-    flag = "--" + dest.replace("_", "-")
+    flag = as_flag(dest)
     reason = "of others it is not known which numbers on the host are the state"
     remedy = "Use --optimizer adam with moments in fp32, fp16 or bf16, or leave it out"
     return Rule(dest, f"{flag} with FP8 moments or another optimizer", is_broken, reason, remedy)

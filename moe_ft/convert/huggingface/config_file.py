@@ -26,7 +26,7 @@ from moe_ft.convert.huggingface.query_groups import (
     Qwen3VlMoe,
 )
 from moe_ft.convert.huggingface.sparse_attention import DeepseekV32, GlmMoeDsa
-from moe_ft.convert.safetensors_set import Place
+from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError, MoeFtError
 
 _FAMILIES = (
@@ -122,7 +122,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_values(
-    path: str, config: Config, places: Collection[Place] | None, family: Family | None = None
+    path: str, config: Config, places: Collection[StoredTensor] | None, family: Family | None = None
 ) -> CheckedConfig:
     """Return a configuration whose values are checked when they are read.
 

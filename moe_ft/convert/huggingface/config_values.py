@@ -13,7 +13,7 @@ from math import isfinite
 from types import MappingProxyType
 from typing import Any, override
 
-from moe_ft.convert.safetensors_set import Place
+from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError
 
 _MOST = 1 << 40
@@ -22,7 +22,7 @@ COUNTED, LONGEST = "the number of tensors", "the longest dimension of the tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class ValueRule:
     """The values that a key may have.
 
     Attributes:
@@ -59,20 +59,20 @@ class Rule:
         return f"a value of the type {' or '.join([*names, 'null'][: len(types)])}"
 
 
-_COUNT = Rule(least=1, limit=COUNTED)
-_SIZE = Rule(least=1, limit=LONGEST)
-_NUMBER = Rule(types=(int, float))
+_COUNT = ValueRule(least=1, limit=COUNTED)
+_SIZE = ValueRule(least=1, limit=LONGEST)
+_NUMBER = ValueRule(types=(int, float))
 
 
-def _optional(rule: Rule, **changes: Any) -> Rule:
+def _optional(rule: ValueRule, **changes: Any) -> ValueRule:
     return replace(rule, is_optional=True, **changes)
 
 
 # Of a family whose experts are stacked: they are no tensors of their own.
-STACKED: Mapping[str, Rule] = MappingProxyType(
+STACKED: Mapping[str, ValueRule] = MappingProxyType(
     dict.fromkeys(("num_local_experts", "num_experts"), _optional(_SIZE))
 )
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES: Mapping[str, ValueRule] = MappingProxyType(
     {
         **dict.fromkeys(("num_hidden_layers", "num_experts_per_tok"), _COUNT),
         **dict.fromkeys(("n_routed_experts", "decoder_sparse_step", "moe_layer_freq"), _COUNT),
@@ -88,26 +88,28 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), _SIZE),
         **dict.fromkeys(("v_head_dim", "index_n_heads", "index_head_dim"), _SIZE),
         **dict.fromkeys(
-            ("index_topk", "index_topk_freq", "full_attention_interval"), Rule(least=1)
+            ("index_topk", "index_topk_freq", "full_attention_interval"), ValueRule(least=1)
         ),
         **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim"), _SIZE),
         **dict.fromkeys(("linear_value_head_dim", "linear_num_key_heads"), _SIZE),
         "linear_num_value_heads": _SIZE,
-        "index_skip_topk_offset": Rule(least=0),
+        "index_skip_topk_offset": ValueRule(least=0),
         **dict.fromkeys(("num_key_value_heads", "head_dim"), _optional(_SIZE)),
         "q_lora_rank": _optional(_SIZE, least=0),
         # No tensor needs to have these, as dense layers of a model without such layers.
-        **dict.fromkeys(("max_position_embeddings", "intermediate_size"), Rule(least=1)),
+        **dict.fromkeys(("max_position_embeddings", "intermediate_size"), ValueRule(least=1)),
         **dict.fromkeys(("rms_norm_eps", "attention_dropout", "routed_scaling_factor"), _NUMBER),
         **dict.fromkeys(("rope_theta", "aux_loss_alpha"), _optional(_NUMBER)),
-        **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob"), _optional(Rule(types=(bool,)))),
-        "seq_aux": _optional(Rule(types=(bool,))),
-        **dict.fromkeys(("qkv_bias", "use_qk_norm"), Rule(types=(bool,))),
-        "text_config": Rule(types=(dict,)),
-        **dict.fromkeys(("rope_scaling", "rope_parameters"), _optional(Rule(types=(dict,)))),
-        **dict.fromkeys(("mlp_only_layers", "architectures"), _optional(Rule(types=(list,)))),
-        **dict.fromkeys(("indexer_types", "layer_types"), _optional(Rule(types=(list,)))),
-        "index_topk_pattern": _optional(Rule(types=(str, list))),
+        **dict.fromkeys(
+            ("tie_word_embeddings", "norm_topk_prob"), _optional(ValueRule(types=(bool,)))
+        ),
+        "seq_aux": _optional(ValueRule(types=(bool,))),
+        **dict.fromkeys(("qkv_bias", "use_qk_norm"), ValueRule(types=(bool,))),
+        "text_config": ValueRule(types=(dict,)),
+        **dict.fromkeys(("rope_scaling", "rope_parameters"), _optional(ValueRule(types=(dict,)))),
+        **dict.fromkeys(("mlp_only_layers", "architectures"), _optional(ValueRule(types=(list,)))),
+        **dict.fromkeys(("indexer_types", "layer_types"), _optional(ValueRule(types=(list,)))),
+        "index_topk_pattern": _optional(ValueRule(types=(str, list))),
     }
 )
 
@@ -123,8 +125,8 @@ class CheckedConfig(Mapping[str, Any]):
         self,
         path: str,
         config: Mapping[str, Any],
-        places: Collection[Place] | None,
-        rules: Mapping[str, Rule] = RULES,
+        places: Collection[StoredTensor] | None,
+        rules: Mapping[str, ValueRule] = RULES,
     ) -> None:
         """Take the content.
 
@@ -174,7 +176,7 @@ class ComparedConfig(CheckedConfig):
         differences: from the models of the family, for people.
     """
 
-    def __init__(self, config: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:
+    def __init__(self, config: Mapping[str, Any], rules: Mapping[str, ValueRule] = RULES) -> None:
         super().__init__("", config, None, rules)
         self._limits = {COUNTED: _MOST_COMPARED, LONGEST: _MOST_COMPARED}
         self.differences: list[str] = []

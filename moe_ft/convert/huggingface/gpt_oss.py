@@ -15,7 +15,7 @@ from typing import Any, override
 import torch
 
 from moe_ft.convert.huggingface import decoder
-from moe_ft.convert.huggingface.config_values import STACKED, Rule
+from moe_ft.convert.huggingface.config_values import STACKED, ValueRule
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Family,
@@ -67,9 +67,9 @@ class GptOss(Family):
     rules = MappingProxyType(
         {
             **STACKED,
-            "sliding_window": Rule(least=1),
-            "swiglu_limit": Rule(types=(int, float)),
-            "layer_types": Rule(types=(list,), is_optional=True),
+            "sliding_window": ValueRule(least=1),
+            "swiglu_limit": ValueRule(types=(int, float)),
+            "layer_types": ValueRule(types=(list,), is_optional=True),
         }
     )
 

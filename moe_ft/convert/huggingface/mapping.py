@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.convert.huggingface.config_values import ComparedConfig, Rule
+from moe_ft.convert.huggingface.config_values import ComparedConfig, ValueRule
 from moe_ft.errors import ConfigError
 
 # Flags that a command line does not spell as their `dest` is.
@@ -91,7 +91,7 @@ class Family:
 
     architecture: str
     model_type: str
-    rules: Mapping[str, Rule] = MappingProxyType({})
+    rules: Mapping[str, ValueRule] = MappingProxyType({})
     text_key: str = ""
     left_out: tuple[str, ...] = ()
     is_by_name: bool = False

@@ -14,7 +14,7 @@ from typing import Any, override
 import torch
 
 from moe_ft.convert.huggingface.mapping import Config
-from moe_ft.convert.safetensors_set import Place
+from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError, CorruptStateError
 
 _FP8, _MADE = "F8_E4M3", "BF16"
@@ -28,11 +28,11 @@ _MX_BLOCK = 32  # numbers that share a scale
 _ROWS = 1024  # made at a time
 _REMEDY = "Copy the files again, or convert a checkpoint in bf16."
 
-Places = Mapping[str, Place]
+Places = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedPlace(Place):
+class QuantizedPlace(StoredTensor):
     """A weight in few bits and its scales; `shape` and `dtype` are those of the numbers.
 
     Attributes:
@@ -40,8 +40,8 @@ class QuantizedPlace(Place):
         scales: of it.
     """
 
-    stored: Place
-    scales: Place
+    stored: StoredTensor
+    scales: StoredTensor
 
     @override
     def read(self, name: str) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Fp8Place(QuantizedPlace):
         return made
 
     @override
-    def at(self, index: int) -> Place:
+    def at(self, index: int) -> StoredTensor:
         stored, scales = self.stored.at(index), self.scales.at(index)
         return Fp8Place(
             self.dtype, stored.shape, self.path, stored.start, stored, scales, self.block
@@ -111,7 +111,7 @@ class Mxfp4Place(QuantizedPlace):
         return made.mT
 
     @override
-    def at(self, index: int) -> Place:
+    def at(self, index: int) -> StoredTensor:
         stored, scales = self.stored.at(index), self.scales.at(index)
         return Mxfp4Place(self.dtype, self.shape[1:], self.path, stored.start, stored, scales)
 
@@ -146,7 +146,7 @@ def made_places(path: str, config: Config, places: Places) -> tuple[Places, str]
 
 def reader_of(
     path: str, config: Config
-) -> Callable[[str, Places], Iterator[tuple[str, Place]]] | None:
+) -> Callable[[str, Places], Iterator[tuple[str, StoredTensor]]] | None:
     """Return what yields the places for a `quantization_config`; None without one.
 
     Raises:
@@ -178,7 +178,7 @@ def _refusal(path: str, key: str, value: Any, rule: str) -> ConfigError:
     )
 
 
-def _fp8(path: str, places: Places, block: tuple[int, int]) -> Iterator[tuple[str, Place]]:
+def _fp8(path: str, places: Places, block: tuple[int, int]) -> Iterator[tuple[str, StoredTensor]]:
     ending = "_scale_inv"
     for name, place in places.items():
         if place.dtype == _FP8 and len(place.shape) > 1:
@@ -198,7 +198,7 @@ def _ratios(shape: tuple[int, ...], block: tuple[int, int]) -> Iterator[float]:
     return (length / size for length, size in zip(shape, block, strict=True))
 
 
-def _mxfp4(path: str, places: Places) -> Iterator[tuple[str, Place]]:
+def _mxfp4(path: str, places: Places) -> Iterator[tuple[str, StoredTensor]]:
     weight, ending = "_blocks", "_scales"
     for name, place in places.items():
         own = name.removesuffix(weight)
@@ -227,7 +227,7 @@ def _scales_of(
     weight: str,
     shape: tuple[int, ...],
     types: tuple[str, ...],
-) -> Place:
+) -> StoredTensor:
     found = places.get(name)
     if found is None:
         raise ConfigError(

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, override
 
 from moe_ft.convert.huggingface import decoder
-from moe_ft.convert.huggingface.config_values import COUNTED, LONGEST, STACKED, Rule
+from moe_ft.convert.huggingface.config_values import COUNTED, LONGEST, STACKED, ValueRule
 from moe_ft.convert.huggingface.mapping import (
     Config,
     Family,
@@ -263,8 +263,8 @@ class MiniMaxM2(_QueryGroups):
     model_type = "minimax_m2"
     rules = MappingProxyType(
         {
-            "rotary_dim": Rule(least=2, limit=LONGEST, is_optional=True),
-            "num_mtp_modules": Rule(least=0, limit=COUNTED, is_optional=True),
+            "rotary_dim": ValueRule(least=2, limit=LONGEST, is_optional=True),
+            "num_mtp_modules": ValueRule(least=0, limit=COUNTED, is_optional=True),
         }
     )
 

@@ -18,8 +18,8 @@ from moe_ft.convert.huggingface.config_file import (
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped, with_values
 from moe_ft.convert.huggingface.quantized import QuantizedPlace, made_places
-from moe_ft.convert.model import MegatronState, Model, shared_state
-from moe_ft.convert.safetensors_set import INDEX_NAME, Place, content_of, list_tensors
+from moe_ft.convert.model import MegatronState, SourceModel, shared_state
+from moe_ft.convert.safetensors_set import INDEX_NAME, StoredTensor, content_of, list_tensors
 from moe_ft.convert.tensors import GlobalTensor, tensor_named
 from moe_ft.errors import ConfigError, CorruptStateError
 
@@ -30,7 +30,7 @@ _FOLLOWS_FROM_CONFIG = ".rotary_emb.inv_freq"  # in files of early versions of t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Release(Model):
+class Release(SourceModel):
     """The model.
 
     Attributes:
@@ -40,7 +40,7 @@ class Release(Model):
 
     family: Family
     mapped: Mapping[str, Mapped] = field(repr=False)
-    places: Mapping[str, Place] = field(repr=False)
+    places: Mapping[str, StoredTensor] = field(repr=False)
     kind: str = "hf"
     iteration: int = 0
 
@@ -148,7 +148,7 @@ def open_release(folder: AnyPath) -> Release:
     )
 
 
-def _as_named(tensors: Iterator[Mapped], places: Mapping[str, Place]) -> Iterator[Mapped]:
+def _as_named(tensors: Iterator[Mapped], places: Mapping[str, StoredTensor]) -> Iterator[Mapped]:
     """Yield tensors as the files have them, where a family knows two forms."""
     for mapped in tensors:
         yield (mapped.names[0] not in places and mapped.instead) or mapped
@@ -178,7 +178,7 @@ def _read_optional(folder: AnyPath, name: str) -> dict[str, Any]:
     return read_json(place_in(folder, name, str(folder))) if (folder / name).exists() else {}
 
 
-def _find_places(folder: AnyPath, index: Mapping[str, Any]) -> dict[str, Place]:
+def _find_places(folder: AnyPath, index: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the places of all tensors: of the files that the index names, or of all files without one."""
     named, where = index.get("weight_map"), str(folder / INDEX_NAME)
     if named is not None:
@@ -203,7 +203,7 @@ def _find_places(folder: AnyPath, index: Mapping[str, Any]) -> dict[str, Place]:
     return {name: each for name, each in found.items() if not name.endswith(_FOLLOWS_FROM_CONFIG)}
 
 
-def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Place]) -> None:
+def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, StoredTensor]) -> None:
     """Raise ConfigError for the first tensor that is unknown, missing, or of another shape."""
     needed = {name for each in listed for name in each.names}
     known = needed | {name for each in listed for name in (*each.copies, *each.duplicates)}

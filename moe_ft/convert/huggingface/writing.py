@@ -14,10 +14,10 @@ from moe_ft.convert.huggingface.config_file import (
     write_generation,
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.model import Item, Model, read_ahead
+from moe_ft.convert.model import Item, SourceModel, read_ahead
 from moe_ft.convert.safetensors_set import (
     Description,
-    Piece,
+    NamedTensor,
     Stack,
     facts_of,
     write_file,
@@ -32,7 +32,7 @@ from moe_ft.format.packings import DTYPES
 class HuggingFace:
     """Writes the model."""
 
-    def __init__(self, model: Model, family: str | None) -> None:
+    def __init__(self, model: SourceModel, family: str | None) -> None:
         """Choose the family, and map all tensors."""
         if model.kind == "hf":
             raise ConfigError(
@@ -107,13 +107,13 @@ class HuggingFace:
         )
         return write_file(folder, number, count, described, pieces, self._model)
 
-    def _split(self, item: Item, whole: torch.Tensor) -> Iterator[Piece]:
+    def _split(self, item: Item, whole: torch.Tensor) -> Iterator[NamedTensor]:
         """Yield the tensors on the hub that a tensor of Megatron is, or its parts of those."""
         mapped = self._mapped[item.tensor.name]
         parts = mapped.split(whole[: mapped.shape[0]] if mapped.is_vocabulary else whole)
         index = mapped.stack[0] if mapped.stack else 0
-        yield from (Piece(*each, index) for each in zip(mapped.names, parts, strict=True))
-        yield from (Piece(name, parts[0]) for name in mapped.copies)
+        yield from (NamedTensor(*each, index) for each in zip(mapped.names, parts, strict=True))
+        yield from (NamedTensor(name, parts[0]) for name in mapped.copies)
 
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write the index, `config.json`, and what is known about tokens."""
@@ -137,7 +137,7 @@ def _fits(shape: tuple[int, ...], mapped: Mapped) -> bool:
     return shape == mapped.shape
 
 
-def _check(family: Family, model: Model) -> None:
+def _check(family: Family, model: SourceModel) -> None:
     """Refuse a model that a family cannot express, or whose settings are not all known."""
     try:
         family.check(model.settings)
@@ -148,7 +148,7 @@ def _check(family: Family, model: Model) -> None:
         ) from error
 
 
-def choose_family(model: Model, name: str | None) -> Family:
+def choose_family(model: SourceModel, name: str | None) -> Family:
     """Return the family with a name, or else the only one that can express the model."""
     written = {key: family for key, family in FAMILIES.items() if family.is_written}
     if name is not None:

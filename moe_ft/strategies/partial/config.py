@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, override
 
-from moe_ft.config.fields import Bounds, Part, setting
+from moe_ft.config.fields import Bounds, ConfigPart, setting
 from moe_ft.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartialConfig(Part):
+class PartialConfig(ConfigPart):
     """Partial experts checkpointing: which experts a snapshot holds."""
 
     TITLE: ClassVar[str] = "strategy partial"

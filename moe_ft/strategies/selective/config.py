@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, override
 
-from moe_ft.config.fields import PEERS, Bounds, Part, flag_of, parse_size, setting
+from moe_ft.config.fields import PEERS, Bounds, ConfigPart, flag_of, parse_size, setting
 from moe_ft.errors import ConfigError
 
 NAME = "selective"
@@ -11,7 +11,7 @@ AGE, PAPER = "age", "paper"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SelectiveConfig(Part):
+class SelectiveConfig(ConfigPart):
     """Selective checkpoints: how much a snapshot may hold, and which experts those are."""
 
     TITLE: ClassVar[str] = "strategy selective"

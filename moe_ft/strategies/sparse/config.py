@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_ft.config.fields import Bounds, Part, setting
+from moe_ft.config.fields import Bounds, ConfigPart, setting
 from moe_ft.strategies.sparse.popularity import MEASURES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SparseConfig(Part):
+class SparseConfig(ConfigPart):
     """Sparse windows: how many snapshots hold everything once, and which units come first."""
 
     TITLE: ClassVar[str] = "strategy sparse"

@@ -1,6 +1,6 @@
 """The tables of flags in docs/flags.md are those that the settings make."""
 
-from moe_ft.config.fields import Part
+from moe_ft.config.fields import ConfigPart
 from tools.flags_page import PAGE, page_with, tables
 
 
@@ -17,4 +17,4 @@ def test_tables_begin_with_the_flags_that_most_jobs_give_and_show_flags_as_code(
     assert "; needs `--moe-ft-window auto` |" in text
     assert "| SLURM_JOB_ID, or torchrun's `--rdzv-id` |" in text
     assert "([more](#data-and-tokenizers))" in text  # on this page
-    assert not Part.PAGE
+    assert not ConfigPart.PAGE

@@ -15,11 +15,11 @@ from megatron.fault_tolerance.launch.arguments import (
     add_arguments,
     parse_args,
     unread_flags,
-    words_of_moe_ft,
 )
 from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.flag_classes import script_settings
 from megatron.fault_tolerance.seams.megatron_loop import megatron_parser
+from moe_ft.command_lines import flags_of_moe_ft
 from moe_ft.loop.refusing import EXIT_REFUSED
 from tests.demo_model import model_flags
 
@@ -207,7 +207,7 @@ def test_adding_the_flags_twice_adds_them_once() -> None:
 
 def test_flag_that_no_parser_has_read_is_found() -> None:
     words = ["python", "train.py", "--moe-ft-strategy", "dense", "--lr", "1", "--moe-ft-keep=3"]
-    assert words_of_moe_ft(words) == ["--moe-ft-strategy", "--moe-ft-keep"]
+    assert flags_of_moe_ft(words) == ["--moe-ft-strategy", "--moe-ft-keep"]
     assert unread_flags(words, argparse.Namespace()) == ["--moe-ft-strategy", "--moe-ft-keep"]
     half = argparse.Namespace(moe_ft_strategy="dense", moe_ft_keep=2)
     assert unread_flags(words, half) == ["--moe-ft-keep"]

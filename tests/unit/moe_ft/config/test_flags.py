@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import HELP_ALL, Bounds, Part, flag_of, setting
+from moe_ft.config.fields import HELP_ALL, Bounds, ConfigPart, flag_of, setting
 from moe_ft.config.flags import (
     BASIC,
     add_flags,
@@ -21,7 +21,7 @@ from moe_ft.strategies.registry import names, option_types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options(Part):
+class Options(ConfigPart):
     """Options of a strategy: for this test."""
 
     depth: int = setting(2, "100% of it", bounds=Bounds(at_least=1), remedy="Give a depth")

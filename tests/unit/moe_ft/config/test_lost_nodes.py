@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from moe_ft.cluster.link import flag_value
+from moe_ft.command_lines import flag_value
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import add_flags, config_from, lines_on_old_words, part_types
 from moe_ft.config.lost_nodes import answer_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.source import RunState, open_source
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.convert.models import persist_model
 
@@ -19,7 +19,7 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def source(checkpoints: Path) -> Source:
+def source(checkpoints: Path) -> RunState:
     """Return the opened checkpoint."""
     return open_source(str(checkpoints))
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from moe_ft.convert import verifying
-from moe_ft.convert.verifying import Part, verify_parts
+from moe_ft.convert.verifying import FilePart, verify_parts
 
 
 def flip_written_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a bit in the middle of the second part of each file change before it is verified."""
 
-    def flip(path: Path, parts: Iterable[Part], **options: Any) -> str:
+    def flip(path: Path, parts: Iterable[FilePart], **options: Any) -> str:
         parts = list(parts)
         first, second, *_ = parts
         content = bytearray(path.read_bytes())

@@ -8,7 +8,7 @@ import torch
 
 from moe_ft.convert import difference
 from moe_ft.convert.difference import Difference, compare, render
-from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.source import RunState, open_source
 from moe_ft.convert.tensors import find_tensors
 from moe_ft.files.storage import Storage
 from moe_ft.units import UnitId, UnitKind
@@ -18,7 +18,7 @@ EXPERT = UnitId(kind=UnitKind.EXPERT, layer=0, expert=1)
 
 
 @pytest.fixture
-def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunState:
     """Return the known model two iterations later, with one more in an element of an expert's masters."""
     value = Known.value
 
@@ -34,19 +34,21 @@ def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     return open_source(str(tmp_path / "changed"))
 
 
-def differing(first: Source, second: Source, **options: bool) -> list[Difference]:
+def differing(first: RunState, second: RunState, **options: bool) -> list[Difference]:
     options = {"with_optimizer": True, **options}
     return [each for each in compare(first, second, **options) if not each.is_equal]
 
 
-def test_state_does_not_differ_from_itself(source: Source) -> None:
+def test_state_does_not_differ_from_itself(source: RunState) -> None:
     found = list(compare(source, source, with_optimizer=True))
     assert {each.kind for each in found} >= {"weight", "master", "exp_avg", "exp_avg_sq"}
     assert all(each.is_equal and each.numel for each in found)
     assert "equal, bit for bit" in render(found)
 
 
-def test_element_that_differs_is_found_in_its_unit_alone(source: Source, changed: Source) -> None:
+def test_element_that_differs_is_found_in_its_unit_alone(
+    source: RunState, changed: RunState
+) -> None:
     found = {each.kind: each for each in differing(source, changed)}
     assert set(found) == {"weight", "master"}  # weights follow from masters
     master = found["master"]
@@ -57,7 +59,7 @@ def test_element_that_differs_is_found_in_its_unit_alone(source: Source, changed
 
 
 def test_weights_alone_are_compared_where_nothing_else_is_asked_for(
-    source: Source, changed: Source
+    source: RunState, changed: RunState
 ) -> None:
     (found,) = differing(source, changed, with_optimizer=False)
     assert found.kind == "weight"
@@ -66,7 +68,7 @@ def test_weights_alone_are_compared_where_nothing_else_is_asked_for(
 
 
 def test_number_that_is_none_in_one_state_differs_without_end(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: RunState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = Known.value
 
@@ -86,7 +88,7 @@ def test_number_that_is_none_in_one_state_differs_without_end(
 
 
 def test_tensors_of_other_shapes_are_named(
-    source: Source, changed: Source, monkeypatch: pytest.MonkeyPatch
+    source: RunState, changed: RunState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         difference,

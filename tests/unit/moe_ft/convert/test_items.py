@@ -7,7 +7,7 @@ import torch
 
 from moe_ft.convert.model import into_shards, list_items, read_ahead
 from moe_ft.convert.run_model import model_of_run
-from moe_ft.convert.source import Source
+from moe_ft.convert.source import RunState
 from moe_ft.convert.tensors import find_tensors
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.models import MODEL, known_tensors
@@ -15,26 +15,26 @@ from tests.unit.moe_ft.convert.models import MODEL, known_tensors
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def test_weights_alone_have_one_item_each(source: Source) -> None:
+def test_weights_alone_have_one_item_each(source: RunState) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype=None)
     assert {each.kind for each in items} == {"weight"}
     assert len(items) == len(MODEL) + 1  # the bias of the router
     assert {each.dtype for each in items} == {"BF16", "F32"}
 
 
-def test_weights_in_fp32_are_the_masters(source: Source) -> None:
+def test_weights_in_fp32_are_the_masters(source: RunState) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp32")
     (found,) = (each.read(model_of_run(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "param"])
 
 
-def test_other_type_is_rounded_from_the_weights(source: Source) -> None:
+def test_other_type_is_rounded_from_the_weights(source: RunState) -> None:
     items = list_items(find_tensors(source), with_optimizer=False, dtype="fp16")
     (found,) = (each.read(model_of_run(source)) for each in items if each.tensor.name == EMBEDDING)
     assert torch.equal(found, known_tensors()[EMBEDDING, "weight"].half())
 
 
-def test_shards_keep_their_limit_and_all_items(source: Source) -> None:
+def test_shards_keep_their_limit_and_all_items(source: RunState) -> None:
     items = list_items(find_tensors(source), with_optimizer=True, dtype=None)
     largest = max(each.num_bytes for each in items)
     shards = into_shards(items, largest + 1)
@@ -43,7 +43,7 @@ def test_shards_keep_their_limit_and_all_items(source: Source) -> None:
     assert len(into_shards(items, 1)) == len(items)
 
 
-def test_missing_moments_are_named(source: Source) -> None:
+def test_missing_moments_are_named(source: RunState) -> None:
     tensors = find_tensors(source)
     iterations = tensors[0].iterations
     assert isinstance(iterations, dict)

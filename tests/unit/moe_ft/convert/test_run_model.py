@@ -13,7 +13,7 @@ from moe_ft.convert.run_model import (
     rng_states,
     uses_distributed_optimizer,
 )
-from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.source import RunState, open_source
 from moe_ft.errors import ConfigError
 from moe_ft.files.storage import Storage
 from moe_ft.format.identity import Identity
@@ -22,13 +22,13 @@ from moe_ft.format.records import OptimizerRecord
 from tests.unit.moe_ft.convert.models import ITERATION, OBJECT, identity, persist_model
 
 
-def opened(folder: Path, who: Identity) -> Source:
+def opened(folder: Path, who: Identity) -> RunState:
     """Return a checkpoint of a run with other settings."""
     persist_model(Storage(str(folder)), who=who)
     return open_source(str(folder))
 
 
-def test_arguments_are_the_settings_of_the_run(source: Source) -> None:
+def test_arguments_are_the_settings_of_the_run(source: RunState) -> None:
     args = common_state(source, with_optimizer=True)["args"]
     assert (args.num_layers, args.tensor_model_parallel_size) == (1, 2)
     assert (args.world_size, args.data_parallel_size) == (4, 2)
@@ -42,7 +42,7 @@ def test_path_of_which_the_last_part_is_known_is_no_argument(tmp_path: Path) -> 
     assert (args.tokenizer_type, hasattr(args, "tokenizer_model")) == ("Tik", False)
 
 
-def test_distributed_optimizer_has_every_group_once_with_its_step(source: Source) -> None:
+def test_distributed_optimizer_has_every_group_once_with_its_step(source: RunState) -> None:
     state = common_state(source, with_optimizer=True)
     assert uses_distributed_optimizer(source)
     assert state["optimizer"] == {
@@ -73,7 +73,7 @@ def group(is_expert: bool, wd_mult: float = 1.0) -> dict[str, Any]:
 
 def grouped(
     folder: Path, by_rank: Mapping[int, tuple[list[dict[str, Any]], ...]], ep: int
-) -> Source:
+) -> RunState:
     """Return a run whose ranks have optimizers with these groups."""
 
     def change(index: Index) -> Index:
@@ -150,13 +150,13 @@ def test_random_numbers_are_those_of_each_model_parallel_rank(
     }
 
 
-def test_settings_and_facts_are_those_of_the_run(source: Source) -> None:
+def test_settings_and_facts_are_those_of_the_run(source: RunState) -> None:
     model = model_of_run(source)
     assert model.settings["--num-layers"] == 1
     assert (model.facts["iteration"], model.facts["job_id"]) == (4, source.identity.job_id)
 
 
-def test_random_numbers_belong_to_the_optimizer(source: Source) -> None:
+def test_random_numbers_belong_to_the_optimizer(source: RunState) -> None:
     model = model_of_run(source)
     whole = model.megatron_state(with_optimizer=True, for_ep=None)
     weights = model.megatron_state(with_optimizer=False, for_ep=None)

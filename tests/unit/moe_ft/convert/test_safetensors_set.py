@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from moe_ft.convert.conversion import Request, convert
+from moe_ft.convert.conversion import Conversion, convert
 from moe_ft.convert.foreign_files import RemotePath
 from moe_ft.convert.safetensors_set import (
     INDEX_NAME,
     Description,
-    Piece,
+    NamedTensor,
     Stack,
     list_tensors,
     read_tensor,
@@ -34,7 +34,9 @@ from tests.unit.moe_ft.convert.models import known_tensors, persist_model
 
 def converted(checkpoints: Path, folder: Path, **options: Any) -> dict[str, Any]:
     """Convert to a set and return its index."""
-    request = Request(source=str(checkpoints), destination=str(folder), to="safetensors", **options)
+    request = Conversion(
+        source=str(checkpoints), destination=str(folder), to="safetensors", **options
+    )
     convert(request)
     found: dict[str, Any] = json.loads((folder / INDEX_NAME).read_text())
     return found
@@ -120,7 +122,7 @@ DESCRIBED = {name: Description(dtype, tuple(each.shape)) for name, (each, dtype)
 
 
 def write(path: Path, names: list[str]) -> None:
-    pieces = (Piece(name, TENSORS[name][0]) for name in names)
+    pieces = (NamedTensor(name, TENSORS[name][0]) for name in names)
     parts = write_tensors(path, DESCRIBED, pieces, {"format": "pt"})
     WrittenFile(path=path, parts=parts, facts={}).verify()
 
@@ -142,9 +144,9 @@ def test_library_reads_every_tensor_in_whatever_order_they_came(tmp_path: Path, 
 def test_entries_of_a_stack_are_written_one_at_a_time(tmp_path: Path) -> None:
     whole, other = torch.randn(3, 2, 5), torch.randn(4)
     described = {"other": Description("F32", (4,)), "stack": Stack("F32", (3, 2, 5))}
-    entries = (Piece("stack", whole[number], number) for number in (2, 0, 1))
+    entries = (NamedTensor("stack", whole[number], number) for number in (2, 0, 1))
     path = tmp_path / "file"
-    parts = write_tensors(path, described, [*entries, Piece("other", other)], {})
+    parts = write_tensors(path, described, [*entries, NamedTensor("other", other)], {})
     assert [each.name for each in parts[1:]] == ["other", *(f"stack[{at}]" for at in range(3))]
     WrittenFile(path=path, parts=parts, facts={}).verify()
     assert torch.equal(load_file(path)["stack"], whole)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from moe_ft.convert.source import Source, open_source
+from moe_ft.convert.source import RunState, open_source
 from moe_ft.convert.tensors import GlobalTensor, find_tensors, read_tensor
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
@@ -36,7 +36,7 @@ def edit_units(edit: Any) -> Change:
     return change
 
 
-def test_expert_is_a_tensor_of_its_own_with_its_place_in_the_stack(source: Source) -> None:
+def test_expert_is_a_tensor_of_its_own_with_its_place_in_the_stack(source: RunState) -> None:
     expert = next(each for each in find_tensors(source) if each.name == FC1)
     assert str(expert.unit) == "layer.0.expert.1"
     assert (expert.shape, expert.stacked_shape, expert.index) == ((12, 6), (2, 12, 6), (1,))
@@ -45,7 +45,7 @@ def test_expert_is_a_tensor_of_its_own_with_its_place_in_the_stack(source: Sourc
     assert expert.iterations == dict.fromkeys(kinds, ITERATION)
 
 
-def test_buffer_belongs_to_the_unit_of_its_router(source: Source) -> None:
+def test_buffer_belongs_to_the_unit_of_its_router(source: RunState) -> None:
     (bias,) = (each for each in find_tensors(source) if each.buffer)
     assert (bias.name, str(bias.unit)) == (f"{LAYER}.mlp.router.expert_bias", "layer.0.router")
 
@@ -140,12 +140,12 @@ def test_moments_that_did_not_exist_are_no_kind(tmp_path: Path) -> None:
     assert set(found[FC1].iterations) == {"weight", "master"}
 
 
-def test_buffer_comes_from_the_record(source: Source) -> None:
+def test_buffer_comes_from_the_record(source: RunState) -> None:
     (bias,) = (each for each in find_tensors(source) if each.buffer)
     assert torch.equal(read_tensor(source, bias), BIAS)
 
 
-def test_kind_that_a_tensor_lacks_is_refused(source: Source) -> None:
+def test_kind_that_a_tensor_lacks_is_refused(source: RunState) -> None:
     tensor = find_tensors(source)[0]
     with pytest.raises(ConfigError, match=f"has no momentum_buffer of {tensor.name}"):
         read_tensor(source, tensor, "momentum_buffer")

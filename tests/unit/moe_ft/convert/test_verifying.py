@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.convert.verifying import Part, WrittenFile, verify_parts, write_and_verify
+from moe_ft.convert.verifying import FilePart, WrittenFile, verify_parts, write_and_verify
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
 
 CONTENTS = {"first": bytes(range(200)), "second": bytes(20_000_000), "third": b"x"}
-PARTS = [Part(name, len(each), checksum(each)) for name, each in CONTENTS.items()]
+PARTS = [FilePart(name, len(each), checksum(each)) for name, each in CONTENTS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,9 @@ def test_sound_file_has_the_checksum_that_other_tools_compute(path: Path) -> Non
 
 
 @given(st.sampled_from(PARTS), st.floats(0, 1, exclude_max=True))
-def test_byte_that_is_another_one_is_found_in_its_part(path: Path, part: Part, at: float) -> None:
+def test_byte_that_is_another_one_is_found_in_its_part(
+    path: Path, part: FilePart, at: float
+) -> None:
     before = PARTS[: PARTS.index(part)]
     position = sum(each.num_bytes for each in before) + int(at * part.num_bytes)
     with path.open("r+b") as file:
@@ -49,7 +51,7 @@ def test_byte_that_is_another_one_is_found_in_its_part(path: Path, part: Part, a
 
 def test_file_that_is_too_short_or_too_long_is_found(path: Path) -> None:
     with pytest.raises(CorruptStateError, match="file: fourth is not what was written"):
-        verify_parts(path, [*PARTS, Part("fourth", 1, checksum(b"y"))])
+        verify_parts(path, [*PARTS, FilePart("fourth", 1, checksum(b"y"))])
     with pytest.raises(CorruptStateError, match="is longer than what was written"):
         verify_parts(path, PARTS[:-1])
 
@@ -57,7 +59,7 @@ def test_file_that_is_too_short_or_too_long_is_found(path: Path) -> None:
 def file_of(folder: Path, number: int, content: bytes = b"content") -> WrittenFile:
     path = folder / str(number)
     path.write_bytes(content)
-    part = Part("all", 7, checksum(b"content"))
+    part = FilePart("all", 7, checksum(b"content"))
     return WrittenFile(path=path, parts=[part], facts={"number": number}, with_sha256=True)
 
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from moe_ft.engine import exchange
 from moe_ft.engine.agreement import Agreement, _Level
 from moe_ft.errors import ExchangeError
-from moe_ft.recovery.attempts import Failure
+from moe_ft.recovery.attempts import RankError
 
 TIMEOUT = timedelta(seconds=60)
-FAILURE = msgspec.msgpack.Decoder(Failure)
+FAILURE = msgspec.msgpack.Decoder(RankError)
 
 
 class Payload:

@@ -37,7 +37,7 @@ from moe_ft.recovery.failures import read_attempts
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.persist_directory import Opened, Trouble, open_storage
+from moe_ft.recovery.persist_directory import PersistDirectory, Trouble, open_storage
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.site import Site
 from tests.unit.moe_ft.builders import WINDOW_UNITS, make_identity
@@ -233,7 +233,7 @@ def test_first_start_with_full_storage_may_be_tried_again_later(
 def test_first_start_gives_the_lock_up_when_storage_is_full_for_another_node(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_there(site: Site) -> Opened:
+    def open_there(site: Site) -> PersistDirectory:
         opened = open_storage(site)
         assert rank.has_storage_lock
         return replace(opened, trouble=Trouble(text="full on node b", is_of_flags=False))
@@ -255,7 +255,7 @@ def test_lock_of_an_earlier_start_that_cannot_be_taken_over_is_refused_as_the_er
         raise error
 
     storage = Storage(str(rank.folder))
-    monkeypatch.setattr(claim, "open_storage", lambda site: Opened(storage=storage))
+    monkeypatch.setattr(claim, "open_storage", lambda site: PersistDirectory(storage=storage))
     monkeypatch.setattr(claim, "take_lock", take)
     with pytest.raises(kind, match=re.escape(str(error))) as refused:
         rank.start(config_of(rank.folder, persists=True))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import Part
+from moe_ft.config.fields import ConfigPart
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.exchange import decode, encode
 from moe_ft.planning.experts import ExpertFacts
@@ -69,7 +69,9 @@ def facts_of(catalog: Catalog = CATALOG, num_experts: int = NUM_EXPERTS) -> Rank
     )
 
 
-def config_of(kind: StrategyKind, options: Part | None = None, **strategy: Any) -> MoeFtConfig:
+def config_of(
+    kind: StrategyKind, options: ConfigPart | None = None, **strategy: Any
+) -> MoeFtConfig:
     """Return settings that choose a strategy."""
     return MoeFtConfig(
         strategy=StrategyConfig(strategy=kind.name, **strategy),
@@ -77,6 +79,6 @@ def config_of(kind: StrategyKind, options: Part | None = None, **strategy: Any) 
     )
 
 
-def build(kind: StrategyKind, options: Part | None = None, **strategy: Any) -> Strategy:
+def build(kind: StrategyKind, options: ConfigPart | None = None, **strategy: Any) -> Strategy:
     """Return the strategy of the rank."""
     return kind.build(config_of(kind, options, **strategy), facts_of())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.config.fields import Part
+from moe_ft.config.fields import ConfigPart
 from moe_ft.strategies.interface import (
     JobLoss,
     Measured,
@@ -24,7 +24,7 @@ from moe_ft.strategies.sparse.config import SparseConfig
 from moe_ft.units import Level
 from tests.unit.moe_ft.strategies.stage import CATALOG, NUM_EXPERTS, NUM_LAYERS, build
 
-OPTIONS: dict[str, tuple[Part, ...]] = {
+OPTIONS: dict[str, tuple[ConfigPart, ...]] = {
     "partial": (
         PartialConfig(k_snapshot="1"),
         PartialConfig(k_snapshot="2", k_persist=2, selection="load-aware", dynamic_k=True),
@@ -148,7 +148,7 @@ STEPS = st.tuples(
 @settings(max_examples=40)
 @given(st.lists(STEPS, max_size=12), st.integers(1, 3))
 def test_questions_change_no_later_answer_however_often_and_whenever_they_are_asked(
-    kind: StrategyKind, options: Part | None, steps: list[tuple[str, int]], times: int
+    kind: StrategyKind, options: ConfigPart | None, steps: list[tuple[str, int]], times: int
 ) -> None:
     quiet, asked = (Run(build(kind, options)) for _ in range(2))
     for step, seed in steps:
@@ -163,7 +163,7 @@ def test_questions_change_no_later_answer_however_often_and_whenever_they_are_as
 @settings(max_examples=40)
 @given(st.lists(STEPS, max_size=8))
 def test_every_window_holds_what_it_always_holds_in_full_at_some_snapshot(
-    kind: StrategyKind, options: Part | None, steps: list[tuple[str, int]]
+    kind: StrategyKind, options: ConfigPart | None, steps: list[tuple[str, int]]
 ) -> None:
     run = Run(build(kind, options))
     for step, seed in steps:
@@ -180,7 +180,7 @@ def test_every_window_holds_what_it_always_holds_in_full_at_some_snapshot(
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)
 def test_what_always_and_rotating_leave_out_is_nothing(
-    kind: StrategyKind, options: Part | None
+    kind: StrategyKind, options: ConfigPart | None
 ) -> None:
     strategy = build(kind, options)
     held = [*strategy.always, *strategy.rotating]
@@ -193,7 +193,7 @@ def test_what_always_and_rotating_leave_out_is_nothing(
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)
 def test_windows_after_the_end_of_training_come_to_hold_everything(
-    kind: StrategyKind, options: Part | None
+    kind: StrategyKind, options: ConfigPart | None
 ) -> None:
     run = Run(build(kind, options))
     for number in range(3):
@@ -210,7 +210,7 @@ def test_windows_after_the_end_of_training_come_to_hold_everything(
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)
 def test_recovery_costs_something_with_strategies_that_are_not_exact_only(
-    kind: StrategyKind, options: Part | None
+    kind: StrategyKind, options: ConfigPart | None
 ) -> None:
     strategy = build(kind, options)
     loss = strategy.resume(Resumed(iteration=4, window=2))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
-from moe_ft.config.fields import Part
+from moe_ft.config.fields import ConfigPart
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
@@ -23,7 +23,7 @@ from moe_ft.strategies.sparse.config import SparseConfig
 MODEL = ModelFacts(num_experts=8, num_iterations=10)
 
 
-def config_of(name: str, options: Part | None = None, **strategy: Any) -> MoeFtConfig:
+def config_of(name: str, options: ConfigPart | None = None, **strategy: Any) -> MoeFtConfig:
     return MoeFtConfig(
         strategy=StrategyConfig(strategy=name, **strategy),
         options={} if options is None else {name: options},

@@ -15,9 +15,9 @@ from moe_ft.convert.huggingface.config_file import (
     tokens_of,
     write_generation,
 )
-from moe_ft.convert.huggingface.config_values import Rule
+from moe_ft.convert.huggingface.config_values import ValueRule
 from moe_ft.convert.huggingface.query_groups import Mixtral
-from moe_ft.convert.safetensors_set import Place
+from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.round_trip import converted
 from tests.unit.moe_ft.convert.huggingface.test_release import change_config
@@ -34,7 +34,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
-PLACES = [Place("F32", (16, 8), Path(f"t{number}"), 0) for number in range(4)]
+PLACES = [StoredTensor("F32", (16, 8), Path(f"t{number}"), 0) for number in range(4)]
 
 CONFIGS: list[tuple[str, Any, str]] = [
     ("num_hidden_layers", -1, "a whole number from 1 to"),
@@ -82,7 +82,7 @@ def test_value_that_cannot_be_is_refused(key: str, value: Any, rule: str) -> Non
 
 def test_rule_of_a_family_goes_before_that_of_all() -> None:
     class Other(Mixtral):
-        rules = {"sliding_window": Rule(least=1), "num_experts_per_tok": Rule(least=0)}
+        rules = {"sliding_window": ValueRule(least=1), "num_experts_per_tok": ValueRule(least=0)}
 
     config = {**CONFIG, "sliding_window": 0, "num_experts_per_tok": 0}
     checked = check_values("config.json", config, PLACES, Other())

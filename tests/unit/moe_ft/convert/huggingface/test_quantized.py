@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_ft.convert.huggingface.quantized import made_places
 from moe_ft.convert.huggingface.release import open_release
-from moe_ft.convert.safetensors_set import Place, list_tensors
+from moe_ft.convert.safetensors_set import StoredTensor, list_tensors
 from moe_ft.errors import ConfigError, CorruptStateError
 from tests.unit.moe_ft.convert.huggingface.round_trip import (
     SMALL,
@@ -166,7 +166,9 @@ def test_fp8_without_a_word_in_the_config_is_refused(fp8: Path) -> None:
         open_release(fp8)
 
 
-def mxfp4(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> dict[str, Place]:
+def mxfp4(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]
+) -> dict[str, StoredTensor]:
     """Return the places of tensors in MXFP4 with every byte and many scales."""
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randint(0, 256, (2, 1100, 3, 16), generator=generator, dtype=torch.uint8)
