@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tests import layout_array
-from tests.covering import Space, pairs_of
 from tests.covering_array import (
     FACTORS,
     SPACE,
@@ -19,12 +18,6 @@ from tests.covering_array import (
 from tests.faulty_case import check_case
 from tests.recoveries import Expected
 
-SMALL = Space(
-    factors={"color": ("red", "green"), "size": ("small", "large"), "shape": ("disc", "box")},
-    is_possible=lambda run: (run.get("color"), run.get("shape")) != ("red", "box"),
-    views=lambda run: [run],
-    cost=lambda run: 1.0,
-)
 VALUES = (
     {"strategy": "dense-1", "order": "fixed", "layout": "ep2", "packing": "unpacked"}
     | {"precision": "bf16", "optimizer": "distributed", "model": "moe", "feature": "dropout"}
@@ -36,21 +29,6 @@ LOST = case_of(
     dict(zip(FACTORS, ["kill", "replicate", "memory", "kill", "recovery", "peer"], strict=False))
     | VALUES
 )
-
-
-def test_small_array_shows_every_pair_but_those_that_exclude_each_other() -> None:
-    array = SMALL.cover(SMALL.examples)
-    shown = SMALL.shown_by(array)
-    assert shown == set(SMALL.examples)
-    assert (("color", "red"), ("shape", "box")) not in shown
-    assert len([pair for pair in shown if pair[0] != pair[1]]) == 3 * 4 - 1
-    assert len(array) < 6
-
-
-def test_pairs_of_a_view_hold_each_value_alone_too() -> None:
-    view = {"b": "2", "a": "1"}
-    a, b = ("a", "1"), ("b", "2")
-    assert pairs_of(view) == {(a, a), (a, b), (b, b)}
 
 
 def test_runs_of_the_table_show_every_pair_that_can_occur() -> None:
@@ -77,10 +55,6 @@ def test_runs_of_layouts_in_make_test_have_each_strategy_and_tier() -> None:
 def test_runs_of_make_test_show_every_value_and_every_important_pair() -> None:
     assert SPACE.shown_by(runs("test")) >= set(filter(is_important, SPACE.examples))
     assert len(runs("test")) <= 13
-
-
-def test_no_two_runs_of_the_table_are_the_same() -> None:
-    assert len({str(case_of(run)) for run in runs()}) == len(runs())
 
 
 def fired(fault: Fault, incarnation: int, **changes: Any) -> dict[str, Any]:
