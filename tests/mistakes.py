@@ -41,6 +41,7 @@ _TOOL = 3  # number among those of sys.monitoring
 _TESTS_S = 1.5  # of the tests that are run with one mistake, the quickest first
 _PATIENCE_S = 8.0  # beyond the usual time of tests
 _SCHEDULES_S, _NUM_SCHEDULES = 3.0, 10  # for one mistake
+_BATCH = 5  # schedules that are recorded at a time
 _LEAST_TRIED = 3  # mistakes on the lines of a test that may go
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -440,28 +441,26 @@ def _schedules() -> Iterator[Any]:
     from tests.simulation import drawers, schedule
     from tests.simulation.dead_ranks import draw_dead
     from tests.simulation.halves import draw_halved
-    from tests.simulation.near import NEAR
     from tests.simulation.repairs import schedule as repairs
 
     kinds: list[tuple[Callable[[int], Any], int]] = [
-        (schedule.draw, 26),
-        (drawers.draw_changing, 9),
-        (drawers.draw_aging, 4),
-        (drawers.draw_followed, 8),
-        (drawers.draw_selective, 6),
-        (drawers.draw_parity, 8),
-        (draw_dead, 4),
-        (draw_halved, 5),
-        (repairs.draw, 16),
-        (repairs.draw_with_spares, 6),
-        (repairs.draw_elastic, 8),
-        (repairs.draw_hangs, 4),
-        (repairs.draw_bad_batches, 3),
-        (repairs.draw_corrupt, 4),
+        (schedule.draw, 14),
+        (drawers.draw_changing, 5),
+        (drawers.draw_aging, 2),
+        (drawers.draw_followed, 5),
+        (drawers.draw_selective, 3),
+        (drawers.draw_parity, 5),
+        (draw_dead, 2),
+        (draw_halved, 3),
+        (repairs.draw, 9),
+        (repairs.draw_with_spares, 3),
+        (repairs.draw_elastic, 4),
+        (repairs.draw_hangs, 3),
+        (repairs.draw_bad_batches, 2),
+        (repairs.draw_corrupt, 3),
     ]
     for draw, count in kinds:
         yield from map(draw, range(count))
-    yield from NEAR.values()
 
 
 class Simulating:
@@ -473,7 +472,8 @@ class Simulating:
         torch.set_num_threads(1)
         self._run, self._schedules = run, list(_schedules())
         gc.collect()
-        if not run.read("schedules"):
+        for first in range(len(run.read("schedules")), len(self._schedules), _BATCH):
+            self._new = range(first, min(first + _BATCH, len(self._schedules)))
             for each in in_fork(self._record, 3600):
                 run.add("schedules", **each)
         known = run.read("schedules")
@@ -484,7 +484,7 @@ class Simulating:
 
     def _record(self, tell: Callable[[Any], None]) -> None:
         recorder = Recorder()
-        for number, passes in self._attempts(range(len(self._schedules))):
+        for number, passes in self._attempts(self._new):
             tell({"name": number, "passes": passes, **recorder.take()})
 
     def _attempts(self, numbers: Sequence[int]) -> Iterator[tuple[int, bool]]:
