@@ -40,7 +40,7 @@ _PRODUCT = (f"{ROOT}/moe_ft/", f"{ROOT}/megatron/fault_tolerance/")
 _TOOL = 3  # number among those of sys.monitoring
 _TESTS_S = 1.5  # of the tests that are run with one mistake, the quickest first
 _PATIENCE_S = 8.0  # beyond the usual time of tests
-_SCHEDULES_S, _NUM_SCHEDULES = 3.0, 10  # for one mistake
+_SCHEDULES_S, _NUM_SCHEDULES = 8.0, 8  # for one mistake
 _BATCH = 5  # schedules that are recorded at a time
 _LEAST_TRIED = 3  # mistakes on the lines of a test that may go
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -381,7 +381,10 @@ class Noticing:
     def _wanted(
         self, of: dict[str, Source], known: dict[str, Any]
     ) -> Iterator[tuple[str, str, int, list[str]]]:
-        """Yield mistakes with the tests that run their lines: for each test in turn those that fewest run."""
+        """Yield mistakes with the tests that run their lines: for each test in turn those that fewest run.
+
+        A test that alone notices a mistake remains, and need not be tried any further.
+        """
         places = {name: (path, number) for name, path, number in _in_random_order(of)}
         runners = _tests_by_mistake(of, places, known)
         of_test: dict[str, list[str]] = defaultdict(list)
@@ -391,11 +394,17 @@ class Noticing:
                     of_test[test].append(name)
         done = {*self._run.read("noticed")}
         for wanted in range(1, self._per_test + 1):
-            for names in of_test.values():
+            for test, names in of_test.items():
                 new = [each for each in names if each not in done]
-                if new and len(names) - len(new) < wanted:
+                if new and len(names) - len(new) < wanted and test not in self._needed():
                     done.add(new[0])
                     yield new[0], *places[new[0]], runners[new[0]]
+
+    def _needed(self) -> set[str]:
+        """Return the tests that alone notice a mistake, which the simulation does not find either."""
+        noticed, simulated = Evidence.of(self._run).noticed, found_by_simulation(self._run)
+        alone = (by for name, by in noticed.items() if name not in simulated and len(by) == 1)
+        return set().union(*alone)
 
 
 def _tests_by_mistake(
@@ -565,6 +574,11 @@ class Evidence:
         return Evidence(noticed, tried, num_tried)
 
 
+def found_by_simulation(run: Run) -> set[str]:
+    """Return the names of mistakes that break a promise in a simulated job."""
+    return {name for name, each in run.read("simulated").items() if each["by"] is not None}
+
+
 def to_simulate(evidence: Evidence, candidates: tuple[str, ...]) -> list[str]:
     """Return the mistakes that only candidates notice, those first that keep the fewest of them."""
     only = {
@@ -584,7 +598,7 @@ def to_simulate(evidence: Evidence, candidates: tuple[str, ...]) -> list[str]:
 def choose(run: Run, candidates: tuple[str, ...]) -> list[str]:
     """Return the test functions that may go, longest first, and print how that is known."""
     evidence = Evidence.of(run)
-    simulated = {name for name, each in run.read("simulated").items() if each["by"] is not None}
+    simulated = found_by_simulation(run)
     lengths = _lengths(run, candidates)
     left = {name: {*by} for name, by in evidence.noticed.items() if name not in simulated}
     of: dict[str, set[str]] = defaultdict(set)
