@@ -130,7 +130,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any, Callable[[], None]]]:
         case ast.Constant(value=bool() as value):
             yield "constant", node, lambda: setattr(node, "value", not value)
         case ast.Constant(value=int() | float() as value):
-            yield "number", node, lambda: setattr(node, "value", value + 1)
+            greater = value + 1
+            yield "number", node, lambda: setattr(node, "value", greater)
         case ast.Return(value=value) if value is not None and not _is_none(value):
             yield "result", node, lambda: setattr(node, "value", ast.Constant(value=None))
         case ast.Call(func=ast.Name(id=name)) if name in _OTHER_NAMES:
@@ -486,7 +487,7 @@ class Simulating:
             for each in in_fork(self._record, 3600):
                 run.add("schedules", **each)
         known = run.read("schedules")
-        self._passing = {name: each for name, each in known.items() if each["passes"]}
+        self._passing = {int(name): each for name, each in known.items() if each["passes"]}
         self._live = live_functions()
         gc.freeze()
         self._sources: dict[str, Source] = {}
