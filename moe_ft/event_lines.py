@@ -127,6 +127,7 @@ class IterationLine(Line, frozen=True, kw_only=True, gc=False):
     loss: float | Literal["nan", "inf", "-inf"] | None = None
     resident_bytes: Int | None = None
     device_bytes: Int | None = None
+    phases_s: dict[str, float] = {}
 
     @property
     def own_s(self) -> float | None:

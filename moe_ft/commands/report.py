@@ -7,6 +7,7 @@ report_page.py draws, report_run.py reads the log.
 import argparse
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from moe_ft.commands.pages import check_page, shares_table, write_page
@@ -21,6 +22,7 @@ from moe_ft.commands.report_summary import (
     as_json,
     summarize_run,
 )
+from moe_ft.commands.report_trace import open_trace
 from moe_ft.config.fields import size_text
 from moe_ft.tables import table, terminal_width
 
@@ -48,13 +50,21 @@ def add_report_command(commands: Commands) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of --moe-ft-event-log")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page with pictures")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="also write a trace of all ranks for Perfetto (ui.perfetto.dev) or chrome://tracing",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     directory = Path(options.run_dir)
     check_page(options.html)
-    run = read_run(directory, all_ranks=options.json or options.html is not None)
+    with nullcontext() if options.trace is None else open_trace(options.trace) as trace:
+        all_ranks = options.json or options.html is not None or trace is not None
+        run = read_run(directory, all_ranks=all_ranks, trace=trace)
     report = summarize_run(run, directory)
     if options.html is not None:
         write_page(options.html, as_html(run, tables_of(report)))

@@ -8,7 +8,7 @@ there are many ranks.
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from moe_ft.bars import progress_bar
 from moe_ft.commands.report_sums import Frame, JobHistory, TimelineRow, sampled
+from moe_ft.commands.report_trace import Part, TraceSink
 from moe_ft.errors import ConfigError
 from moe_ft.event_lines import IterationLine, Line, RouterLoadLine, StartLine, Tier, decode
 from moe_ft.events import (
@@ -182,8 +183,13 @@ class _LeftOut:
         return tuple(lines)
 
 
-def read_run(directory: Path, *, all_ranks: bool) -> ReportedRun:
+def read_run(
+    directory: Path, *, all_ranks: bool, trace: Callable[[Iterable[Part]], None] | None = None
+) -> ReportedRun:
     """Read the event files of a directory: their ends, the first and last rank's whole, and all if wanted.
+
+    Args:
+        trace: takes the parts of a trace.
 
     Raises:
         ConfigError: if the directory holds no event log, or none that can be read.
@@ -211,6 +217,7 @@ def read_run(directory: Path, *, all_ranks: bool) -> ReportedRun:
             frame=frame,
             is_whole=rank in whole,
             has_history=last_ranks == {rank},
+            has_trace=trace is not None,
         )
         for rank in group_of
     ]
@@ -222,6 +229,8 @@ def read_run(directory: Path, *, all_ranks: bool) -> ReportedRun:
             left_out.files[event_path(directory, rank).name] = done.error
         group_of[rank].row.add(done.row)
         history = done.history or history
+        if trace is not None:
+            trace(done.trace)
     if len(last_ranks) > 1:
         _join(history, directory, last_of)
     return ReportedRun(
@@ -377,6 +386,7 @@ class _Work:
     frame: Frame
     is_whole: bool
     has_history: bool
+    has_trace: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,6 +396,7 @@ class _Done:
     fold: RankFold
     row: TimelineRow
     history: JobHistory | None
+    trace: list[Part]
     error: str
 
 
@@ -401,15 +412,19 @@ def _read_file(work: _Work) -> _Done:
     frame = work.frame
     row = TimelineRow(frame=frame, ranks=(work.rank,))
     history = JobHistory(frame.last_iteration) if work.has_history else None
-    fold, error = RankFold(rank=work.rank, sinks=(row, *([history] if history else []))), ""
-    every = 1 if work.is_whole else frame.every  # its numbers are the ones that people compare
+    trace = TraceSink(work.rank, frame.first_s) if work.has_trace else None
+    sinks = (each for each in (row, history, trace) if each is not None)
+    fold, error = RankFold(rank=work.rank, sinks=tuple(sinks)), ""
+    # The numbers of some ranks are the ones that people compare, and a trace has all iterations.
+    every = 1 if work.is_whole or trace else frame.every
     try:
         lines = _counting(read_lines(event_path(work.directory, work.rank)))
         fold.read(sampled(lines, every, frame.loads_every))
     except OSError as caught:
         error = caught.strerror or str(caught)
     fold.sinks = ()
-    return _Done(fold=fold, row=row, history=history, error=error)
+    parts = [*trace.parts()] if trace else []
+    return _Done(fold=fold, row=row, history=history, trace=parts, error=error)
 
 
 def _counting(lines: Iterator[bytes]) -> Iterator[bytes]:

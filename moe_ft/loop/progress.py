@@ -31,8 +31,15 @@ from moe_ft.planning.time_shares import Spent, TimeShares, TimeSpent
 from moe_ft.saying import warn
 from moe_ft.state.digest import digest_state
 
+# Parts of an iteration that its event tells, each by the phases with which it begins and ends.
+_PARTS = {
+    "forward": (Phase.FORWARD, Phase.BACKWARD),
+    "backward": (Phase.BACKWARD, Phase.BEFORE_STEP),
+    "step": (Phase.BEFORE_STEP, Phase.AFTER_STEP),
+}
 
-class Progress(LoopListener):
+
+class ProgressListener(LoopListener):
     """Opens the event log and writes what every run writes. Owned by the training thread."""
 
     def __init__(
@@ -48,6 +55,9 @@ class Progress(LoopListener):
         self._spent = TimeSpent()
         self._is_on_gpu = False
         self._stage = 0
+        self._entered_s: dict[
+            Phase, float
+        ] = {}  # when the running iteration has entered its phases
         self._process: psutil.Process | None = None  # opened once: each iteration asks it
         self._unlogged: int | None = None  # iteration after whose `train_step` the rank has ended
 
@@ -104,11 +114,13 @@ class Progress(LoopListener):
 
     def enter_phase(self, iteration: int, phase: Phase) -> None:
         """Overwrite the progress record, which survives the process."""
+        self._entered_s[phase] = time.perf_counter()
         self._log.progress(iteration, phase)
 
     def after_iteration(self, ended: EndedIteration) -> None:
         """Write the event "iteration", and its times where the loop writes its own numbers."""
         times = {"iteration_s": ended.seconds, "stall_s": self._loop.stall_s}
+        entered_s, self._entered_s = self._entered_s, {}
         idle_s = self._loop.idle_s
         if self._spent.is_first:
             self._spent.recover(self._loop.replay_s)
@@ -135,6 +147,11 @@ class Progress(LoopListener):
             num_tokens=ended.num_samples * self._training.sequence_length,
             resident_bytes=self._resident_bytes(),
             device_bytes=torch.cuda.memory_allocated() if self._is_on_gpu else None,
+            phases_s={
+                name: round(entered_s[end] - entered_s[begin], 6)
+                for name, (begin, end) in _PARTS.items()
+                if begin in entered_s and end in entered_s
+            },
         )
 
     def after_repair(self, repair: Repair) -> None:
