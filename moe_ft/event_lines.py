@@ -32,7 +32,7 @@ class Mark(StrEnum):
     TROUBLE = "trouble"
 
 
-class Tier(StrEnum):
+class SnapshotTier(StrEnum):
     """Places that a checkpoint's bytes go to."""
 
     __hash__ = str.__hash__  # that of an Enum is slow, and logs have millions of them
@@ -146,7 +146,7 @@ class RouterLoadLine(Line, frozen=True, kw_only=True):
 class _Moved(Line, frozen=True, kw_only=True, gc=False):
     """Bytes that a part of checkpointing has moved to a tier, and how long that took until `time`."""
 
-    tier: ClassVar[Tier]
+    tier: ClassVar[SnapshotTier]
 
     bytes: Int
     seconds: float
@@ -160,7 +160,7 @@ class _Moved(Line, frozen=True, kw_only=True, gc=False):
 class SnapshotLine(_Moved, frozen=True, kw_only=True):
     """Snapshot in host memory."""
 
-    tier = Tier.MEMORY
+    tier = SnapshotTier.MEMORY
 
     experts: Tokens = {}
 
@@ -168,7 +168,7 @@ class SnapshotLine(_Moved, frozen=True, kw_only=True):
 class ReplicateLine(_Moved, frozen=True, kw_only=True):
     """Snapshot that peers have."""
 
-    tier = Tier.PEERS
+    tier = SnapshotTier.PEERS
 
     peers: tuple[Int, ...] = ()
     state_bytes: Int | None = None
@@ -185,7 +185,7 @@ class ReplicateLine(_Moved, frozen=True, kw_only=True):
 class PersistLine(_Moved, frozen=True, kw_only=True):
     """Part of a checkpoint on storage, not read back yet."""
 
-    tier = Tier.STORAGE
+    tier = SnapshotTier.STORAGE
 
 
 MovedLine = SnapshotLine | ReplicateLine | PersistLine

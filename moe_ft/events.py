@@ -56,7 +56,7 @@ class EventLog:
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self.rank = directory, rank
         self.incarnation = 0
-        self.spent: tuple[float, ...] = ()  # what `Progress` has of them
+        self.spent: tuple[float, ...] = ()  # what `RankProgress` has of them
         self._events_fd: int | None = None
         self._progress_fd: int | None = None
         # Keeps a file from being closed during a write. Reentrant, because a failed write closes the files.
@@ -136,7 +136,7 @@ class EventLog:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RankProgress:
     """Progress of a rank: the last phase that it entered.
 
     Attributes:
@@ -149,12 +149,12 @@ class Progress:
     spent: tuple[float, ...] = ()
 
 
-def read_progress(directory: Path, rank: int) -> Progress | None:
+def read_progress(directory: Path, rank: int) -> RankProgress | None:
     """Return a rank's last progress, or None if it never wrote one."""
     try:
         with _open(progress_path(directory, rank)) as file:
             words = file.read(_PROGRESS_BYTES).decode().split()
-        return Progress(
+        return RankProgress(
             incarnation=int(words[0]),
             iteration=int(words[1]),
             phase=Phase(words[2]),

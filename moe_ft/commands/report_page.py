@@ -20,7 +20,7 @@ from moe_ft.commands.pages import LEFT, ROW, fill_page, html_table, key_of_colou
 from moe_ft.commands.report_run import ReportedRun, ReportGroup
 from moe_ft.commands.report_sums import MOST_ENDS, NUM_BUCKETS, Frame, JobHistory, TimelineRow
 from moe_ft.config.fields import size_text
-from moe_ft.event_lines import Mark, Tier
+from moe_ft.event_lines import Mark, SnapshotTier
 from moe_ft.loop.event_fold import TierMoves
 from moe_ft.planning.time_shares import Spent, TimeShares
 
@@ -31,9 +31,9 @@ _CHART_ROWS = 7
 _LEVELS = 4  # of opacity
 _TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
 _MEANINGS = {
-    Tier.MEMORY: "snapshot in host memory",
-    Tier.PEERS: "sent to peers",
-    Tier.STORAGE: "written to storage",
+    SnapshotTier.MEMORY: "snapshot in host memory",
+    SnapshotTier.PEERS: "sent to peers",
+    SnapshotTier.STORAGE: "written to storage",
     Mark.FAULT: "fault",
     Mark.REPAIR: "repaired in place",
     Mark.RECOVERY: "recovered",
@@ -63,7 +63,7 @@ def as_html(run: ReportedRun, tables: Mapping[str, Cells]) -> str:
             [*((use, f"{run.shares[use]:.2%}") for use in Spent), ("all", "100.00%")],
         ),
         uses=key_of_colours([*Spent]),
-        keys=[(kind, _MEANINGS[kind]) for kind in (*Tier, *Mark)],
+        keys=[(kind, _MEANINGS[kind]) for kind in (*SnapshotTier, *Mark)],
         timeline=_draw_timeline(run.groups, run.frame),
         sampled=run.frame.every,
         loss=_draw_loss(run.history, run.frame),
@@ -72,7 +72,11 @@ def as_html(run: ReportedRun, tables: Mapping[str, Cells]) -> str:
             [*_tier_rows(run.tiers, run.num_iterations)],
         ),
         traffic=_draw_curves(
-            {tier: [*accumulate(total.moved[tier])] for tier in Tier if tier in total.moved},
+            {
+                tier: [*accumulate(total.moved[tier])]
+                for tier in SnapshotTier
+                if tier in total.moved
+            },
             run.frame,
         ),
         read=", ".join(f"{size_text(num)} from {tier}" for tier, num in run.read_bytes.items()),
@@ -173,7 +177,7 @@ def _draw_row(row: TimelineRow, top: int) -> str:
         for height in sorted({*heights} - {0}):
             stalls = [Spent.BLOCKED if each == height else None for each in heights]
             parts.append(_band(stalls, [_LEVELS] * NUM_BUCKETS, top + 13 - height, height))
-    for lane, tier in enumerate(Tier):
+    for lane, tier in enumerate(SnapshotTier):
         if tier in row.busy:
             levels = [_level(each / num) for each in row.busy[tier]]
             parts.append(_band([tier] * NUM_BUCKETS, levels, top + 15 + 3 * lane, 2))
@@ -288,8 +292,10 @@ def _draw_loss(history: JobHistory, frame: Frame) -> Markup:
     )
 
 
-def _tier_rows(tiers: Mapping[Tier, TierMoves], num_iterations: int) -> Iterator[Sequence[str]]:
-    for tier in Tier:
+def _tier_rows(
+    tiers: Mapping[SnapshotTier, TierMoves], num_iterations: int
+) -> Iterator[Sequence[str]]:
+    for tier in SnapshotTier:
         if tier in tiers:
             found = tiers[tier]
             rate = f"{size_text(int(found.num_bytes / found.seconds))}/s" if found.seconds else "-"

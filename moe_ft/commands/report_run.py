@@ -23,7 +23,7 @@ from moe_ft.bars import progress_bar
 from moe_ft.commands.report_sums import Frame, JobHistory, TimelineRow, sampled
 from moe_ft.commands.report_trace import Part, TraceSink
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import IterationLine, Line, RouterLoadLine, StartLine, Tier, decode
+from moe_ft.event_lines import IterationLine, Line, RouterLoadLine, SnapshotTier, StartLine, decode
 from moe_ft.events import (
     event_path,
     ranks_with_events,
@@ -138,9 +138,9 @@ class ReportedRun:
         return tuple(sorted(first.union(*(each.hosts for each in self.folds.values()))))
 
     @property
-    def tiers(self) -> dict[Tier, TierMoves]:
+    def tiers(self) -> dict[SnapshotTier, TierMoves]:
         """Snapshots of all ranks that were read, by tier that some have reached."""
-        found: dict[Tier, TierMoves] = {}
+        found: dict[SnapshotTier, TierMoves] = {}
         for fold in self.folds.values():
             for tier, moves in fold.tiers.items():
                 if moves.num:

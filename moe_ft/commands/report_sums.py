@@ -29,8 +29,8 @@ from moe_ft.event_lines import (
     RouterLoadLine,
     SkippedBatchLine,
     SnapshotLine,
+    SnapshotTier,
     StartLine,
-    Tier,
     Tokens,
 )
 from moe_ft.loop.event_fold import Sink
@@ -148,8 +148,8 @@ class TimelineRow(Sink):
 
     frame: Frame
     ranks: tuple[int, ...] = ()
-    busy: dict[Spent | Tier, Cells] = field(default_factory=_cells_of)
-    moved: dict[Tier, Cells] = field(default_factory=_cells_of)
+    busy: dict[Spent | SnapshotTier, Cells] = field(default_factory=_cells_of)
+    moved: dict[SnapshotTier, Cells] = field(default_factory=_cells_of)
     ends: list[float] = field(default_factory=list)
     marks: dict[tuple[int, Mark], tuple[int, str]] = field(default_factory=dict)
     loads: dict[int, Tokens] = field(default_factory=dict)
@@ -158,9 +158,9 @@ class TimelineRow(Sink):
     corruptions: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
 
     @override
-    def span(self, kind: Spent | Tier, begin_s: float, end_s: float, event: Line) -> None:
+    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
         bucket = self.frame.spread(self.busy[kind], begin_s, end_s)
-        if isinstance(kind, Tier):
+        if isinstance(kind, SnapshotTier):
             self.moved[kind][bucket] += event.moved_bytes  # type: ignore[attr-defined]
 
     @override

@@ -3,7 +3,7 @@
 A process is a node and a thread a rank. What overlaps the iterations of a rank has threads beside its own:
 its waits, its snapshots by tier, its recoveries and repairs.
 
-Source: Trace Event Format, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+Source: Trace Event Format, the document of Chrome's catapult project.
 """
 
 import json
@@ -15,13 +15,25 @@ from pathlib import Path
 from typing import Any, override
 
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import IterationLine, Line, Mark, RecoveryLine, RepairLine, StartLine, Tier
+from moe_ft.event_lines import (
+    IterationLine,
+    Line,
+    Mark,
+    RecoveryLine,
+    RepairLine,
+    SnapshotTier,
+    StartLine,
+)
 from moe_ft.loop.event_fold import Sink
 from moe_ft.planning.time_shares import Spent
 
 _TRAINING, _WAITS, _RECOVERIES, _REPAIRS = "training", "waits", "recoveries", "repairs"
-_LANES = (_TRAINING, _WAITS, *Tier, _RECOVERIES, _REPAIRS)
-_NAMES = {Tier.MEMORY: "snapshot", Tier.PEERS: "replicate", Tier.STORAGE: "persist"}
+_LANES = (_TRAINING, _WAITS, *SnapshotTier, _RECOVERIES, _REPAIRS)
+_NAMES = {
+    SnapshotTier.MEMORY: "snapshot",
+    SnapshotTier.PEERS: "replicate",
+    SnapshotTier.STORAGE: "persist",
+}
 _ANY = "unknown"  # node of a rank whose log does not say where it ran
 Part = tuple[str, str]  # node, and an event as JSON without its brace and the number of its process
 
@@ -67,8 +79,8 @@ class TraceSink(Sink):
         self._spans.setdefault((self._node, _TRAINING), []).append([event])
 
     @override
-    def span(self, kind: Spent | Tier, begin_s: float, end_s: float, event: Line) -> None:
-        if isinstance(kind, Tier):
+    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
+        if isinstance(kind, SnapshotTier):
             num_bytes = event.moved_bytes  # type: ignore[attr-defined]
             name = _NAMES[kind]
             self._add(kind, name, begin_s, end_s, iteration=event.iteration, bytes=num_bytes)

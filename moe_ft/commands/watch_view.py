@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import CorruptionLine, DegradedLine, RepairLine, SkippedLine, Tier
+from moe_ft.event_lines import CorruptionLine, DegradedLine, RepairLine, SkippedLine, SnapshotTier
 from moe_ft.events import ranks_with_events, read_progress
 from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.loop.stragglers import find_stragglers
@@ -34,7 +34,7 @@ _STATE_WIDTH = 28  # of the states that columns make room for
 # Columns that a narrow terminal does without.
 _DROPPED_FIRST = (
     *("idle ms", "stall ms", "start", "host", "s/iteration"),
-    *(Tier.PEERS, Tier.STORAGE, Tier.MEMORY),
+    *(SnapshotTier.PEERS, SnapshotTier.STORAGE, SnapshotTier.MEMORY),
 )
 _AFTER_A_DEATH = {
     "repair": "being repaired in place",
@@ -125,7 +125,7 @@ class Watch:
         yield "starts", Text(f"{incarnation + 1}, {num_repairs} of them repairs in place")
         yield "last recovery", Text(escape(_recovery(ranks)))
         yield "last repair", Text(_repair(ranks))
-        if any(each.tiers[Tier.STORAGE].num for each in ranks):
+        if any(each.tiers[SnapshotTier.STORAGE].num for each in ranks):
             yield "on storage", Text(_stored(ranks))
         yield "lost tokens", Text(f"{max(each.lost_tokens for each in ranks):,}")
         seconds = {use: sum(each.spent.seconds[use] for each in ranks) for use in Spent}
@@ -313,7 +313,7 @@ def _stored(ranks: Sequence[RankFold]) -> str:
     """Return the newest checkpoint on storage, and the newest that all ranks have read back."""
     found = [each.read_back for each in ranks]
     known = [each for each in found if each is not None]
-    newest = min(each.tiers[Tier.STORAGE].iteration for each in ranks)
+    newest = min(each.tiers[SnapshotTier.STORAGE].iteration for each in ranks)
     read = f"iteration {min(known)}" if len(known) == len(found) else "none"
     return f"iteration {newest}, and read back by all ranks: {read}"
 

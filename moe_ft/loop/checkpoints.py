@@ -21,7 +21,7 @@ from moe_ft.engine.voices import Voice
 from moe_ft.errors import RejectedResultError, RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
-from moe_ft.loop.faults import Faults, Node
+from moe_ft.loop.faults import Faults, LostNode
 from moe_ft.loop.leaving import BreakpointWriter, JobProcesses, meet_processes
 from moe_ft.loop.listeners import (
     Built,
@@ -34,7 +34,7 @@ from moe_ft.loop.resumption import Resumption, continuation_of, recovery_fields
 from moe_ft.loop.routers import Routers
 from moe_ft.loop.state_seam import StateSeam
 from moe_ft.loop.training_loop import LoopParts, TrainingLoop
-from moe_ft.recovery.checkpointing import Checkpointing, Outcome
+from moe_ft.recovery.checkpointing import Checkpointing, RecoveryOutcome
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.recovery.failures import is_rejected
 from moe_ft.recovery.meet import Met
@@ -185,7 +185,7 @@ class Checkpoints(LoopListener):
         self._write_recovery(replace(running.outcome, phases_s=phases_s), num_replayed)
         self._loop.grad_norm = resumption.grad_norm
 
-    def _write_recovery(self, outcome: Outcome, num_replayed: int) -> None:
+    def _write_recovery(self, outcome: RecoveryOutcome, num_replayed: int) -> None:
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._loop.replay_s = outcome.phases_s.get("replay", 0.0)
@@ -434,10 +434,10 @@ def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
         return None, f"{problem}: {describe(error)}"
 
 
-def _node_of(site: Site) -> Node:
+def _node_of(site: Site) -> LostNode:
     node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
     pids = tuple(info.pid for info in site.topology.on_node(node))
-    return Node(pids=pids, directory=site.node_dir)
+    return LostNode(pids=pids, directory=site.node_dir)
 
 
 def _warn_of_load(training: TrainingLoop, rank: int, resumption: Resumption | None) -> None:

@@ -30,9 +30,9 @@ from moe_ft.event_lines import (
     ReplicateLine,
     SlotTableLine,
     SnapshotLine,
+    SnapshotTier,
     StartLine,
     StoppedLine,
-    Tier,
     VerdictLine,
     decode,
 )
@@ -47,7 +47,7 @@ _NUM_SHOWN = 60  # iterations, for a picture of their times
 class Sink:
     """Part that keeps what grows with a log. This one keeps nothing."""
 
-    def span(self, kind: Spent | Tier, begin_s: float, end_s: float, event: Line) -> None:
+    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
         """Take a span, in seconds since 1970: a use of the rank's time, or bytes on the way to a tier."""
 
     def moment(self, mark: Mark, time_s: float, text: str) -> None:
@@ -136,8 +136,8 @@ class RankFold:
     total_stall_s: float = 0.0
     total_idle_s: float = 0.0
     spent: TimeSpent = field(default_factory=TimeSpent)
-    tiers: dict[Tier, TierMoves] = field(
-        default_factory=lambda: {each: TierMoves() for each in Tier}
+    tiers: dict[SnapshotTier, TierMoves] = field(
+        default_factory=lambda: {each: TierMoves() for each in SnapshotTier}
     )
     read_back: int | None = None
     counts: Counter[tuple[type[Line], str]] = field(default_factory=Counter)

@@ -26,7 +26,7 @@ from moe_ft.state import flips
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class LostNode:
     """Parts of this node that are lost with its power: its ranks, and its memory of the job."""
 
     pids: tuple[int, ...]
@@ -39,7 +39,7 @@ class Faults(LoopListener):
     def __init__(self, faults: Sequence[FaultSpec], event_log: EventLog) -> None:
         self._faults = tuple(fault for fault in faults if fault.rank == event_log.rank)
         self._event_log = event_log
-        self._find_node: Callable[[], Node] | None = None
+        self._find_node: Callable[[], LostNode] | None = None
         self._needs_pids = any(fault.kind is FaultKind.TERMINATE for fault in faults)
         self._pids: Mapping[int, int] = {}
         self._built: Built | None = None
@@ -51,7 +51,7 @@ class Faults(LoopListener):
         if self._needs_pids and dist.is_initialized():
             self._pids = meet_processes().pids
 
-    def set_node(self, find_node: Callable[[], Node]) -> None:
+    def set_node(self, find_node: Callable[[], LostNode]) -> None:
         """Set what a fault of kind lose-node calls: only ranks that have met know what to destroy."""
         self._find_node = find_node
 
@@ -133,7 +133,7 @@ class Faults(LoopListener):
         raise InjectedFaultError(f"--moe-ft-inject-fault {fault}")
 
 
-def _lose(node: Node) -> None:
+def _lose(node: LostNode) -> None:
     """Leave no process and no memory of this node, as the loss of its power does."""
     for pid in node.pids:
         if pid != os.getpid():

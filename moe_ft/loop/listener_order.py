@@ -13,7 +13,7 @@ from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.metrics import Metrics
-from moe_ft.loop.progress import Digests, Progress
+from moe_ft.loop.progress import Digests, ProgressListener
 from moe_ft.loop.protects import Protects
 from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
@@ -52,7 +52,7 @@ def listeners_of(
         [
             Hangs(config.recovery, loop, log, training.timeout_s(), report.tell_of_hang),
             Metrics(config.observability, config.memory, rank),
-            Progress(config, training, loop, log),
+            ProgressListener(config, training, loop, log),
             Protects(config, training, loop, log, checkpoints, warnings, on_sigterm=on_sigterm),
             faults,
             routers,

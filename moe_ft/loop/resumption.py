@@ -17,7 +17,7 @@ from moe_ft.format.records import Counted, IterationRecord, JobNumbers, RandomSt
 from moe_ft.loop.listeners import LoopState
 from moe_ft.loop.training_loop import LoopParts, RunAgain, TrainingLoop
 from moe_ft.recovery.borders import Borders
-from moe_ft.recovery.checkpointing import Checkpointing, Outcome
+from moe_ft.recovery.checkpointing import Checkpointing, RecoveryOutcome
 from moe_ft.recovery.restore import Conversion
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.random_states import apply_rng, current_rng
@@ -199,7 +199,7 @@ class Resumption:
             self._rng = None
 
 
-def continuation_of(outcome: Outcome) -> str:
+def continuation_of(outcome: RecoveryOutcome) -> str:
     """Return a line for people about a recovery; they have read before that ranks have died."""
     line = f"training continues after iteration {outcome.iteration}"
     if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
@@ -209,7 +209,7 @@ def continuation_of(outcome: Outcome) -> str:
     return line
 
 
-def recovery_fields(outcome: Outcome, num_replayed: int) -> dict[str, Any]:
+def recovery_fields(outcome: RecoveryOutcome, num_replayed: int) -> dict[str, Any]:
     """Return the fields of the event "recovery", after the given number of replayed iterations."""
     return {
         "scope": "local" if outcome.stages else "global",

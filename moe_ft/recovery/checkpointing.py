@@ -30,7 +30,7 @@ from moe_ft.strategies.interface import JobLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RecoveryOutcome:
     """Report of a start about its recovery, on one rank.
 
     Attributes:
@@ -72,9 +72,9 @@ def make_outcome(
     phases_s: Mapping[str, float],
     problems: Sequence[str],
     blocked_by: str = "",
-) -> Outcome:
+) -> RecoveryOutcome:
     """Return the outcome of a start."""
-    return Outcome(
+    return RecoveryOutcome(
         iteration=met.facts.iteration if restored is None else restored.plan.iteration,
         start=identity.start.number,
         is_deterministic=met.facts.is_deterministic,
@@ -108,7 +108,7 @@ class Checkpointing:
     engine: CheckpointEngine
     lock: StorageLock | None
     plan: Plan | None
-    outcome: Outcome
+    outcome: RecoveryOutcome
     opened: ExitStack
     lockstep: Lockstep
     _replay: Conversion | None

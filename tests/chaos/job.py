@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import psutil
 
-from moe_ft.events import Progress, event_path, read_progress
+from moe_ft.events import RankProgress, event_path, read_progress
 from moe_ft.processes import process_name
 from tests.chaos.cases import LOST_AFTER_S, NUM_ITERATIONS, NUM_RANKS, Case
 from tests.demo_model import event_flags, layout_flags, model_flags
@@ -160,7 +160,7 @@ class ChaosJob:
         """Return the furthest iteration that any rank has begun in its last start; -1 before."""
         return max((each.iteration for each in self.progress()), default=-1)
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[RankProgress]:
         """Return the progress of all ranks that have any."""
         found = (read_progress(self.events_dir, rank) for rank in range(NUM_RANKS))
         return [each for each in found if each is not None]

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from statistics import median
 
@@ -13,6 +14,7 @@ from moe_ft.cli import main
 from moe_ft.loop.event_fold import FollowedRun
 from moe_ft.loop.metrics import METRICS
 from tests.jobs import CheckpointJob
+from tests.unit.moe_ft.commands.test_report_trace import read_trace
 
 NUM_ITERATIONS, SLOW, SLOW_S = 25, 3, 0.15
 SMALL = {"num_layers": 2, "hidden_size": 32, "moe_ffn_hidden_size": 32}
@@ -48,6 +50,10 @@ def test_slow_rank_is_named_in_its_stage_and_nobody_in_the_other(
     words = f"rank {SLOW} is the slowest of stage {stage}: "
     for text in (watched, capsys.readouterr().out):
         assert text.count("is the slowest of stage") == text.count(words) == 1, text
+    path = job.events_dir / "trace.json"
+    assert main(["report", str(job.events_dir), "--trace", str(path)]) == 0
+    spans = Counter(each["name"] for each in read_trace(path) if each["ph"] == "X")
+    assert spans["forward"] == spans["backward"] == spans["step"] == 4 * NUM_ITERATIONS
     run = FollowedRun(job.events_dir, range(4))
     run.read(1 << 24)
     _, _, values, _ = METRICS["own_seconds"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moe_ft.planning.lost_tokens import Debts
-from moe_ft.recovery.checkpointing import Outcome
+from moe_ft.recovery.checkpointing import RecoveryOutcome
 from moe_ft.strategies.rotating import TokenLoss
 from tests.simulation.rank import Life
 from tests.simulation.shape import Shape
@@ -55,7 +55,7 @@ class Owing:
         stage: int,
         ranks: list[Life],
         layers: list[str],
-        outcome: Outcome,
+        outcome: RecoveryOutcome,
         expected: set[Owed],
     ) -> Iterator[str]:
         at = outcome.iteration

@@ -30,7 +30,7 @@ from moe_ft.loop.routers import Routers
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.planning.lost_tokens import Debts
 from moe_ft.recovery import meet, new_record
-from moe_ft.recovery.checkpointing import Checkpointing, Outcome
+from moe_ft.recovery.checkpointing import Checkpointing, RecoveryOutcome
 from moe_ft.state import record as records
 from moe_ft.state.packed_values import from_json
 from moe_ft.state.random_states import encode_rng
@@ -74,7 +74,7 @@ class Life:
     """
 
     rank: int
-    outcome: Outcome | None = None
+    outcome: RecoveryOutcome | None = None
     replayed: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, np.ndarray] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Rank:
                 self._note_recovery(outcome)
             self._iterate()
 
-    def _note_recovery(self, outcome: Outcome) -> None:
+    def _note_recovery(self, outcome: RecoveryOutcome) -> None:
         """Note that the state and the loop are what they were when the recovered state was made."""
         self._life.outcome = outcome
         self._life.is_at_rest = self._is_at_rest

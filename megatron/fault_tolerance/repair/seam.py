@@ -53,7 +53,7 @@ from moe_ft.errors import CorruptionError, RepairError, SnapshotError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.failure_report import FailureReport
 from moe_ft.loop.listeners import Built, Listeners
-from moe_ft.loop.progress import Progress
+from moe_ft.loop.progress import ProgressListener
 from moe_ft.planning.levels import plan_levels
 from moe_ft.saying import warn
 from moe_ft.verdicts import Failure
@@ -343,7 +343,7 @@ def installed(
     """
     with Layers() as layers:
         if every := config.checks.check_iterations:
-            IterationCheck(every, listeners.find(Progress).accuse).install(layers)
+            IterationCheck(every, listeners.find(ProgressListener).accuse).install(layers)
         with _installed(config, args, listeners) as arguments:
             yield arguments
 

@@ -15,7 +15,7 @@ from moe_ft import events
 from moe_ft.events import (
     EventLog,
     EventTail,
-    Progress,
+    RankProgress,
     event_path,
     last_incarnation,
     progress_path,
@@ -225,7 +225,9 @@ def test_progress_is_the_last_phase_entered(tmp_path: Path) -> None:
     log = started(tmp_path, incarnation=3)
     log.progress(100_000, Phase.BEFORE_STEP)
     log.progress(8, Phase.IN_STEP)
-    assert read_progress(tmp_path, 0) == Progress(incarnation=3, iteration=8, phase=Phase.IN_STEP)
+    assert read_progress(tmp_path, 0) == RankProgress(
+        incarnation=3, iteration=8, phase=Phase.IN_STEP
+    )
 
 
 @given(st.binary(max_size=80))

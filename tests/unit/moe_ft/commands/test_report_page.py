@@ -17,7 +17,7 @@ from moe_ft.commands.report_page import as_html
 from moe_ft.commands.report_run import ReportedRun, read_run
 from moe_ft.commands.report_summary import summarize_run
 from moe_ft.commands.report_sums import Frame, TimelineRow, new_cells, sampled
-from moe_ft.event_lines import Mark, Tier
+from moe_ft.event_lines import Mark, SnapshotTier
 from moe_ft.events import Event, event_path, read_events, read_lines
 from moe_ft.loop.event_fold import RankFold
 from moe_ft.planning.time_shares import Spent
@@ -82,7 +82,7 @@ def test_browser_runs_the_script_and_complains_of_nothing(
     words += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path}/x.html"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=180, check=True)
     assert "CONSOLE" not in done.stderr
-    assert done.stdout.count('aria-pressed="true"') == len([*Tier, *Mark])
+    assert done.stdout.count('aria-pressed="true"') == len([*SnapshotTier, *Mark])
     assert done.stdout.count('class="pointer"') == 8
 
 
@@ -261,7 +261,7 @@ def test_directory_without_events_is_refused_before_a_page_is_written(
 def test_replicas_of_earlier_versions_count_once_for_each_peer(tmp_path: Path) -> None:
     log = write_run(tmp_path, 0, [5.0])
     log.write("replicate", 1, seconds=0.1, num_units=1, bytes=10, peers=[1, 2])
-    assert read_run(tmp_path, all_ranks=True).tiers[Tier.PEERS].num_bytes == 20
+    assert read_run(tmp_path, all_ranks=True).tiers[SnapshotTier.PEERS].num_bytes == 20
 
 
 def test_span_fills_the_buckets_that_it_covers_and_no_others() -> None:

@@ -10,8 +10,8 @@ import pytest
 from moe_ft.cli import main
 from moe_ft.commands.report_trace import open_trace
 from moe_ft.errors import ConfigError
-from moe_ft.event_lines import Tier
-from tests.unit.moe_ft.commands.runs import write_run
+from moe_ft.event_lines import SnapshotTier
+from moe_ft.events import EventLog
 from tests.unit.moe_ft.commands.test_report_page import EVENTS, REAL, events
 
 # Fields besides ph, name, pid and args, by the kind of an event in the Trace Event Format.
@@ -92,7 +92,7 @@ def test_snapshots_recoveries_repairs_and_their_phases_have_threads_of_their_ran
     for each in trace:
         if each["ph"] == "X":
             of_thread[names[each["tid"]]].append(each)
-    for tier, kind in zip(Tier, ("snapshot", "replicate", "persist"), strict=True):
+    for tier, kind in zip(SnapshotTier, ("snapshot", "replicate", "persist"), strict=True):
         copies = [len(own) for name, own in of_thread.items() if name.startswith(f"rank 3 {tier}")]
         assert sum(copies) == len([each for each in EVENTS[3] if each["event"] == kind]) > 0
     (repair,) = (each for each in EVENTS[3] if each["event"] == "repair")
@@ -115,30 +115,28 @@ def test_failures_are_moments_of_their_rank(trace: Trace) -> None:
 
 
 def test_parts_of_iterations_lost_nodes_and_verdicts_are_shown(tmp_path: Path) -> None:
-    log = write_run(tmp_path, 0, [])
-    log.write("start", 0, host="node1")
+    log = EventLog(tmp_path, 0)
+    log.start()
+    log.write("start", 0, host="node1", time_s=100.0)
     parts = {"forward": 0.25, "backward": 0.5, "step": 0.125}
-    log.write("iteration", 1, iteration_s=1.0, num_tokens=1, phases_s=parts)
-    log.write("persist", 1, bytes=1, seconds=9e300)
+    times: dict[str, Any] = {"iteration_s": 1.0, "num_tokens": 1, "phases_s": parts}
+    log.write("iteration", 1, time_s=101.0, **times)
+    log.write("persist", 1, bytes=1, seconds=9e300, time_s=102.0)
     for _ in range(2):  # at the same time
-        log.write("replicate", 1, bytes=1, seconds=0.5)
+        log.write("replicate", 1, bytes=1, seconds=0.5, time_s=102.0)
     log.incarnation = 1
-    log.write("start", 1, host="node9")
-    repair: dict[str, Any] = {
-        "dead_ranks": [0],
-        "hung_s": {},
-        "broken_iteration": 1,
-        "seconds": 0.5,
-    }
-    log.write("repair", 2, **repair, is_replacement=True, taken_over={"node1": "node9"})
-    log.write("verdict", 2, words="rank 0 \udcff was first")
+    log.write("start", 1, host="node9", time_s=103.0)
+    repair: dict[str, Any] = {"dead_ranks": [0], "hung_s": {}, "broken_iteration": 1}
+    repair |= {"is_replacement": True, "taken_over": {"node1": "node9"}}
+    log.write("repair", 2, seconds=0.5, time_s=104.0, **repair)
+    log.write("verdict", 2, words="rank 0 \udcff was first", time_s=105.0)
     path = tmp_path / "run.json"
     assert main(["report", f"{tmp_path}", "--trace", f"{path}"]) == 0
     trace = read_trace(path)
     nodes, threads = names_of(trace, "process_name"), names_of(trace, "thread_name")
     moments = [(nodes[each["pid"]], each["s"], each["name"]) for each in trace if each["ph"] == "i"]
     assert ("node9", "p", "node node1 is lost: node9 has its ranks") in moments
-    assert ("node9", "t", "tells the verdict: rank 0 \udcff was first") in moments
+    assert ("node9", "t", "tells the verdict: rank 0 \\udcff was first") in moments
     found = {each["name"]: each["dur"] for each in trace if each["name"] in parts}
     assert found == {name: seconds * 1e6 for name, seconds in parts.items()}
     assert {"rank 0 peers", "rank 0 peers 2"} < {*threads.values()}

@@ -22,12 +22,12 @@ from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.routers import Routers
 from moe_ft.planning.recovery import Tier
-from moe_ft.recovery.checkpointing import Outcome
+from moe_ft.recovery.checkpointing import RecoveryOutcome
 from moe_ft.strategies.partial.strategy import PartialLoss
 from tests.unit.fault_tolerance.loops import events_in, last_event
 
 DENSE = MoeFtConfig(strategy=StrategyConfig(strategy="dense"))
-RECOVERY = Outcome(
+RECOVERY = RecoveryOutcome(
     iteration=12,
     start=2,
     writer=1,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_ft.event_lines import EndLine, OtherLine, Tier, decode
+from moe_ft.event_lines import EndLine, OtherLine, SnapshotTier, decode
 from moe_ft.events import EventLog, EventTail, event_path
 from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.planning.time_shares import Spent
@@ -93,12 +93,12 @@ def test_fold_knows_the_newest_snapshot_of_each_tier_and_its_bytes(tmp_path: Pat
     log.write("replicate", 1, bytes=60, seconds=1.0, state_bytes=100, gradient_bytes=20)
     log.write("replicate", 2, bytes=60, seconds=1.0, peers=[1, 2])  # of an earlier version
     tiers = fold_of(tmp_path).tiers
-    assert [(tiers[each].iteration, tiers[each].num_bytes) for each in Tier] == [
+    assert [(tiers[each].iteration, tiers[each].num_bytes) for each in SnapshotTier] == [
         (2, 200),
         (2, 240),
         (0, 0),
     ]
-    assert tiers[Tier.PEERS].seconds == 2.0
+    assert tiers[SnapshotTier.PEERS].seconds == 2.0
 
 
 def test_fold_ends_and_begins_again_with_the_next_incarnation(tmp_path: Path) -> None:

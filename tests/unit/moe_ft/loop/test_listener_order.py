@@ -14,7 +14,7 @@ from moe_ft.loop.faults import Faults
 from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.listener_order import listeners_of
 from moe_ft.loop.metrics import Metrics
-from moe_ft.loop.progress import Digests, Progress
+from moe_ft.loop.progress import Digests, ProgressListener
 from moe_ft.loop.protects import Protects
 from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
@@ -22,7 +22,17 @@ from moe_ft.loop.weight_check import WeightCheck
 
 pytestmark = pytest.mark.usefixtures("loop_args")
 ALL = (
-    *(Hangs, Metrics, Progress, Protects, Faults, Routers, SlotTables, Digests, WeightCheck),
+    *(
+        Hangs,
+        Metrics,
+        ProgressListener,
+        Protects,
+        Faults,
+        Routers,
+        SlotTables,
+        Digests,
+        WeightCheck,
+    ),
     *(PipelineLog, Checkpoints, ReportsTraining, FailureReport),
 )
 

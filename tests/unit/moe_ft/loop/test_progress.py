@@ -24,7 +24,7 @@ from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.loop.listeners import Built, LoopState, Repair
-from moe_ft.loop.progress import Digests, Progress
+from moe_ft.loop.progress import Digests, ProgressListener
 from moe_ft.state.digest import digest_state
 from tests.harness import events, run_ranks
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
@@ -35,12 +35,12 @@ CONFIG = MoeFtConfig(
 
 
 @pytest.fixture
-def progress(event_log: EventLog, loop_args: Namespace) -> Progress:
-    return Progress(CONFIG, MegatronLoop(), LoopState(iteration=5, stall_s=0.5), event_log)
+def progress(event_log: EventLog, loop_args: Namespace) -> ProgressListener:
+    return ProgressListener(CONFIG, MegatronLoop(), LoopState(iteration=5, stall_s=0.5), event_log)
 
 
 def test_start_names_the_layout_and_where_training_begins(
-    progress: Progress, event_log: EventLog
+    progress: ProgressListener, event_log: EventLog
 ) -> None:
     progress.after_recovery()
     line = last_event(event_log)
@@ -81,7 +81,7 @@ class Rank:
         """Enter a phase, and perhaps end training."""
         log = EventLog(self._folder, 0)
         log.start()
-        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress = ProgressListener(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
         progress.enter_phase(iteration, phase)
         if has_ended:
             progress._loop.iteration += 1
@@ -91,7 +91,7 @@ class Rank:
     def left_out(self, iteration: int) -> list[int]:
         """Start again at an iteration; return the ones whose log lines are named."""
         log = EventLog(self._folder, 0)
-        progress = Progress(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
+        progress = ProgressListener(CONFIG, MegatronLoop(), LoopState(iteration=iteration), log)
         progress.before_setup()
         log.start()
         progress.after_recovery()
@@ -130,7 +130,9 @@ def test_log_line_that_was_printed_or_will_be_is_not_named(
     assert rank.left_out(recovered) == []
 
 
-def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: EventLog) -> None:
+def test_iteration_has_its_loss_tokens_and_times(
+    progress: ProgressListener, event_log: EventLog
+) -> None:
     progress.after_iteration(ended(6, losses={"lm loss": torch.tensor(1.5)}))
     last = last_event(event_log)
     assert last.pop("resident_bytes") > 0
@@ -145,13 +147,19 @@ def test_iteration_has_its_loss_tokens_and_times(progress: Progress, event_log: 
         "loss": 1.5,
         "num_tokens": 8 * 32,
         "device_bytes": None,
+        "phases_s": {},
     }
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_STEP, Phase.BETWEEN):
+        progress.enter_phase(6, phase)
     progress.after_iteration(ended(7))
+    assert [*last_event(event_log)["phases_s"]] == ["forward", "backward"], "those that had an end"
+    progress.after_iteration(ended(8))
+    assert last_event(event_log)["phases_s"] == {}, "those of this iteration"
     assert last_event(event_log)["loss"] is None, "this stage computes none"
 
 
 def test_what_only_tells_of_a_run_cannot_end_it(
-    progress: Progress, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
+    progress: ProgressListener, event_log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full:
         """Board, terminal and process of a rank that has no descriptor, and no room, left."""
@@ -174,9 +182,9 @@ def test_what_only_tells_of_a_run_cannot_end_it(
 def test_end_says_whether_the_last_state_is_safe(
     is_saved: bool, reason: str, event_log: EventLog
 ) -> None:
-    Progress(CONFIG, MegatronLoop(), LoopState(iteration=9, is_saved=is_saved), event_log).end(
-        "exit flag", 0
-    )
+    ProgressListener(
+        CONFIG, MegatronLoop(), LoopState(iteration=9, is_saved=is_saved), event_log
+    ).end("exit flag", 0)
     line = last_event(event_log)
     assert (line["event"], line["iteration"], line["reason"]) == ("end", 9, reason)
     assert line["peak_device_memory_bytes"] >= 0
@@ -195,7 +203,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
     event_log: EventLog,
 ) -> None:
     loop = LoopState(iteration=5, stages_alone=stages, num_replayed=num_replayed)
-    Progress(CONFIG, MegatronLoop(), loop, event_log).after_repair(
+    ProgressListener(CONFIG, MegatronLoop(), loop, event_log).after_repair(
         Repair(
             number=2,
             iteration=7,
@@ -229,7 +237,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
 
 def test_run_without_a_log_reads_no_loss(loop_args: Namespace, tmp_path: Path) -> None:
     log = EventLog(tmp_path, 3)
-    progress = Progress(MoeFtConfig(), MegatronLoop(), LoopState(), log)
+    progress = ProgressListener(MoeFtConfig(), MegatronLoop(), LoopState(), log)
     progress.after_setup(([], None, None))
     progress.after_recovery()
     # A loss is on the device: reading it would wait, and this one cannot be read.
@@ -248,7 +256,7 @@ def open_logs(folder: str) -> None:
         log.incarnation = 6
         log.write("iteration", 1)
         log.close()
-    Progress(CONFIG, MegatronLoop(), LoopState(), log).after_setup(([], None, None))
+    ProgressListener(CONFIG, MegatronLoop(), LoopState(), log).after_setup(([], None, None))
     log.write("opened", 0)
     dist.destroy_process_group()
 
@@ -264,7 +272,7 @@ def test_times_of_an_iteration_are_in_tensorboard_also_without_a_log(
     board = SummaryWriter(str(tmp_path))
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
     loop, log = LoopState(stall_s=0.25), EventLog(tmp_path, 3)
-    Progress(MoeFtConfig(), MegatronLoop(), loop, log).after_iteration(ended(6))
+    ProgressListener(MoeFtConfig(), MegatronLoop(), loop, log).after_iteration(ended(6))
     board.close()
     found = EventAccumulator(str(tmp_path)).Reload()
     assert {
@@ -297,7 +305,9 @@ def test_shares_of_the_time_are_those_of_report_also_after_a_restart(
     monkeypatch.setattr("moe_ft.loop.progress.time.time", lambda: next(clock))
     for first, last in ((1, 3), (2, 4)):  # the second start has the state of iteration 1
         numbers, log = _Numbers(), EventLog(tmp_path, 0)
-        progress = Progress(CONFIG, numbers, LoopState(stall_s=0.5, replay_s=first - 1), log)
+        progress = ProgressListener(
+            CONFIG, numbers, LoopState(stall_s=0.5, replay_s=first - 1), log
+        )
         progress.before_setup()
         log.start()
         log.incarnation = first - 1
